@@ -1,0 +1,119 @@
+"""Imports between packages and inside core only run downwards, and never in a circle (docs/architecture.md)."""
+
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.workspace import Import, Package, Source, packages
+
+CORE = "shardkit.core"
+
+# From the ground up. A module may import from its own layer and from those before it.
+LAYERS: list[set[str]] = [
+    {"version", "sharding", "mesh", "policies", "adapters", "events", "ranges", "region", "tensors", "torch_compat"},
+    {"runtime"},
+    {"context", "managed", "order_check", "param", "param_group", "reduction"},
+    {"iteration", "lazy_init", "state"},
+    {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize"},
+    {"__init__", "__main__"},
+]
+
+# import name -> the sibling packages that it may import
+SIBLINGS: dict[str, set[str]] = {
+    "shardkit.core": set(),
+    "shardkit.tp_adapter": {"shardkit.core"},
+    "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter"},
+    "shardkit.tools": {"shardkit.core"},
+}
+
+
+def layer(module: str) -> int:
+    """The number of the layer that a module of core lies in."""
+    part = module.removeprefix(CORE).strip(".").split(".")[0] or "__init__"
+    for number, names in enumerate(LAYERS):
+        if part in names:
+            return number
+    raise AssertionError(f"{module} lies in no layer: give it one in LAYERS, and in docs/architecture.md")
+
+
+def imported_module(entry: Import, modules: set[str]) -> str | None:
+    """The module of ``modules`` that an import runs, or None where it is somebody else's."""
+    return next((name for name in (entry.path, entry.module) if name in modules), None)
+
+
+def upward_imports(sources: list[Source]) -> list[str]:
+    modules = {source.module for source in sources}
+    return [
+        f"{source}:{entry.line}: imports {target}, which lies above it"
+        for source in sources
+        for entry in source.imports()
+        if (target := imported_module(entry, modules)) and layer(target) > layer(source.module)
+    ]
+
+
+def find_cycle(sources: list[Source]) -> list[str]:
+    """The modules of an import cycle, or nothing. What is imported for types only never runs, and does not count."""
+    modules = {source.module for source in sources}
+    graph = {
+        source.module: {
+            target
+            for entry in source.imports()
+            if not entry.for_types and (target := imported_module(entry, modules)) and target != source.module
+        }
+        for source in sources
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def core() -> Package:
+    return next(package for package in packages() if package.import_name == CORE)
+
+
+def test_imports_run_downwards():
+    assert upward_imports(core().sources()) == []
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)
+def test_no_import_cycle(package: Package):
+    assert find_cycle(package.sources()) == []
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)
+def test_only_declared_siblings_are_imported(package: Package):
+    imported = {
+        ".".join(entry.module.split(".")[:2])
+        for source in package.sources()
+        for entry in source.imports()
+        if entry.module.startswith("shardkit.")
+    }
+    assert imported - {package.import_name} <= SIBLINGS[package.import_name]
+
+
+def fake_source(directory: Path, module: str, text: str) -> Source:
+    path = directory / f"{module}.py"
+    path.write_text(text)
+    return Source(path, f"{CORE}.{module}")
+
+
+def test_an_upward_import_is_found(tmp_path: Path):
+    low = fake_source(tmp_path, "param", "def f():\n    from shardkit.core.state import FSDPState\n")
+    high = fake_source(tmp_path, "state", "from .param import f\n")
+    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.state, which lies above it"]
+
+
+def test_a_cycle_is_found_unless_it_is_for_types_only(tmp_path: Path):
+    first = fake_source(tmp_path, "state", "import shardkit.core.iteration\n")
+    second = fake_source(tmp_path, "iteration", "from shardkit.core import state\n")
+    assert set(find_cycle([first, second])) == {"shardkit.core.state", "shardkit.core.iteration"}
+    second.path.write_text("if TYPE_CHECKING:\n    from shardkit.core import state\n")
+    assert find_cycle([first, Source(second.path, second.module)]) == []
+
+
+def test_a_module_without_a_layer_is_refused(tmp_path: Path):
+    with pytest.raises(AssertionError, match=r"shardkit\.core\.stray lies in no layer"):
+        upward_imports([fake_source(tmp_path, "stray", "import shardkit.core.stray\n")])

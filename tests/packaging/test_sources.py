@@ -1,0 +1,120 @@
+"""Rules about the files of the packages: what they are called, how long they are, which private names they touch."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.workspace import ROOT, Source, packages
+
+SOURCES = [source for package in packages() for source in package.sources()]
+DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
+MAX_LINES = 600
+TORCH_COMPAT = "shardkit.core.torch_compat"
+# Other software recognises a sharded module by stock FSDP2's public names, so torch_compat may touch those and no more.
+STOCK_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+RECOGNITION = re.compile(
+    r"torch\.distributed\.fsdp(\.(FSDPModule|UnshardHandle|MixedPrecisionPolicy|fully_shard)(\.state)?)?"
+)
+
+
+def private_parts(path: str) -> list[str]:
+    return [part for part in path.split(".") if part.startswith("_") and not part.startswith("__")]
+
+
+def dotted_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every ``torch.a.b`` that is reached by attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (text := ast.unparse(node)).startswith("torch."):
+            yield text, node.lineno
+
+
+def torch_names(source: Source) -> Iterator[tuple[str, int]]:
+    """Every name of torch that a file imports or reaches from ``torch``, with its line."""
+    yield from ((entry.path, entry.line) for entry in source.imports() if entry.module.split(".")[0] == "torch")
+    yield from dotted_names(source.tree)
+
+
+def stock_fsdp_uses(source: Source) -> list[str]:
+    """Uses of stock FSDP's code: all of them are forbidden but for the recognition names in torch_compat."""
+    return [
+        f"{source}:{line}: {name}"
+        for name, line in torch_names(source)
+        if name.startswith(STOCK_FSDP) and not (source.module == TORCH_COMPAT and RECOGNITION.fullmatch(name))
+    ]
+
+
+def private_torch_uses(source: Source) -> list[str]:
+    if source.module == TORCH_COMPAT:
+        return []
+    return [f"{source}:{line}: {name}" for name, line in torch_names(source) if private_parts(name)]
+
+
+def fake_source(directory: Path, module: str, text: str) -> Source:
+    path = directory / "source.py"
+    path.write_text(text)
+    return Source(path, module)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_stock_fsdp_is_not_used(source: Source):
+    assert stock_fsdp_uses(source) == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_private_names_of_torch_stand_in_torch_compat(source: Source):
+    assert private_torch_uses(source) == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_a_file_is_one_concept(source: Source):
+    assert source.path.stem not in DRAWERS, "name the file after its concept"
+    assert source.path.read_text().count("\n") <= MAX_LINES, "is it one concept?"
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)
+def test_shardkit_stays_a_namespace(package):
+    assert not (package.path / "src" / "shardkit" / "__init__.py").exists()
+    top = package.import_name.split(".")[1]
+    directories = [path.name for path in (package.path / "src" / "shardkit").iterdir() if path.name != "__pycache__"]
+    assert directories == [top], "a package brings only its own directory into the namespace"
+    assert (package.path / "src" / "shardkit" / top / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)
+def test_license_travels_with_the_package(package):
+    assert (package.path / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch.distributed.fsdp import FSDPModule",
+        "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam",
+        "from torch.distributed._composable.fsdp import fully_shard",
+        "def f():\n    import torch.distributed.fsdp",
+        "import torch\nx = torch.distributed.fsdp.FSDPModule",
+    ],
+)
+def test_stock_fsdp_is_found(text: str, tmp_path: Path):
+    assert stock_fsdp_uses(fake_source(tmp_path, "shardkit.core.state", text))
+
+
+@pytest.mark.parametrize(("name", "forbidden"), [("FSDPModule", False), ("FullyShardedDataParallel", True)])
+def test_torch_compat_may_recognise_only(name: str, forbidden: bool, tmp_path: Path):
+    source = fake_source(tmp_path, TORCH_COMPAT, f"from torch.distributed.fsdp import {name}")
+    assert bool(stock_fsdp_uses(source)) == forbidden
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._utils import _get_device_index",
+        "from torch.nn import _reduction",
+        "import torch\ntorch._foreach_mul",
+    ],
+)
+def test_private_names_are_found(text: str, tmp_path: Path):
+    assert private_torch_uses(fake_source(tmp_path, "shardkit.core.state", text))
