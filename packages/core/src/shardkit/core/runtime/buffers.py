@@ -1,0 +1,60 @@
+"""Allocate and free storage, and say so in events.
+
+The bytes of a tensor live in its storage. Freeing a storage leaves every tensor over it in place, without memory; when
+it is allocated again they all come back to life at once, including those that autograd saved.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardkit.core import events
+from shardkit.core.events import StorageKind
+
+
+def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
+    """Give the storage of ``tensor`` memory for its elements and for what lies before them. No-op if it has it.
+
+    ``tensor`` is dense and is the furthest reaching view of its storage. The contents are undefined.
+    """
+    storage = tensor.untyped_storage()
+    nbytes = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    if storage.size() == nbytes:
+        return
+    storage.resize_(nbytes)
+    if events.hub.active:
+        events.emit(events.StorageAllocated(fqn, nbytes, kind))
+
+
+def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
+    """Free the memory under ``tensor`` and under all views of the same storage. No-op if it is free already."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.size()
+    if nbytes == 0:
+        return
+    storage.resize_(0)
+    if events.hub.active:
+        events.emit(events.StorageFreed(fqn, nbytes, kind))
+
+
+def raw_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D tensor of the same dtype over the whole storage of ``tensor``, with a version counter of its own.
+
+    Writing to it does not touch the version counter of ``tensor``, so autograd does not take a gather for a user's
+    in-place change. The storage must be allocated. The view stays good when the storage is freed and allocated again.
+    """
+    raw = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return raw.set_(storage, 0, (storage.size() // tensor.itemsize,), (1,))  # type: ignore[call-overload, no-any-return, unused-ignore]
+
+
+def note_allocated(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
+    """Report a temporary buffer that was just allocated."""
+    if events.hub.active:
+        events.emit(events.StorageAllocated(fqn, tensor.numel() * tensor.itemsize, kind))
+
+
+def note_freed(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
+    """Report a temporary buffer that its owner drops now."""
+    if events.hub.active:
+        events.emit(events.StorageFreed(fqn, tensor.numel() * tensor.itemsize, kind))

@@ -1,0 +1,110 @@
+"""The all-gather of a group: every rank's chunk of every item, written to where the unsharded tensors are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from shardkit.core import events
+from shardkit.core.runtime.buffers import note_allocated, note_freed
+from shardkit.core.runtime.plan import GatherPlan
+from shardkit.core.runtime.program import Program, hold
+
+
+@torch.no_grad()
+def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+    """The program that gathers `plan`'s items. Collective over the plan's group, in launch order.
+
+    `sources[i]` is this rank's chunk, of shape `items[i].layout.local_shape(rank)`, of any dtype (cast when written)
+    and on any device. `flats[i]` is a 1-D tensor of `items[i].dtype` on the group's device, allocated, of
+    `padded_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
+    `flats[i][:numel].view(shape)` is the unsharded tensor; elements behind it are undefined.
+
+    The packed buffer is allocated now, on the current stream. Raises `ValueError` when custom communication allocates
+    a wrong one.
+    """
+    if plan.transport.world_size == 1:
+        return _copy_alone(plan, sources, flats)
+    packed = None
+    if plan.packing is not None:
+        packed = plan.transport.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
+        note_allocated(packed, plan.label, "packed")
+    return _gather(plan, sources, flats, packed)
+
+
+@torch.no_grad()
+def _copy_alone(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+    """World size 1: the chunk is the tensor."""
+    shaped = [flat.view(item.layout.shape) for flat, item in zip(flats, plan.items, strict=True)]
+    torch._foreach_copy_(shaped, list(sources), non_blocking=True)
+    return
+    yield  # a program, though nothing is waited for
+
+
+@torch.no_grad()
+def _gather(
+    plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], packed: torch.Tensor | None
+) -> Program:
+    launched = time.perf_counter()
+    buffers = [flats[i] for i, _ in plan.direct]
+    pieces: tuple[torch.Tensor, ...] = ()
+    if packed is not None:
+        assert plan.packing is not None
+        hold(packed)
+        pieces = plan.packing.split(packed)
+        buffers.append(packed)
+    _write_own_chunks(plan, sources, flats, pieces)
+    if events.hub.active:
+        events.emit(events.GatherStarted(*_described(plan)))
+    try:
+        if buffers:
+            yield plan.transport.all_gather(buffers, plan.slots)
+        _copy_out(plan, flats, pieces)
+    finally:
+        if packed is not None:
+            note_freed(packed, plan.label, "packed")
+    if events.hub.active:
+        events.emit(events.GatherFinished(*_described(plan), time.perf_counter() - launched))
+
+
+def _described(plan: GatherPlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, torch.distributed.ProcessGroup]:
+    return plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, plan.transport.group
+
+
+def _write_own_chunks(
+    plan: GatherPlan,
+    sources: Sequence[torch.Tensor],
+    flats: Sequence[torch.Tensor],
+    pieces: Sequence[torch.Tensor],
+) -> None:
+    """Write this rank's chunks, cast, into its slots and into its row of the packed buffer."""
+    targets = [flats[i].narrow(0, start, numel).view(shape) for i, start, numel, shape in plan.own_slots]
+    chunks = [sources[i] for i, _, _, _ in plan.own_slots]
+    if plan.packing is not None:
+        for item, at, shape in plan.packing.rows[plan.rank]:
+            targets.append(pieces[at].view(plan.items[item].dtype).view(shape))
+            chunks.append(sources[item])
+    if targets:
+        torch._foreach_copy_(targets, chunks, non_blocking=True)
+
+
+def _copy_out(plan: GatherPlan, flats: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    """Copy every rank's packed chunks to where they belong in the unsharded tensors."""
+    packing = plan.packing
+    if packing is None:
+        return
+    places: dict[int, tuple[torch.Tensor, ...]] = {}
+    for item in packing.items:
+        layout = plan.items[item].layout
+        flat = flats[item]
+        shaped = flat.narrow(0, 0, layout.numel).view(layout.shape)
+        places[item] = shaped.split_with_sizes(layout.lengths, layout.dim)
+    targets: list[torch.Tensor] = []
+    chunks: list[torch.Tensor] = []
+    for rank, row in enumerate(packing.rows):
+        for item, at, shape in row:
+            targets.append(places[item][rank])
+            chunks.append(pieces[at].view(plan.items[item].dtype).view(shape))
+    torch._foreach_copy_(targets, chunks)

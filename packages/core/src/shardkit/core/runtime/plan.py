@@ -1,0 +1,273 @@
+"""Plans: which items of a group travel in place, which share the packed buffer, and where everything lies.
+
+Note [In-place gather]: item `i` is gathered into a flat tensor with one slot for each rank. On dim 0 the slots, put one
+behind the other, are the unsharded tensor (a prefix of it, if padded), so a rank writes its chunk into its slot, the
+others' chunks arrive in theirs, and nothing is copied. Items cut on another dim have no such slots, and small items are
+not worth a message each; both go through one packed buffer and are copied out of it.
+
+A plan is made once, by all ranks alike, and used at every step; programs find every size and offset in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shardkit.core.runtime.packing import Packing, pack
+from shardkit.core.runtime.slots import Slots
+from shardkit.core.runtime.transport.interface import Exchange, Transport
+from shardkit.core.sharding import ChunkLayout
+
+SMALL_BYTES = 32 * 1024
+"""Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
+size, which is about what copying 32 KiB in and out of the packed buffer costs."""
+
+
+@dataclass(frozen=True)
+class GatherItem:
+    """One parameter to gather: its FQN, how it is cut, and the dtype of the unsharded tensor."""
+
+    fqn: str
+    layout: ChunkLayout
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ReduceItem:
+    """One gradient to reduce: its parameter's FQN and how it is cut."""
+
+    fqn: str
+    layout: ChunkLayout
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """How a group is gathered.
+
+    `direct` holds indices of items that are gathered in place, with their slots; `packing` is the packed buffer of the
+    others, of dtype `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` when they differ.
+    """
+
+    items: tuple[GatherItem, ...]
+    transport: Transport
+    label: str
+    rank: int
+    direct: tuple[tuple[int, Slots], ...]
+    packing: Packing | None
+    packed_dtype: torch.dtype
+    dtype: torch.dtype
+
+    @cached_property
+    def fqns(self) -> tuple[str, ...]:
+        """The items' FQNs."""
+        return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        """The slots of the buffers on the wire: one buffer for each direct item, then the packed one."""
+        packed = () if self.packing is None else (self.packing.slots,)
+        return (*(slots for _, slots in self.direct), *packed)
+
+    @cached_property
+    def own_slots(self) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
+        """(item, start, numel, shape) of this rank's non-empty chunk in the flat tensor of each direct item."""
+        layouts = [(i, slot, self.items[i].layout) for i, slot in self.direct]
+        return tuple(
+            (i, slot.start(self.rank), layout.local_numel(self.rank), layout.local_shape(self.rank))
+            for i, slot, layout in layouts
+            if layout.local_numel(self.rank)
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded tensors, without padding."""
+        return sum(item.layout.numel * item.dtype.itemsize for item in self.items)
+
+    @cached_property
+    def wire_nbytes(self) -> int:
+        """Bytes that this rank sends in one gather: its slot of every buffer, to each peer."""
+        own = sum(slot.numels[self.rank] * self.items[i].dtype.itemsize for i, slot in self.direct)
+        if self.packing is not None:
+            own += self.packing.slots.numels[self.rank] * self.packed_dtype.itemsize
+        return own * (self.transport.world_size - 1)
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """How a group's gradients are reduced.
+
+    `direct` holds indices of gradients whose rows go to their owners from where they are; `packing` is the packed
+    buffer of the others. Gradients come in `grad_dtype`, travel in `wire_dtype` and are summed in `reduce_dtype`.
+
+    The output is one flat tensor of `output_numel` elements: this rank's chunks of the direct items, then its row of
+    the packed ones. `places[i]` is (index in `output_sizes`, shape) of item `i`'s chunk.
+    """
+
+    items: tuple[ReduceItem, ...]
+    transport: Transport
+    label: str
+    rank: int
+    grad_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    exchange: Exchange | None
+    direct: tuple[int, ...]
+    packing: Packing | None
+    output_sizes: tuple[int, ...]
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @cached_property
+    def fqns(self) -> tuple[str, ...]:
+        """The items' FQNs."""
+        return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def output_numel(self) -> int:
+        """Elements of the output, with the padding that a collective needs."""
+        return sum(self.output_sizes)
+
+    @cached_property
+    def row_sizes(self) -> tuple[int, ...]:
+        """What one peer sends to this rank, in the order of the output: direct chunks, then the packed row."""
+        sizes = [self.items[i].layout.local_numel(self.rank) for i in self.direct]
+        if self.packing is not None:
+            sizes.append(self.packing.slots.numels[self.rank])
+        return tuple(size for size in sizes if size)
+
+    @cached_property
+    def lands_in_output(self) -> bool:
+        """Whether the first peer's terms arrive in the output itself; see Note [Rank order]."""
+        return self.wire_dtype == self.reduce_dtype
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the full gradients as they come."""
+        return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
+
+    @cached_property
+    def wire_nbytes(self) -> int:
+        """Bytes that this rank sends in one reduction: to each peer, the peer's chunks."""
+        peers = [rank for rank in range(self.transport.world_size) if rank != self.rank]
+        numel = sum(self.items[i].layout.local_numel(rank) for i in self.direct for rank in peers)
+        if self.packing is not None:
+            numel += sum(self.packing.slots.numels[rank] for rank in peers)
+        return numel * self.wire_dtype.itemsize
+
+    def output_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's chunk of each item's reduced gradient: dense views of `flat`, of `local_shape(rank)`."""
+        pieces = flat.split_with_sizes(self.output_sizes)
+        return [pieces[index].view(shape) for index, shape in self.places]
+
+    def allocate_output(self) -> torch.Tensor:
+        """A 1-D output from the transport's allocator; the contents are undefined."""
+        return self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
+
+
+def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
+    """Decide how `items` are gathered. Not collective, but every rank must plan the same items."""
+    layouts = [item.layout for item in items]
+    _check_world(layouts, transport, label)
+    direct = [i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport)]
+    packed = [i for i in range(len(items)) if i not in set(direct)]
+    packed_dtypes = {items[i].dtype for i in packed}
+    mixed = len(packed_dtypes) > 1
+    packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
+    widths = [item.dtype.itemsize if mixed else 1 for item in items]
+    dtypes = {item.dtype for item in items}
+    return GatherPlan(
+        items=tuple(items),
+        transport=transport,
+        label=label,
+        rank=rank,
+        direct=tuple((i, _gather_slots(layouts[i], transport.padded)) for i in direct),
+        packing=pack(layouts, packed, widths, padded=transport.padded, aligned=mixed) if packed else None,
+        packed_dtype=packed_dtype,
+        dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
+    )
+
+
+def plan_reduce(
+    items: Sequence[ReduceItem],
+    transport: Transport,
+    label: str,
+    rank: int,
+    grad_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> ReducePlan:
+    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items.
+
+    Where the owner sums (`sums_locally`), gradients that are narrower than `reduce_dtype` travel as they are: half the
+    bytes for bf16 gradients, and still a sum in fp32. Others are cast first, and a collective, which sums on the way,
+    needs `reduce_dtype` on the wire in any case.
+    """
+    layouts = [item.layout for item in items]
+    _check_world(layouts, transport, label)
+    keeps_dtype = transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize
+    wire_dtype = grad_dtype if keeps_dtype else reduce_dtype
+    direct = [
+        i
+        for i, layout in enumerate(layouts)
+        if _reduces_direct(layout, wire_dtype, grad_dtype == wire_dtype, transport)
+    ]
+    packed = [i for i in range(len(items)) if i not in set(direct)]
+    packing = pack(layouts, packed, [1] * len(items), padded=transport.padded, aligned=False) if packed else None
+    sizes, places = _output_order(layouts, direct, packed, rank, padded=transport.padded)
+    return ReducePlan(
+        items=tuple(items),
+        transport=transport,
+        label=label,
+        rank=rank,
+        grad_dtype=grad_dtype,
+        wire_dtype=wire_dtype,
+        reduce_dtype=reduce_dtype,
+        exchange=transport if transport.sums_locally and isinstance(transport, Exchange) else None,
+        direct=tuple(direct),
+        packing=packing,
+        output_sizes=sizes,
+        places=places,
+    )
+
+
+def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: str) -> None:
+    for layout in layouts:
+        if layout.world_size != transport.world_size:
+            raise ValueError(
+                f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
+                f"but the process group has {transport.world_size}"
+            )
+
+
+def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
+    return transport.direct and layout.dim == 0 and layout.padded_local_numel * itemsize >= SMALL_BYTES
+
+
+def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, transport: Transport) -> bool:
+    if not _goes_direct(layout, wire_dtype.itemsize, transport):
+        return False
+    # A collective reads world_size equal rows from the gradient itself, so there must be no padding and no cast.
+    return not transport.padded or (as_is and layout.padded_numel == layout.numel)
+
+
+def _gather_slots(layout: ChunkLayout, padded: bool) -> Slots:
+    if padded:
+        return Slots((layout.padded_local_numel,) * layout.world_size)
+    return Slots(layout.local_numels, layout.padded_numel - layout.numel)
+
+
+def _output_order(
+    layouts: Sequence[ChunkLayout], direct: Sequence[int], packed: Sequence[int], rank: int, *, padded: bool
+) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
+    """Sizes of the output's consecutive pieces, and for each item the index and shape of its piece."""
+    sizes: list[int] = []
+    places: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for i in (*direct, *packed):
+        layout = layouts[i]
+        used = layout.local_numel(rank)
+        places[i] = (len(sizes), layout.local_shape(rank))
+        sizes.append(used)
+        if padded and layout.padded_local_numel > used:
+            sizes.append(layout.padded_local_numel - used)
+    return tuple(sizes), tuple(places[i] for i in range(len(layouts)))

@@ -1,0 +1,174 @@
+"""Communication that a user brings, and two ready-made ones whose buffers come from the process group's allocator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core import torch_compat
+from shardkit.core.runtime.slots import Slots
+from shardkit.core.runtime.transport.c10d import PLAIN_DTYPES
+
+
+class AllGather(Protocol):
+    """A user's all-gather; the call signature is the one of stock FSDP2's custom communication."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer of a gather: `size` is `(numel,)`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the 1-D `input_tensor`, this rank's slot of `output_tensor`, into `output_tensor` in place."""
+
+
+class ReduceScatter(Protocol):
+    """A user's reduce-scatter; the call signature is the one of stock FSDP2's custom communication."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input buffer of a reduction: `size` is `(numel,)`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the 1-D `input_tensor` (world_size rows) and write this rank's row to `output_tensor`."""
+
+
+class CustomTransport:
+    """Runs everything packed, through the given objects; the one that is None is c10d's plain collective.
+
+    Raises `ValueError` with the label, the size or dtype seen and the one expected when `allocate` answers with another
+    tensor than it was asked for.
+    """
+
+    direct = False
+    padded = True
+    sums_locally = False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._gather: AllGather = all_gather or PlainAllGather()
+        self._reduce: ReduceScatter = reduce_scatter or PlainReduceScatter()
+        self._async = device.type == "cpu"
+
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+        (buffer,), (slot,) = buffers, slots
+        chunk = slot.numels[0]
+        own = buffer.narrow(0, self.rank * chunk, chunk)
+        work = self._gather(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
+        return () if work is None else (work,)
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+    ) -> Sequence[dist.Work]:
+        (output,), (full,) = outputs, inputs
+        work = self._reduce(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
+        return () if work is None else (work,)
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return self._allocated(self._gather, numel, dtype, label)
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return self._allocated(self._reduce, numel, dtype, label)
+
+    def _allocated(self, comm: AllGather | ReduceScatter, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
+        who = f"{label}: {type(comm).__name__}.allocate"
+        if buffer.numel() != numel:
+            raise ValueError(
+                f"{who} returned {buffer.numel()} elements, expected {numel}; "
+                "return a tensor with exactly the size that was asked for"
+            )
+        if buffer.dtype != dtype:
+            raise ValueError(f"{who} returned {buffer.dtype}, expected {dtype}; use the dtype that was asked for")
+        if not buffer.is_contiguous():
+            raise ValueError(f"{who} returned strides {buffer.stride()}, expected a contiguous tensor")
+        return buffer.view(-1)
+
+
+class _PlainAllocation:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory from torch's allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GroupAllocation:
+    """Memory from the process group's own allocator, which its backend has registered with the network.
+
+    Raises `ValueError` from `allocate` when the backend has no allocator for the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor of `prod(size)` elements."""
+        backend = torch_compat.backend_of(self._group, device)
+        if backend is None or not backend.supports_tensor_alloc(device):
+            raise ValueError(
+                f"process group {self._group.group_name!r} ({self._group.name()}) cannot allocate memory on {device}; "
+                "use a backend with a memory allocator, such as NCCL, or leave allocation to torch"
+            )
+        tensor: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return tensor
+
+
+class PlainAllGather(_PlainAllocation):
+    """c10d's all-gather on torch's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if output_tensor.dtype not in PLAIN_DTYPES:
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+        work: dist.Work | None = torch_compat.all_gather_flat(output_tensor, input_tensor, group, async_op)
+        return work
+
+
+class PlainReduceScatter(_PlainAllocation):
+    """c10d's reduce-scatter on torch's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work: dist.Work | None = torch_compat.reduce_scatter_flat(output_tensor, input_tensor, op, group, async_op)
+        return work
+
+
+class ProcessGroupAllocatedAllGather(_GroupAllocation, PlainAllGather):
+    """c10d's all-gather on memory from the process group's own allocator."""
+
+
+class ProcessGroupAllocatedReduceScatter(_GroupAllocation, PlainReduceScatter):
+    """c10d's reduce-scatter on memory from the process group's own allocator."""

@@ -1,0 +1,95 @@
+"""Pure shard arithmetic: how one dim of a shape is cut over the ranks of a shard group. Knows no process group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How `torch.chunk` cuts dim `dim` of `shape` over `world_size` ranks.
+
+    Every rank but the last ones holds `chunk = ceil(shape[dim] / world_size)` indices of the dim; one rank may hold
+    fewer and the ranks after it none. `shape = (10, 3)`, `dim = 0`, `world_size = 4`::
+
+        rank     0        1        2        3
+        rows   0 1 2 |  3 4 5 |  6 7 8 |  9 . .      '.' is padding: 12 padded rows, 10 real ones
+        offset   0        3        6        9
+
+    On dim 0 the padding is one tail behind the real elements, so the unpadded tensor is a prefix of the padded one.
+
+    Raises `ValueError` for a shape without dims, a negative size, a dim out of range or a world size below one.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise ValueError("cannot cut shape (): a layout needs at least one dim, replicate 0-dim tensors instead")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"cannot cut shape {self.shape}: sizes must not be negative")
+        if not 0 <= self.dim < len(self.shape):
+            raise ValueError(
+                f"cannot cut shape {self.shape} on dim {self.dim}: expected a dim in [0, {len(self.shape) - 1}]"
+            )
+        if self.world_size < 1:
+            raise ValueError(f"cannot cut shape {self.shape} over {self.world_size} ranks: expected at least 1")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Indices of the dim that a full rank holds: `ceil(shape[dim] / world_size)`."""
+        return -(-self.shape[self.dim] // self.world_size)
+
+    @cached_property
+    def padded_local_shape(self) -> tuple[int, ...]:
+        """Shape of a full rank's chunk; what every rank holds once padded."""
+        return self._with_length(self.chunk)
+
+    @cached_property
+    def padded_local_numel(self) -> int:
+        """Elements of a full rank's chunk."""
+        return math.prod(self.padded_local_shape)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of all ranks' padded chunks together: `world_size * padded_local_numel`."""
+        return self.world_size * self.padded_local_numel
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """`length` of every rank, in rank order."""
+        size = self.shape[self.dim]
+        return tuple(max(0, min(self.chunk, size - rank * self.chunk)) for rank in range(self.world_size))
+
+    @cached_property
+    def local_numels(self) -> tuple[int, ...]:
+        """`local_numel` of every rank, in rank order."""
+        return tuple(math.prod(self._with_length(length)) for length in self.lengths)
+
+    def length(self, rank: int) -> int:
+        """Indices of the dim that `rank` holds; 0 when its chunk is empty."""
+        return self.lengths[rank]
+
+    def offset(self, rank: int) -> int:
+        """First index of the dim that `rank` holds, clamped to the dim's size for an empty chunk."""
+        return min(rank * self.chunk, self.shape[self.dim])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of `rank`'s chunk, without padding."""
+        return self._with_length(self.lengths[rank])
+
+    def local_numel(self, rank: int) -> int:
+        """Elements of `rank`'s chunk, without padding."""
+        return self.local_numels[rank]
+
+    def _with_length(self, length: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])

@@ -1,0 +1,197 @@
+"""Every name of torch that is private, or that its versions spell differently; checked on torch 2.13.
+
+The rest of the package uses torch's public names only. Each function here says what it stands in for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed.fsdp as stock_fsdp
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as StockCPUOffloadPolicy
+from torch.distributed.fsdp import FSDPModule as StockFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as StockMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as StockOffloadPolicy
+from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "StockCPUOffloadPolicy",
+    "StockDataParallelMeshDims",
+    "StockFSDPModule",
+    "StockMixedPrecisionPolicy",
+    "StockOffloadPolicy",
+    "StockUnshardHandle",
+    "TorchDispatchMode",
+    "apply_to_tensors",
+    "flattened_axis",
+    "foreach_norm",
+    "foreach_scale_",
+    "joined_mesh",
+    "like_dtensor",
+    "local_of",
+    "new_dtensor",
+    "no_dynamo",
+    "post_accumulate_grad_hooks",
+    "queue_end_of_backward",
+    "register_with_stock",
+    "replace_local",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# torch.distributed.fsdp.DataParallelMeshDims came with 2.12.
+StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", None)
+
+
+def no_dynamo(function: _F) -> _F:
+    """`torch._dynamo.disable`, applied once per function and imported only when the function first runs.
+
+    Dynamo takes a second to import and wrapping costs microseconds, so neither happens per call.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            import torch._dynamo
+
+            disabled = torch._dynamo.disable(function)
+        return disabled(*args, **kwargs)
+
+    return cast(_F, wrapper)
+
+
+def local_of(dtensor: torch.Tensor) -> torch.Tensor:
+    """`DTensor.to_local()` without the autograd function that it goes through."""
+    return cast(DTensor, dtensor)._local_tensor
+
+
+def new_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd."""
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor over `local` with the mesh, placements and global shape of `like`: what a gradient needs each step.
+
+    `DTensor.from_local` costs 50 times more than this constructor, which every DTensor operator uses as well.
+    """
+    spec = like._spec
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        return new_dtensor(local, spec.mesh, spec.placements, meta.shape)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def flattened_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh over the named axes of `mesh`, which are flattened into one if there are several (collective)."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[names]._flatten("_".join(names))
+
+
+def joined_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+    """The 2-D mesh of two 1-D meshes of one root, replicate axis first."""
+    return DeviceMesh._concatenate([replicate, shard])
+
+
+def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
+    """The hooks that `register_post_accumulate_grad_hook` put on a parameter."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def register_with_stock(module: nn.Module, state: object) -> None:
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch's own pipelining.
+
+    The key is the undecorated function, as `torch.distributed._composable.contract` has it.
+    """
+    key = getattr(stock_fsdp.fully_shard, "__wrapped__", None)
+    if key is not None:
+        module.__dict__.setdefault(STATE_KEY, {})[key] = state
+        registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+        registry.setdefault("fully_shard", RegistryItem())
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces each parameter and buffer by what `change` makes of it, the way `Module.to` and `Module.to_empty` do.
+
+    Unlike those, `change` sees the module's own tensor objects, so it can pick the ones to change.
+    """
+    module._apply(change)
+
+
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The `norm_type`-norm of each tensor, computed in `dtype`, in few kernels."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors of one device by a 0-dim factor, in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Puts another local tensor of the same shape and dtype into a DTensor."""
+    cast(DTensor, dtensor)._local_tensor = local
+
+
+def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """The backend that serves `device` in `group`, or None for groups that are not made of backends."""
+    try:
+        return group._get_backend(device)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+# 2.13 renamed both; the old names warn from then on.
+all_gather_flat: Callable[..., Any] = (
+    getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+)
+reduce_scatter_flat: Callable[..., Any] = (
+    getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+)
+
+
+def all_gather_coalesced(
+    group: torch.distributed.ProcessGroup,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    async_op: bool,
+) -> torch.distributed.Work:
+    """One launch of several all-gathers: the call behind c10d's coalescing manager, without its bookkeeping."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    call = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return cast(torch.distributed.Work, call(outputs, inputs, options))
+
+
+def reduce_scatter_coalesced(
+    group: torch.distributed.ProcessGroup,
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    op: Any,
+    async_op: bool,
+) -> torch.distributed.Work:
+    """One launch of several reduce-scatters: the call behind c10d's coalescing manager, without its bookkeeping."""
+    options = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    call = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return cast(torch.distributed.Work, call(outputs, inputs, options))
