@@ -1,0 +1,38 @@
+"""shardkit.core: fully sharded data parallelism for PyTorch on a collective runtime of its own."""
+
+from shardkit.core import events
+from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
+from shardkit.core.clip import clip_grad_norm_, grad_norm
+from shardkit.core.fully_shard import fully_shard
+from shardkit.core.materialize import materialize
+from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardkit.core.policies import (
+    AllGather,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
+from shardkit.core.version import __version__
+
+__all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "UnshardHandle",
+    "__version__",
+    "clip_grad_norm_",
+    "events",
+    "full_state_dict",
+    "fully_shard",
+    "grad_norm",
+    "load_full_state_dict",
+    "materialize",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

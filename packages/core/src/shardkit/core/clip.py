@@ -1,0 +1,291 @@
+"""The norm of all gradients, and clipping by it: right across meshes, placements, offload and ties.
+
+Each rank sums the p-th powers of the gradient elements that it holds, then the sums are added up over every mesh axis
+that a parameter is sharded on; a Replicate axis holds copies, so it adds nothing. Parameters on the same mesh axes
+share a sum, and all sums that cross one process group travel in one all-reduce.
+
+Which all-reduces run follows from the parameters, never from their gradients: a rank without gradients takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+Parameters = torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))``, where ``norm`` is that of all of them together.
+
+    The rule is that of `torch.nn.utils.clip_grad_norm_`. Collective over the process groups of the meshes that the
+    parameters are sharded on, one all-reduce each: every rank calls it with the same parameters in the same order,
+    also a rank whose gradients are all None. Gradients on CPU are fine while the mesh is on another device.
+
+    Args:
+        parameters: a tensor, tensors, or (name, tensor) pairs such as `module.named_parameters()`, whose names make
+            for better errors. DTensors and plain tensors in any mix; a plain tensor counts as the same on every rank.
+            One that comes twice counts once.
+        max_norm: largest norm that is let through.
+        norm_type: the p of the p-norm: any number above 0, or inf for the largest absolute value.
+        error_if_nonfinite: raise, on every rank, if the norm is nan or inf. Waits for the device.
+        foreach: use the fused multi-tensor kernels; None means wherever all gradients of a kind are on an accelerator.
+
+    Returns:
+        The norm before clipping: a plain 0-dim tensor, fp32 (fp64 if any parameter is), the same on all ranks, on the
+        device of the mesh.
+
+    Raises:
+        ValueError: a norm_type that is no p-norm, or a gradient that is not placed like its parameter.
+        RuntimeError: a norm that is not finite, with error_if_nonfinite; lists the gradients at fault.
+    """
+    norm = grad_norm(
+        parameters := _named(parameters), norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
+    )
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for name, parameter in _distinct(parameters):
+        if (grad := _local_grad(name, parameter)) is not None and grad.numel():
+            by_device.setdefault(grad.device, []).append(grad)
+    with torch.no_grad():
+        for device, grads in by_device.items():
+            if _use_foreach(foreach, device):
+                foreach_scale_(grads, factor.to(device))
+                continue
+            local_factor = factor.to(device)
+            for grad in grads:
+                grad.mul_(local_factor)
+    return norm
+
+
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """The `norm_type`-norm of all gradients together; arguments, result and errors as for `clip_grad_norm_`.
+
+    Collective in the same way; changes nothing.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} is no p-norm: expected a number above 0, or inf")
+    plan = _Plan.of(_distinct(_named(parameters)))
+    with torch.no_grad():
+        parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
+        plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+        norm = _combine(parts, norm_type, plan)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(_nonfinite_message(plan, norm, norm_type))
+    return norm
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients add up over the same mesh axes."""
+
+    groups: tuple[tuple[int, ...], ...]  # the ranks of each process group to reduce over
+    device: torch.device  # where the partial result is kept
+    entries: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)  # name, local gradient
+
+    def grads(self) -> list[torch.Tensor]:
+        return [grad for _, grad in self.entries if grad is not None and grad.numel()]
+
+
+@dataclass
+class _Plan:
+    """What is added up over which process groups. Two ranks of one group see the same buckets for it, in one order."""
+
+    buckets: list[_Bucket]
+    groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(parameters: Sequence[tuple[str, torch.Tensor]]) -> _Plan:
+        buckets: dict[object, _Bucket] = {}
+        groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]] = {}
+        device: torch.device | None = None
+        for name, parameter in parameters:
+            axes: tuple[int, ...] = ()
+            home = parameter.device
+            key: object = ("plain", home)
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                if mesh.get_coordinate() is None:
+                    continue  # this rank holds nothing of the parameter and is in none of its groups
+                axes = _sharded_axes(name, parameter.placements, mesh)
+                home = _mesh_device(mesh)
+                # The whole mesh is in the key, not only this rank's groups: only then do all ranks of a group agree.
+                key = (mesh, axes)
+                device = device or home
+            if key not in buckets:
+                ranks = tuple(_group_of(mesh, axis, groups) for axis in axes)
+                buckets[key] = _Bucket(ranks, home)
+            buckets[key].entries.append((name, _local_grad(name, parameter)))
+        wide = any(parameter.dtype in (torch.float64, torch.complex128) for _, parameter in parameters)
+        if device is None:
+            device = parameters[0][1].device if parameters else torch.device("cpu")
+        return _Plan(list(buckets.values()), groups, torch.float64 if wide else torch.float32, device)
+
+    def reduce(self, parts: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        """Reduces `parts`, one vector per bucket, over the groups of their buckets: one all-reduce per group.
+
+        The groups come in order of first use by a parameter, so that ranks wait for each other in one order.
+        """
+        for ranks, (group, device) in self.groups.items():
+            indices = [index for index, bucket in enumerate(self.buckets) if ranks in bucket.groups]
+            wire = torch.cat([parts[index].to(device) for index in indices])
+            dist.all_reduce(wire, op, group=group)
+            sizes = [parts[index].numel() for index in indices]
+            for index, part in zip(indices, wire.split(sizes), strict=True):
+                parts[index] = part
+
+
+def _measure(bucket: _Bucket, norm_type: float, plan: _Plan, foreach: bool | None) -> torch.Tensor:
+    """This rank's share of a bucket: [sum of p-th powers], or [largest, any nan] for the inf-norm. fp64."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in bucket.grads():
+        by_device.setdefault(grad.device, []).append(grad)
+    norms = [
+        torch.stack(_norms(grads, norm_type, plan.dtype, _use_foreach(foreach, device))).to(bucket.device)
+        for device, grads in by_device.items()
+    ]
+    # The few numbers left are combined in fp64: powers of large norms would overflow fp32.
+    every = torch.cat(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=bucket.device)
+    if not math.isinf(norm_type):
+        return every.pow(norm_type).sum().reshape(1)
+    # MAX may drop a nan, depending on the backend, so it travels as a number of its own.
+    largest = every.nan_to_num(nan=math.inf, posinf=math.inf).max()
+    return torch.stack([largest, every.isnan().any().double()])
+
+
+def _norms(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, foreach: bool) -> list[torch.Tensor]:
+    if any(grad.is_complex() for grad in grads):
+        grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
+    if foreach:
+        return foreach_norm(grads, norm_type, dtype)
+    return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
+
+
+def _combine(parts: list[torch.Tensor], norm_type: float, plan: _Plan) -> torch.Tensor:
+    if not parts:
+        return torch.zeros((), dtype=plan.dtype, device=plan.device)
+    table = torch.stack([part.to(plan.device) for part in parts])
+    if not math.isinf(norm_type):
+        return table[:, 0].sum().pow(1.0 / norm_type).to(plan.dtype)
+    largest, nan = table.amax(dim=0).unbind()
+    return torch.where(nan > 0, math.nan, largest).to(plan.dtype)
+
+
+def _nonfinite_message(plan: _Plan, norm: torch.Tensor, norm_type: float) -> str:
+    """Asks the same groups once more which gradients are not finite. All ranks come here together."""
+    flags = []
+    for bucket in plan.buckets:
+        at_fault = [
+            torch.zeros((), dtype=torch.bool) if grad is None else grad.isfinite().logical_not().any()
+            for _, grad in bucket.entries
+        ]
+        flags.append(torch.stack([flag.to(bucket.device) for flag in at_fault]).int())
+    plan.reduce(flags, dist.ReduceOp.MAX)
+    names = [
+        name
+        for bucket, flag in zip(plan.buckets, flags, strict=True)
+        for (name, _), bad in zip(bucket.entries, flag.tolist(), strict=True)
+        if bad
+    ]
+    cause = (
+        "gradients with nan or inf: " + ", ".join(names) if names else "every gradient is finite, the norm overflowed"
+    )
+    return (
+        f"the {norm_type:g}-norm of the gradients is {norm.item()}, expected a finite number; {cause}. "
+        "Skip this step, lower the learning rate or the loss scale, or pass error_if_nonfinite=False"
+    )
+
+
+def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    named: list[tuple[str, torch.Tensor]] = []
+    for index, item in enumerate(parameters):
+        if isinstance(item, torch.Tensor):
+            named.append((f"parameters[{index}] of shape {tuple(item.shape)}", item))
+        else:
+            named.append((item[0], item[1]))
+    return named
+
+
+def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Without the second mention of a tied parameter."""
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in parameters:
+        seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
+
+
+def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[int, ...]:
+    for placement in placements:
+        if placement.is_partial():
+            raise ValueError(
+                f"{name}: placements {tuple(placements)} hold a pending sum, expected Shard and Replicate only; "
+                "redistribute it first"
+            )
+    sharded = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    return tuple(axis for axis in sharded if mesh.size(axis) > 1)
+
+
+def _group_of(
+    mesh: DeviceMesh, axis: int, groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]]
+) -> tuple[int, ...]:
+    """The ranks of this rank's process group on a mesh axis, noted in `groups`: equal sets of ranks share one group."""
+    group = mesh.get_group(axis)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    groups.setdefault(ranks, (group, _mesh_device(mesh)))
+    return ranks
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The elements of a parameter's gradient that this rank holds; raises if they are not the parameter's."""
+    grad = parameter.grad
+    if not isinstance(parameter, DTensor) or grad is None:
+        return grad
+    if not isinstance(grad, DTensor):
+        raise ValueError(
+            f"{name}: the gradient is a plain tensor, expected a DTensor like its parameter; "
+            "make one with DTensor.from_local"
+        )
+    if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
+        raise ValueError(
+            f"{name}: the gradient has placements {grad.placements} on {grad.device_mesh}, expected those of its "
+            f"parameter, {parameter.placements} on {parameter.device_mesh}; call "
+            "parameter.grad = parameter.grad.redistribute(parameter.device_mesh, parameter.placements) first"
+        )
+    return local_of(grad)
+
+
+def _use_foreach(foreach: bool | None, device: torch.device) -> bool:
+    return device.type != "cpu" if foreach is None else foreach

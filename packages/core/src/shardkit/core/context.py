@@ -1,0 +1,47 @@
+"""What the groups of one root share: the lanes that communication runs on and the reductions that are in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from shardkit.core.runtime.lanes import Program, Ticket, make_lane
+
+__all__ = ["CommContext"]
+
+
+class CommContext:
+    """One lane for gathers, one for reductions. `share_comm_ctx` gives several roots the same one.
+
+    `unsharded` counts the groups that hold unsharded memory which forward is to free; it bounds prefetching.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gathers = make_lane(device, "all-gather", priority=-1)
+        self.reductions = make_lane(device, "reduce-scatter", priority=-1)
+        self.unsharded = 0
+        self._in_flight: deque[Ticket] = deque()
+
+    def reduce(self, program: Program, label: str, max_inputs: int) -> None:
+        """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have let go of their inputs.
+
+        So at most `max_inputs` groups' unsharded gradients are alive for communication, and what an earlier reduction
+        has left to do after its reduce-scatter (the all-reduce of HSDP) overlaps with the backward that goes on.
+        """
+        for ticket in list(self._in_flight)[: len(self._in_flight) - max_inputs + 1]:
+            ticket.advance()
+        self._in_flight.append(self.reductions.start(program, label))
+        while self._in_flight and self._in_flight[0].done:
+            self._in_flight.popleft()
+
+    def finish_reductions(self) -> None:
+        """Waits for every reduction: afterwards the compute stream may use all sharded gradients."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+    def abandon_reductions(self) -> None:
+        """Gives up on what is in flight, after an iteration that failed."""
+        while self._in_flight:
+            self._in_flight.popleft().abandon()

@@ -1,0 +1,185 @@
+"""`fully_shard`: what a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardkit.core.managed import (
+    Managed,
+    manage,
+    modules_of_argument,
+    move_buffers,
+    placement_of,
+    refuse_stale_optimizer,
+)
+from shardkit.core.mesh import (
+    DataParallelMesh,
+    PostForwardMesh,
+    data_parallel_mesh,
+    default_mesh,
+    device_of,
+    post_forward_mesh,
+)
+from shardkit.core.module import FSDPModule, make_sharded_class
+from shardkit.core.param import FSDPParam
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_mesh_dims,
+    as_mixed_precision,
+    as_offload,
+)
+from shardkit.core.state import FSDPState, state_of
+
+__all__ = ["fully_shard"]
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shards the parameters of a module over the ranks of a mesh, in place, and returns it.
+
+    Call it bottom-up: each call makes one group of the parameters that no earlier call below has taken. A group is
+    gathered before its module's forward and backward, and its gradients are reduced after backward. Sharded parameters
+    are DTensors with the placements and local shapes of `torch.chunk`, as stock `fully_shard` makes them.
+
+    Args:
+        module: the module, or a list of modules that are gathered and reduced together.
+        mesh: 1-D: parameters are sharded over it. 2-D with names: replicated over its first axis, sharded over its
+            second (HSDP). Default: all ranks.
+        reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
+            them; an int keeps them sharded over that many neighbouring ranks, which must divide the shard axis; None
+            means True, except for the root.
+        shard_placement_fn: chooses the dim of each parameter to shard on; None means dim 0. Any dim may be uneven.
+        mp_policy: dtypes of computation, reduction and output.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel axes of a `mesh` that has others too.
+
+    Returns:
+        The same object; the class of a sharded module becomes a subclass `FSDP<Name>` of its own and of `FSDPModule`.
+
+    Raises:
+        ValueError, TypeError: for unusable input, naming the parameter or module.
+
+    Not collective, except that an int for `reshard_after_forward` may make a process group. All ranks must make the
+    same calls; the first forward compares their parameters.
+    """
+    modules = modules_of_argument(module)
+    mesh = mesh if mesh is not None else default_mesh()
+    data_parallel = data_parallel_mesh(mesh, as_mesh_dims(dp_mesh_dims))
+    device = device_of(mesh)
+    policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
+    reshard, smaller = _reshard_setting(reshard_after_forward, data_parallel)
+    managed = manage(modules, ignored_params or set())
+    move_buffers(managed.buffers, device)
+    state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
+
+    def group_of(params: list[FSDPParam], on: DataParallelMesh) -> FSDPParamGroup:
+        return FSDPParamGroup(params, on, device, policy, reshard, smaller)
+
+    main: list[FSDPParam] = []
+    scalars: list[FSDPParam] = []
+    for one in managed.parameters:
+        placement = placement_of(one, shard_placement_fn(one.parameter) if shard_placement_fn is not None else None)
+        on = data_parallel if placement is not None else data_parallel.fully_replicated
+        param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, device, policy, offload)
+        (main if placement is not None else scalars).append(param)
+    if main:
+        state.add_group(group_of(main, data_parallel))
+    if scalars:
+        state.add_group(group_of(scalars, data_parallel.fully_replicated))
+    _join_ties(state, managed)
+    _watch_state_dicts(state, managed.modules)
+    for one_module in managed.modules:
+        # Dynamo treats the parameters of such modules as inputs, since their storage comes and goes.
+        one_module.__dict__["_is_fsdp_managed_module"] = True
+        one_module.__dict__["_fsdp_use_orig_params"] = True
+    for one_module in modules:
+        one_module.__class__ = make_sharded_class(type(one_module))
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[bool, PostForwardMesh | None]:
+    if value is None or isinstance(value, bool):
+        return value is not False, None
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward must be a bool, an int or None, got {value!r}")
+    smaller = post_forward_mesh(mesh, value)
+    if smaller is not None and smaller.size == 1:  # everything stays here, which is what False means
+        return False, None
+    return True, smaller
+
+
+def _join_ties(state: FSDPState, managed: Managed) -> None:
+    """A parameter that another call has sharded and this one's modules hold too becomes a group that both use."""
+    for param, slots in managed.ties:
+        param.slots += tuple(slots)
+        param.register(param.sharded_param)
+        group = FSDPParamGroup.of(param)
+        if len(group.params) > 1:
+            shared = group.split_off(param)
+            for user in list(group.users):
+                user.add_group(shared)
+            group = shared
+        state.add_group(group)
+
+
+def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if any(parameter is not None for parameter in module._parameters.values()):
+            module.register_state_dict_pre_hook(state.to_sharded)
+            module.register_load_state_dict_pre_hook(state.to_sharded)
+
+
+# One hook for the process: whatever optimizer steps, its first step is checked.
+register_optimizer_step_pre_hook(refuse_stale_optimizer)

@@ -1,0 +1,204 @@
+"""One per root: order of use, prefetching, end of forward and backward, recovery.
+
+Note [Who owns whom]
+A module owns its state (through its hooks), a state its groups and this object; nothing points back but weakly. So
+deleting a model frees its memory at once, without a garbage collection.
+
+Note [Prefetching]
+Forward learns the order in which states run; from the second iteration on, a state that begins forward starts the
+gathers of those that come next in it. Backward goes through this iteration's order from its end. Either way a gather
+is only started while at most `prefetch_depth` groups hold unsharded memory, the root's and those that were told not to
+reshard aside. That is the promise: at most `prefetch_depth + 1` groups are unsharded at any time, unless modules nest
+deeper than that. A user's explicit prefetch lists take the place of the learnt order and know no such bound.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardkit.core import events
+from shardkit.core.context import CommContext
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.torch_compat import queue_end_of_backward
+
+if TYPE_CHECKING:
+    from shardkit.core.state import FSDPState
+
+__all__ = ["Iteration"]
+
+
+class Iteration:
+    """What the states of one root share while an iteration runs.
+
+    Attributes:
+        context: the lanes and reductions in flight.
+        is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
+        prefetch_depth: how many groups are gathered ahead.
+        post_optim_event: user's event that the next forward's gathers wait for instead of the current stream.
+    """
+
+    def __init__(self, context: CommContext) -> None:
+        self.context = context
+        self.is_last_backward = True
+        self.prefetch_depth = 1
+        self.post_optim_event: Any = None
+        self.forward_root: weakref.ReferenceType[FSDPState] | None = None
+        self._states: list[weakref.ReferenceType[FSDPState]] = []
+        self._learnt: list[int] = []
+        self._position = 0
+        self._running: list[int] = []
+        self._ran: list[int] = []
+        self._prefetched: list[FSDPParamGroup] = []
+        self._backward_queued = False
+
+    # -- membership ----------------------------------------------------------------------------------------------------
+
+    def set_states(self, states: Sequence[FSDPState]) -> None:
+        """All states below the root, root first, in the order of `named_modules`."""
+        self._states = [weakref.ref(state) for state in states]
+        for index, state in enumerate(states):
+            state.index = index
+
+    @property
+    def all_states(self) -> list[FSDPState]:
+        """The states that are still alive (torch's pipelining reads this name)."""
+        return [state for reference in self._states if (state := reference()) is not None]
+
+    def _at(self, index: int) -> FSDPState | None:
+        return self._states[index]()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, state: FSDPState) -> bool:
+        """Called by each state that begins forward; True for the outermost one of this forward."""
+        if self.forward_root is not None and self.forward_root() is not None:
+            return False
+        self.forward_root = weakref.ref(state)
+        self._position = 0
+        self._running = []
+        if self.post_optim_event is not None:
+            self.context.gathers.wait_event(self.post_optim_event)
+            self.post_optim_event = None
+        return True
+
+    def is_forward_root(self, state: FSDPState) -> bool:
+        """Whether `state` is the outermost one of the forward that runs."""
+        return self.forward_root is not None and self.forward_root() is state
+
+    def note_running(self, state: FSDPState) -> None:
+        """A state's forward begins: part of the order that this iteration teaches."""
+        self._running.append(state.index)
+
+    def entered(self, state: FSDPState) -> None:
+        """A state's parameters are there and its forward begins: prefetch what the learnt order has next."""
+        self.note_running(state)
+        if not self._learnt or self._backward_queued:
+            return
+        learnt, position = self._learnt, self._position
+        if position < len(learnt) and learnt[position] == state.index:
+            self._position = position + 1
+        elif state.index in learnt[position:]:
+            self._position = learnt.index(state.index, position) + 1
+        else:
+            return
+        self._prefetch(learnt[self._position : self._position + self.prefetch_depth], in_backward=False)
+
+    def left(self, state: FSDPState) -> None:
+        """A state's forward has ended with grad: backward will come by in the reverse of this order."""
+        self._ran.append(state.index)
+
+    def end_forward(self, state: FSDPState) -> None:
+        """The outermost forward has ended: learns its order, frees what was prefetched in vain."""
+        self.forward_root = None
+        if state.is_root and self._running != self._learnt:
+            self._learnt = self._running
+        self._running = []
+        for group in self._prefetched:
+            if group.prefetched:
+                group.reshard()
+        self._prefetched.clear()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called by each state that begins backward; queues the end of backward once."""
+        if not self._backward_queued:
+            self._backward_queued = True
+            queue_end_of_backward(self.end_backward)
+
+    def entered_backward(self, state: FSDPState) -> None:
+        """A state's backward begins: prefetch the states that ran before it in forward."""
+        if not self._ran:
+            return
+        last = len(self._ran) - 1
+        while last >= 0 and self._ran[last] != state.index:
+            last -= 1
+        if last < 0:
+            return
+        del self._ran[last:]
+        ahead = self._ran[: -self.prefetch_depth - 1 : -1] if self.prefetch_depth else []
+        self._prefetch(ahead, in_backward=True)
+
+    def end_backward(self) -> None:
+        """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
+        self._backward_queued = False
+        for state in reversed(self.all_states):
+            state.end_backward()
+        root = self.forward_root() if self.forward_root is not None else None
+        if root is None or not root.in_forward:
+            self.forward_root = None
+        if self.is_last_backward:
+            self._ran.clear()
+            self.context.finish_reductions()
+            if any(param.offload for state in self.all_states for group in state.groups for param in group.params):
+                self._wait_for_host_copies()
+
+    def _wait_for_host_copies(self) -> None:
+        """Gradients on their way to pinned memory: the optimizer reads them on the host."""
+        device = self.context.device
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream().synchronize()
+
+    # -- prefetch and recovery -----------------------------------------------------------------------------------------
+
+    def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
+        for index in indices:
+            state = self._at(index)
+            if state is None or state.is_root:
+                continue
+            for group in state.groups:
+                if group.is_unsharded or (in_backward and not group.unshard_in_backward):
+                    continue
+                if self.context.unsharded > self.prefetch_depth:
+                    return
+                self.prefetch(group, in_backward=in_backward)
+
+    def prefetch(self, group: FSDPParamGroup, *, in_backward: bool) -> None:
+        """Starts a gather ahead of need."""
+        if not group.is_unsharded:
+            group.unshard(in_backward=in_backward)
+            if not in_backward:
+                group.prefetched = True
+                self._prefetched.append(group)
+
+    def note_use(self, group: FSDPParamGroup) -> None:
+        """Tells tools whether a group that is needed now had been prefetched."""
+        if events.hub.active:
+            events.emit((events.PrefetchHit if group.is_unsharded else events.PrefetchMiss)(group.label))
+
+    def reset(self) -> None:
+        """Forgets an iteration that failed: nothing is in flight, everything is sharded, its gradients are dropped."""
+        self.context.abandon_reductions()
+        self.forward_root = None
+        self._backward_queued = False
+        self._running, self._ran = [], []
+        self._prefetched.clear()
+        for state in self.all_states:
+            for group in state.groups:
+                group.abandon()
+            state.reset()
+        self.context.abandon_reductions()

@@ -1,0 +1,216 @@
+"""Which modules, parameters, ties and buffers one `fully_shard` call manages; all validation of user input."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from shardkit.core.adapters import refuse_dtensor
+from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
+
+__all__ = [
+    "STATE",
+    "Managed",
+    "ManagedParameter",
+    "manage",
+    "modules_of_argument",
+    "move_buffers",
+    "placement_of",
+    "refuse_stale_optimizer",
+]
+
+STATE = "_shardkit_state"
+"""Attribute of a module that `fully_shard` was called on: its FSDPState."""
+
+
+@dataclass
+class ManagedParameter:
+    """One parameter that a call manages, with every slot among the managed modules that holds it (ties)."""
+
+    parameter: nn.Parameter
+    fqn: str
+    slots: list[Slot]
+
+
+@dataclass
+class Managed:
+    """What one call manages.
+
+    Attributes:
+        modules: the modules that are neither sharded by an earlier call nor below one that is.
+        parameters: theirs, each once, in order of registration.
+        ties: parameters that an earlier call has sharded and that these modules hold too, with their slots here.
+        buffers: theirs, each once.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    ties: list[tuple[FSDPParam, list[Slot]]] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Validates what the user passed as the module or modules to shard; drops modules inside others of the list.
+
+    Raises:
+        TypeError: for anything that is not a module or a list of modules.
+        ValueError: for an empty list, a container without a forward, or a module that is sharded already.
+    """
+    given = (module,) if isinstance(module, nn.Module) else tuple(module)
+    if not given:
+        raise ValueError("fully_shard got an empty list of modules")
+    for one in given:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"fully_shard takes a module or a list of modules, got {type(one).__name__}")
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard cannot shard a {type(one).__name__}: it has no forward to gather parameters for. Call it "
+                "on each of its modules, or pass them as a list to make them one group"
+            )
+        if STATE in one.__dict__:
+            raise ValueError(
+                f"fully_shard was already called on this {type(one).__name__}; a module is sharded once. "
+                "To change its settings use the set_* methods of FSDPModule"
+            )
+    inner = {id(below) for one in given for below in one.modules() if below is not one}
+    return tuple(one for one in dict.fromkeys(given) if id(one) not in inner)
+
+
+def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
+    """Walks the modules and collects what the call manages.
+
+    Raises:
+        TypeError: for a parameter that is a DTensor already.
+        ValueError: for a parameter that no module owns (one in a plain list or dict attribute).
+    """
+    managed = Managed()
+    by_id: dict[int, ManagedParameter] = {}
+    ties: dict[int, list[Slot]] = {}
+    seen_buffers: set[int] = set()
+    for name, module in _walk(roots):
+        managed.modules.append(module)
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            slot, fqn = Slot.of(module, attribute), f"{name}.{attribute}" if name else attribute
+            elsewhere = sharded_counterpart(parameter)
+            if elsewhere is not None:
+                if id(elsewhere) not in ties:
+                    managed.ties.append((elsewhere, ties.setdefault(id(elsewhere), [])))
+                ties[id(elsewhere)].append(slot)
+                continue
+            if id(parameter) not in by_id:
+                refuse_dtensor(parameter, fqn)
+                by_id[id(parameter)] = ManagedParameter(parameter, fqn, [])
+                managed.parameters.append(by_id[id(parameter)])
+            by_id[id(parameter)].slots.append(slot)
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in seen_buffers:
+                seen_buffers.add(id(buffer))
+                managed.buffers.append(buffer)
+    _refuse_homeless(_walk(roots), ignored)
+    return managed
+
+
+def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+
+    def below(name: str, module: nn.Module, top: bool) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen or (not top and STATE in module.__dict__):
+            return
+        seen.add(id(module))
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from below(f"{name}.{child_name}" if name else child_name, child, False)
+
+    for index, root in enumerate(roots):
+        yield from below("" if len(roots) == 1 else f"[{index}]", root, True)
+
+
+def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]) -> None:
+    """A parameter in a plain list or dict is in no state dict, no optimizer and no group: it would not train."""
+    found: list[tuple[str, nn.Parameter]] = []
+    registered: set[int] = set()
+    for name, module in modules:
+        registered.update(id(parameter) for parameter in module.parameters())
+        for attribute, value in module.__dict__.items():
+            if not attribute.startswith("_"):
+                found += [(f"{name}.{attribute}" if name else attribute, one) for one in _parameters_in(value)]
+    for path, parameter in found:
+        if id(parameter) not in registered and parameter not in ignored and sharded_counterpart(parameter) is None:
+            raise ValueError(
+                f"attribute '{path}' holds a parameter of shape {tuple(parameter.shape)} that belongs to no module: it "
+                "is in no state dict and would not be sharded. Use nn.ParameterList or nn.ParameterDict, or pass it in "
+                "ignored_params"
+            )
+
+
+def _parameters_in(value: Any) -> list[nn.Parameter]:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [one for one in value if isinstance(one, nn.Parameter)]
+
+
+def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Moves buffers to the device, in place; those on the meta device stay for `materialize`."""
+    for buffer in buffers:
+        if buffer.device != device and buffer.device.type != "meta":
+            buffer.data = buffer.to(device)
+
+
+def placement_of(managed: ManagedParameter, chosen: object | None) -> Shard | None:
+    """The placement of one parameter from what `shard_placement_fn` returned for it; None for a 0-dim parameter.
+
+    Raises:
+        ValueError: for a dim that the parameter does not have.
+        TypeError: for anything but a `Shard` or None.
+    """
+    shape = tuple(managed.parameter.shape)
+    if not shape:
+        return None
+    if chosen is None:
+        return Shard(0)
+    if not isinstance(chosen, Shard):
+        raise TypeError(
+            f"shard_placement_fn returned {chosen!r} for parameter '{managed.fqn}'; expected Shard(dim) or None"
+        )
+    dim = chosen.dim + len(shape) if chosen.dim < 0 else chosen.dim
+    if not 0 <= dim < len(shape):
+        raise ValueError(
+            f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}' of shape {shape}; "
+            f"expected a dim between {-len(shape)} and {len(shape) - 1}"
+        )
+    return Shard(dim)
+
+
+_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Optimizer step pre-hook, once per optimizer: finds one that was built before sharding.
+
+    It holds the original parameters, whose gradients never come: training would silently do nothing.
+
+    Raises:
+        RuntimeError: with the FQN of the first such parameter.
+    """
+    if optimizer in _checked_optimizers:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            counterpart = sharded_counterpart(parameter)
+            if counterpart is not None:
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} holds the original of parameter '{counterpart.fqn}', which "
+                    "fully_shard has replaced by a DTensor, so its step would change nothing. Build the optimizer "
+                    "after fully_shard, from model.parameters()"
+                )
+    _checked_optimizers.add(optimizer)

@@ -1,0 +1,171 @@
+"""`materialize`: memory and initial values for a model that was built on the meta device and then sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.initialisation import InitialisationWatch
+from shardkit.core.torch_compat import apply_to_tensors
+
+__all__ = ["allocate", "materialize"]
+
+
+def materialize(
+    module: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+) -> None:
+    """Gives every parameter and buffer on the meta device memory, then its initial values; call after `fully_shard`.
+
+    Each submodule that owns a tensor on the meta device has its `reset_parameters()` called (or `_reset_parameters()`,
+    as `nn.MultiheadAttention` spells it), submodules before the module that holds them, in order of registration.
+    Everything that was not overwritten by then, in part or whole, is an error: in particular non-persistent buffers,
+    which no checkpoint restores. Tensors that are not on the meta device stay as they are, unless the
+    `reset_parameters()` of their submodule writes to them. Does nothing if there is nothing on the meta device.
+
+    Random values come from torch's default generator of the device, so all ranks need the same seed. On any number of
+    ranks they are then those of DTensor's random operators on accelerators, and on CPU those of the same initialisation
+    of the unsharded model, bit by bit, for which each rank draws one full tensor at a time.
+
+    Collective over the meshes of the model: the ranks compare what was left out, so that they raise together, also
+    those whose shard is empty.
+
+    Args:
+        module: the outermost module.
+        device: where sharded parameters go; by default the device of their mesh. Pass "cpu" with CPU offload. Plain
+            parameters and buffers go to the mesh's device, or to `device` if there is no mesh.
+        init: called with each such submodule in place of its `reset_parameters()`.
+
+    Raises:
+        RuntimeError: parameters or buffers that were left uninitialised, by FQN.
+    """
+    slots = list(_meta_slots(module))
+    if not slots:
+        return
+    owners = {id(slot.owner) for slot in slots}
+    allocate(module, lambda tensor: tensor.is_meta, device)
+    with torch.no_grad(), InitialisationWatch(slot.tensor() for slot in slots) as watch:
+        for submodule in _bottom_up(module, set()):
+            if id(submodule) in owners and (initialise := init or _initialiser_of(submodule)) is not None:
+                initialise(submodule)
+    missed = [slot.tensor().is_meta or not watch.is_initialised(slot.tensor()) for slot in slots]
+    left = [slot for slot, anywhere in zip(slots, _missed_anywhere(module, missed), strict=True) if anywhere]
+    if left:
+        raise RuntimeError(_report(left, init))
+
+
+def allocate(
+    module: nn.Module, choose: Callable[[torch.Tensor], bool], device: torch.device | str | None = None
+) -> None:
+    """Gives the tensors of a module that `choose` picks uninitialised memory; `device` as for `materialize`.
+
+    Tied parameters and buffers stay tied.
+    """
+    mesh_device = next((p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor)), None)
+
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        if not choose(tensor):
+            return tensor
+        if isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
+        return torch.empty_like(tensor, device=mesh_device or device or torch.get_default_device())
+
+    ties = _plain_ties(module, choose)
+    apply_to_tensors(module, replaced)
+    for tie in ties:
+        for slot in tie[1:]:
+            setattr(slot.owner, slot.name, tie[0].tensor())
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One name of a submodule that holds a parameter or buffer."""
+
+    fqn: str
+    owner: nn.Module
+    name: str
+    kind: str
+
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self.owner, self.name)
+        return tensor
+
+
+def _slots(module: nn.Module) -> Iterator[_Slot]:
+    for prefix, submodule in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for name, _ in submodule.named_parameters(recurse=False, remove_duplicate=False):
+            yield _Slot(start + name, submodule, name, "parameter")
+        for name, _ in submodule.named_buffers(recurse=False, remove_duplicate=False):
+            yield _Slot(start + name, submodule, name, "buffer")
+
+
+def _meta_slots(module: nn.Module) -> Iterator[_Slot]:
+    return (slot for slot in _slots(module) if slot.tensor().is_meta)
+
+
+def _plain_ties(module: nn.Module, choose: Callable[[torch.Tensor], bool]) -> list[list[_Slot]]:
+    """Slots that share one plain tensor. DTensors stay tied by themselves: they keep their identity when replaced."""
+    by_tensor: dict[int, list[_Slot]] = {}
+    for slot in _slots(module):
+        if not isinstance(slot.tensor(), DTensor) and choose(slot.tensor()):
+            by_tensor.setdefault(id(slot.tensor()), []).append(slot)
+    return [slots for slots in by_tensor.values() if len(slots) > 1]
+
+
+def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Submodules before the module that holds them, each once: as a constructor would have initialised them."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _bottom_up(child, seen)
+    yield module
+
+
+def _missed_anywhere(module: nn.Module, missed: list[bool]) -> list[bool]:
+    """For each tensor, whether any rank missed it; over every axis of every mesh in the model, one after the other."""
+    meshes = dict.fromkeys(p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
+    for mesh in meshes:
+        if mesh.get_coordinate() is None:
+            continue
+        flags = torch.tensor(missed, dtype=torch.int32, device=mesh.device_type)
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        missed = [bool(flag) for flag in flags.tolist()]
+    return missed
+
+
+def _initialiser_of(submodule: nn.Module) -> Callable[[nn.Module], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(submodule, name, None)
+        if callable(method):
+            return lambda _: method()
+    return None
+
+
+def _report(left: list[_Slot], init: Callable[[nn.Module], object] | None) -> str:
+    lines = []
+    for slot in left:
+        owner = type(slot.owner).__name__
+        if init is not None:
+            reason = f"init({owner}) did not write all of it"
+        elif _initialiser_of(slot.owner) is None:
+            reason = f"{owner} has no reset_parameters()"
+        else:
+            reason = f"reset_parameters() of {owner} did not write all of it"
+        lines.append(f"  {slot.fqn}: {slot.kind} of shape {tuple(slot.tensor().shape)}; {reason}")
+    return (
+        f"tensors of the model are uninitialised memory after materialize() ({len(left)} of them):\n"
+        + "\n".join(lines)
+        + "\ngive each class a reset_parameters() that overwrites all of its parameters and buffers (also "
+        "non-persistent ones), or pass init= to do so"
+    )

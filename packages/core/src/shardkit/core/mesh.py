@@ -1,0 +1,174 @@
+"""From a mesh and the names of its axes to the process groups of data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardkit.core.policies import DataParallelMeshDims
+from shardkit.core.torch_compat import flattened_axis, joined_mesh
+
+__all__ = [
+    "DataParallelMesh",
+    "PostForwardMesh",
+    "data_parallel_mesh",
+    "default_mesh",
+    "device_of",
+    "post_forward_mesh",
+]
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """The data-parallel part of a mesh: one shard axis, one replicate axis, or both (HSDP).
+
+    Attributes:
+        mesh: 1-D, or 2-D with the replicate axis first.
+        shard_axis: index of the axis that parameters are sharded over, None when they are only replicated.
+        replicate_axes: the axes over which they are replicated, in the order in which gradients are all-reduced over
+            them; empty for plain FSDP.
+    """
+
+    mesh: DeviceMesh
+    shard_axis: int | None
+    replicate_axes: tuple[int, ...] = ()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The process group that gathers and reduce-scatters, None when nothing is sharded."""
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks hold a part of each parameter."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place on the shard axis."""
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
+
+    @property
+    def replicate_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that all-reduce what the reduce-scatter left, one for each replicate axis."""
+        return tuple(self.mesh.get_group(axis) for axis in self.replicate_axes)
+
+    @property
+    def fully_replicated(self) -> DataParallelMesh:
+        """The same ranks with nothing sharded: what 0-dim parameters live on."""
+        axes = () if self.shard_axis is None else (self.shard_axis,)
+        return DataParallelMesh(self.mesh, None, axes + self.replicate_axes)
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks: what gradients are averaged over."""
+        return self.mesh.size()
+
+    def placements(self, dim: int | None) -> tuple[Placement, ...]:
+        """Placements of a parameter sharded on tensor dim `dim`; None: replicated on every axis (0-dim parameters)."""
+        return tuple(
+            Shard(dim) if axis == self.shard_axis and dim is not None else Replicate() for axis in range(self.mesh.ndim)
+        )
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Every process group of this mesh, shard group first."""
+        shard = self.shard_group
+        return self.replicate_groups if shard is None else (shard, *self.replicate_groups)
+
+
+@dataclass(frozen=True)
+class PostForwardMesh:
+    """The smaller group of ranks that keep a parameter between them from forward to backward."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one axis, on the machine's accelerator if it has one. Initialises the default group if needed."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMesh:
+    """Reads the data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or the ones that `dims` names.
+
+    Raises:
+        ValueError: for a mesh of another rank, a 2-D mesh without axis names, or an unknown axis name.
+    """
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a 1-D mesh (FSDP) or a 2-D mesh (HSDP), got {mesh.ndim}-D {mesh}; "
+            'pass a slice such as mesh["dp"], or name the data-parallel axes with dp_mesh_dims'
+        )
+    if mesh.ndim == 1:
+        return DataParallelMesh(mesh, shard_axis=0)
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"a 2-D mesh for HSDP needs axis names, got {mesh}; "
+            'use init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))'
+        )
+    return DataParallelMesh(mesh, shard_axis=1, replicate_axes=(0,))
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f"dp_mesh_dims names axes, but the mesh has no axis names: {mesh}")
+    wanted = dims.shard_names + dims.replicate_names
+    if unknown := [name for name in wanted if name not in names]:
+        raise ValueError(f"dp_mesh_dims names {unknown}, but the mesh has the axes {names}")
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(
+            f"dp_mesh_dims names an axis twice: shard {dims.shard_names}, replicate {dims.replicate_names}"
+        )
+    if not dims.shard_names:
+        return DataParallelMesh(flattened_axis(mesh, dims.replicate_names), shard_axis=None, replicate_axes=(0,))
+    shard = flattened_axis(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return DataParallelMesh(shard, shard_axis=0)
+    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank on `mesh`: the CPU, or the current device of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# One process group per (shard group, size): blocks of one model share it.
+_post_forward_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, PostForwardMesh]] = WeakKeyDictionary()
+
+
+def post_forward_mesh(data_parallel: DataParallelMesh, size: int) -> PostForwardMesh | None:
+    """The group of `size` neighbouring ranks to reshard to after forward (collective: it may make a process group).
+
+    Returns None when that is the whole shard group, which is what `reshard_after_forward=True` means.
+
+    Raises:
+        ValueError: if `size` does not divide the shard group.
+    """
+    shard_size, group = data_parallel.shard_size, data_parallel.shard_group
+    if size < 1 or size > shard_size or shard_size % size:
+        raise ValueError(f"reshard_after_forward={size} must divide the {shard_size} ranks of the shard group")
+    if size == shard_size or group is None:
+        return None
+    known = _post_forward_meshes.setdefault(group, {})
+    if size not in known:
+        first = data_parallel.shard_rank // size * size
+        ranks = dist.get_process_group_ranks(group)[first : first + size]
+        smaller = dist.new_group(ranks, use_local_synchronization=True)
+        known[size] = PostForwardMesh(smaller, size, data_parallel.shard_rank % size)
+    return known[size]

@@ -1,0 +1,333 @@
+"""FSDPModule: the methods that a sharded module gains, with the names and meanings of stock FSDP2's."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import deprecated
+
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.policies import AllGather, ReduceScatter
+from shardkit.core.state import FSDPState, state_of
+from shardkit.core.torch_compat import StockFSDPModule, StockUnshardHandle
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+
+
+class UnshardHandle(StockUnshardHandle):
+    """What `FSDPModule.unshard(async_op=True)` returns."""
+
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
+        self._groups: Sequence[FSDPParamGroup] = groups
+
+    def wait(self) -> None:
+        """Waits for the gather; afterwards the unsharded parameters are registered on the module. Idempotent."""
+        for group in self._groups:
+            group.wait_for_unshard()
+        self._groups = ()
+
+
+class FSDPModule(StockFSDPModule):
+    """A module that `fully_shard` was called on. It keeps its own class as a base, so `isinstance` holds for both."""
+
+    _orig_cls_mro_index = 3  # [FSDP<Name>, FSDPModule, stock's FSDPModule, <Name>, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructs the original class: containers make new ones of themselves when they are sliced."""
+        original = cls.__mro__[cls.__mro__.index(StockFSDPModule) + 1]
+        module = original.__new__(original, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
+
+    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]
+        state = state_of(cast(nn.Module, self))
+        if state is None:
+            raise RuntimeError(f"this {type(self).__name__} has lost its FSDP state; call fully_shard on it")
+        return state
+
+    def _states(self, recurse: bool) -> Iterator[FSDPState]:
+        modules: Iterable[nn.Module] = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        seen = set()
+        for module in modules:
+            state = state_of(module)
+            if state is not None and state not in seen:
+                seen.add(state)
+                yield state
+
+    def _groups(self, recurse: bool = False) -> list[FSDPParamGroup]:
+        return [group for state in self._states(recurse) for group in state.groups]
+
+    # -- unshard and reshard -------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Frees this module's unsharded parameters and registers the sharded ones. Not recursive."""
+        for group in self._groups():
+            group.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters, in `param_dtype` (collective over the shard group). Not recursive.
+
+        Args:
+            async_op: return a handle at once; whoever needs the parameters first, `handle.wait()` or the module's own
+                forward, waits for them. Otherwise waits here and returns None.
+        """
+        groups = self._groups()
+        for group in groups:
+            group.unshard()
+        handle = UnshardHandle(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Recovers from an exception in forward or backward: call it on the root, then run the next iteration.
+
+        Waits for what is in flight, reshards everything, and drops the failed iteration's gradients, those accumulated
+        without sync or without all-reduce included. Sharded gradients that earlier backwards delivered stay.
+
+        Raises:
+            RuntimeError: on a module that is not the root.
+        """
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(f"reset_iter_state must be called on the root, '{state.fqn}' is below it")
+        state.iteration.reset()
+        state.reset()
+
+    # -- when gradients are reduced ------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of this step, whose end waits for all reductions. Call on the root."""
+        self._get_fsdp_state().iteration.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients at all; without, they accumulate unsharded in `reduce_dtype`."""
+        for group in self._groups(recurse):
+            group.reduce_grads = requires_gradient_sync
+            group.all_reduce_grads = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: whether backward all-reduces over replicas; without, reduce-scattered gradients accumulate."""
+        for group in self._groups(recurse):
+            group.all_reduce_grads = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of gradients over ranks is divided by, instead of by the number of data-parallel ranks."""
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        for group in self._groups():
+            group.gradient_divide_factor = factor
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether collectives may only sum, and every division is an operation of its own."""
+        for group in self._groups():
+            group.force_sum_reduction = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
+        for group in self._groups(recurse):
+            group.reduce_unused_params = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many groups' unsharded gradients may be in reduction at once: memory against overlap."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for group in self._groups(recurse):
+            group.max_reduce_inputs = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reductions run on a process group of their own (collective: it makes one per shard group)."""
+        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            shard = group.mesh.shard_group
+            if enable and shard is not None and shard not in made:
+                ranks = dist.get_process_group_ranks(shard)
+                made[shard] = dist.new_group(ranks, use_local_synchronization=True)
+            group.set_reduce_group(made[shard] if enable and shard is not None else None)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Runs `hook` on every flat reduced gradient, after HSDP's own all-reduce if there is one, in place.
+
+        Args:
+            hook: gets the 1-D reduced gradients of a group, in `reduce_dtype`.
+            stream: where it runs; only without native HSDP.
+        """
+        for group in self._groups():
+            if stream is not None and group.mesh.replicate_groups:
+                raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP")
+            group.all_reduce_hook = hook
+            group.all_reduce_hook_stream = stream
+
+    # -- when parameters are freed and gathered ------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Changes the `reshard_after_forward` of `fully_shard`."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
+        for state in self._states(recurse):
+            state.auto_reshard = False
+            for group in state.groups:
+                group.reshard_after_forward = reshard_after_forward
+                group.post_forward_mesh = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's parameters at all (an embedding's does not)."""
+        for group in self._groups():
+            group.unshard_in_backward = unshard_in_backward
+
+    def set_prefetch_depth(self, depth: int) -> None:
+        """How many groups are gathered ahead of use, in forward and backward; call it on the root. Default 1.
+
+        At most `depth + 1` groups besides the root's hold unsharded memory at a time. 0 turns prefetching off.
+
+        Raises:
+            ValueError: for a negative depth.
+        """
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"the prefetch depth must be an int >= 0, got {depth!r}")
+        self._get_fsdp_state().iteration.prefetch_depth = depth
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
+        """Modules to gather when this module's forward begins, instead of those of the learnt order."""
+        self._get_fsdp_state().forward_prefetch = _prefetch_list(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
+        """Modules to gather when this module's backward begins, instead of those that forward ran before it."""
+        self._get_fsdp_state().backward_prefetch = _prefetch_list(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """An event recorded after the optimizer step: the next forward's gathers wait for it alone. For the root."""
+        self._get_fsdp_state().iteration.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: allocations are always made on the compute stream here, which is its purpose."""
+
+    # -- communication -------------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
+        """Gathers this module's parameters through `comm`, from and into the buffers that it allocates."""
+        self._only_group("set_custom_all_gather").set_custom_all_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
+        """Reduces this module's gradients through `comm`, from and into the buffers that it allocates."""
+        self._only_group("set_custom_reduce_scatter").set_custom_reduce_scatter(comm)
+
+    def _only_group(self, method: str) -> FSDPParamGroup:
+        sharded = [group for group in self._groups() if group.mesh.shard_group is not None]
+        if len(sharded) != 1:
+            labels = [group.label for group in sharded]
+            raise ValueError(f"{method} needs exactly one sharded parameter group on this module, found {labels}")
+        return sharded[0]
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether communication buffers come from the process group's own allocator, if its backend has one."""
+        for group in self._groups():
+            group.set_process_group_buffers(enable)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Communication buffers come from memory that is registered with the network.
+
+        Raises:
+            NotImplementedError: for a backend other than NCCL.
+        """
+        if backend != "NCCL":
+            raise NotImplementedError(f"symmetric memory is supported for NCCL, got {backend!r}")
+        self.set_allocate_memory_from_process_group_for_comm(True)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters."""
+        self.reshard()
+        return super()._apply(*args, **kwargs)
+
+
+def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:
+    states = [state_of(cast(nn.Module, module)) for module in modules]
+    for module, state in zip(modules, states, strict=True):
+        if state is None:
+            raise ValueError(f"can only prefetch modules that fully_shard was called on, got a {type(module).__name__}")
+    return [weakref.ref(state) for state in states if state is not None]
+
+
+def refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
+    """`__deepcopy__` of sharded modules."""
+    raise RuntimeError(
+        f"a sharded {type(self).__name__} cannot be deep-copied: its copy would share process groups and hooks. Copy "
+        "the model before fully_shard, or build it again and load this one's state_dict()"
+    )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes `module.method_name` gather and reshard as `forward` does. No-op on a module that is not sharded.
+
+    Raises:
+        AttributeError: if the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register")
+    state = module._get_fsdp_state()
+    function = getattr(type(module), method_name, None)
+    if function is None:
+        raise AttributeError(f"{method_name!r} must be a method of {type(module).__name__}, not an instance attribute")
+    owner = weakref.ref(module)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        this = owner()
+        assert this is not None
+        args, kwargs = state.pre_forward(this, args, kwargs)
+        output = None
+        try:
+            output = function(this, *args, **kwargs)
+        finally:
+            output = state.post_forward(this, args, output)
+        return output
+
+    method.__name__ = method_name
+    object.__setattr__(module, method_name, method)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Makes several roots (such as the stages of a pipeline on one rank) share lanes and reductions in flight.
+
+    Call it before their first forward. No-op for fewer than two modules.
+    """
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states[1:]:
+        state.iteration.context = states[0].iteration.context
+        for group in state.groups:
+            group.context = states[0].iteration.context
+
+
+_sharded_classes: dict[type, type] = {}
+
+
+def make_sharded_class(cls: type[nn.Module]) -> type:
+    """The subclass `FSDP<Name>` of `cls` that sharded modules of that class become."""
+    if cls not in _sharded_classes:
+        body = {"__deepcopy__": refuse_deepcopy, "__module__": cls.__module__}
+        _sharded_classes[cls] = types.new_class(
+            f"FSDP{cls.__name__}", (FSDPModule, cls), exec_body=lambda namespace: namespace.update(body)
+        )
+    return _sharded_classes[cls]

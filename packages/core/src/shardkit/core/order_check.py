@@ -1,0 +1,70 @@
+"""SHARDKIT_DEBUG=order: finds ranks that run their groups in a different order, and says which rank did what.
+
+Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far.
+When the hashes differ, the last entries of every rank are exchanged and compared. Costs one small collective for each
+collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["OrderCheck", "agree", "order_check_wanted"]
+
+_SHOWN = 8
+
+
+def order_check_wanted() -> bool:
+    """Whether the environment asks for the check: SHARDKIT_DEBUG holds "order" among its comma-separated words."""
+    return "order" in os.environ.get("SHARDKIT_DEBUG", "").split(",")
+
+
+def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of `group` passed the same digest (collective; 16 bytes on the wire).
+
+    One all-reduce: the maxima of a value and of its negation cancel only if all values are equal.
+    """
+    value = int.from_bytes(hashlib.blake2b(digest, digest_size=7).digest(), "big")
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    high, low = pair.tolist()
+    return bool(high == -low)
+
+
+class OrderCheck:
+    """The running hash of each process group that a root's groups communicate on."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[dist.ProcessGroup, Any] = {}
+        self._history: dict[dist.ProcessGroup, deque[str]] = {}
+
+    def record(self, what: str, label: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Called before a group runs a collective (itself a collective over `group`).
+
+        Raises:
+            RuntimeError: on every rank of `group` if the ranks have not all run the same so far.
+        """
+        if group is None or group.size() == 1:
+            return
+        running = self._hashes.setdefault(group, hashlib.blake2b())
+        history = self._history.setdefault(group, deque(maxlen=_SHOWN))
+        entry = f"{what} of '{label}'"
+        running.update(entry.encode())
+        history.append(entry)
+        if agree(running.digest(), group, device):
+            return
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, list(history), group=group)
+        ranks = dist.get_process_group_ranks(group)
+        report = "\n".join(f"  rank {rank}: {' -> '.join(seen)}" for rank, seen in zip(ranks, everyone, strict=True))
+        raise RuntimeError(
+            f"SHARDKIT_DEBUG=order: the ranks run their groups in different orders. Last {_SHOWN} of each rank, newest "
+            f"last:\n{report}\nMake every rank call the same modules in the same order, or give unused branches a zero "
+            "weight instead of skipping them"
+        )

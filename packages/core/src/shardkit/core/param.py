@@ -1,0 +1,387 @@
+"""One parameter: its sharded DTensor, its unsharded Parameter, and the module slots that it sits in.
+
+Tensors of a parameter, in the order of its life:
+
+    original        the user's nn.Parameter; read once, then only remembered (weakly) by the mark that it carries
+    sharded_param   nn.Parameter(DTensor) over this rank's chunk: what the optimizer and state dicts see
+    flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
+    unsharded_param nn.Parameter over the same storage in the original shape: what forward and backward see
+    accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
+    kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
+
+Note [Storage that comes and goes]
+unsharded_param is created once and lives as long as the parameter. Resharding resizes its storage to 0, unsharding
+gives it memory again and fills it through `flats`, which are tensors of their own over that storage. So a tensor that
+autograd saved in forward is valid again in backward, and no write bumps the version counter that autograd checks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.core.adapters import SubclassGather
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardkit.core.runtime.buffers import allocate_storage, free_storage
+from shardkit.core.runtime.plan import GatherItem, ReduceItem
+from shardkit.core.sharding import ChunkLayout
+from shardkit.core.torch_compat import (
+    like_dtensor,
+    local_of,
+    new_dtensor,
+    post_accumulate_grad_hooks,
+    replace_local,
+)
+
+__all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
+
+_MARK = "_shardkit_sharded_as"
+
+
+def sharded_counterpart(original: torch.Tensor) -> FSDPParam | None:
+    """The FSDPParam that an original parameter has become, None if it was never sharded (or is gone)."""
+    reference = getattr(original, _MARK, None)
+    return None if reference is None else reference()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module holds a parameter. The module is held weakly: it owns us, not the other way round."""
+
+    module: weakref.ReferenceType[nn.Module]
+    name: str
+    plain: bool
+
+    @staticmethod
+    def of(module: nn.Module, name: str) -> Slot:
+        """The slot `module.name`; modules that override __setattr__ (nn.LSTM and kin) keep being told."""
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        return Slot(weakref.ref(module), name, plain)
+
+    def get(self) -> nn.Parameter | None:
+        """The parameter that is registered now, None if the module is gone or holds none."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.name)
+
+    def set(self, parameter: nn.Parameter) -> None:
+        """Registers `parameter` in this slot."""
+        module = self.module()
+        if module is None:
+            return
+        if self.plain:
+            module._parameters[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+
+class FSDPParam:
+    """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
+
+    Args:
+        original: the user's parameter, a plain tensor or a wrapper subclass, on any device.
+        fqn: its name, for messages; refined when the root module is known.
+        slots: every module attribute that holds it.
+        mesh: the data-parallel mesh.
+        placement: the dim to shard on; None for a 0-dim parameter, which is replicated.
+        device: where the unsharded parameter lives.
+    """
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        fqn: str,
+        slots: tuple[Slot, ...],
+        mesh: DataParallelMesh,
+        placement: Shard | None,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.fqn = fqn
+        self.slots = slots
+        self.group: weakref.ReferenceType[object] | None = None
+        self.mesh = mesh
+        self.device = device
+        self.mp_policy = mp_policy
+        self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+        self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
+        self.shape = original.shape
+        dim = 0 if placement is None else placement.dim
+        self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
+        self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
+        placements = mesh.placements(placement.dim if placement is not None else None)
+        local = self._shard(original.detach())
+        self.sharded_param = nn.Parameter(
+            new_dtensor(local, mesh.mesh, placements, self.shape), requires_grad=original.requires_grad
+        )
+        self.sharded_param.__dict__.update(original.__dict__)
+        setattr(original, _MARK, weakref.ref(self))
+        self.flats: list[torch.Tensor] = []
+        self.unsharded_param: nn.Parameter | None = None
+        self.accumulated: torch.Tensor | None = None
+        self.kept: list[torch.Tensor] = []
+        self._adopt_local(local_of(self.sharded_param))
+        self.register(self.sharded_param)
+
+    # -- what the user may have changed --------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """Takes over what the user put in place since the last use; returns whether plans must be made anew.
+
+        That is a cast, a move, `load_state_dict(assign=True)`, an assignment to the module. Two identity tests when
+        nothing changed.
+        """
+        current = self.slots[0].get()
+        if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
+            self._adopt_parameter(current)
+        local = local_of(self.sharded_param)
+        if local is self._local:
+            return False
+        self._adopt_local(local)
+        return True
+
+    def _adopt_parameter(self, parameter: nn.Parameter) -> None:
+        old = cast(DTensor, self.sharded_param)
+        if not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter '{self.fqn}' was replaced by a plain tensor of shape {tuple(parameter.shape)}; expected a "
+                f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
+                "shardkit.core.load_full_state_dict"
+            )
+        if parameter.shape != self.shape or tuple(parameter.placements) != tuple(old.placements):
+            raise ValueError(
+                f"parameter '{self.fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
+                f"{tuple(parameter.placements)}; expected shape {tuple(self.shape)} with {tuple(old.placements)}"
+            )
+        self.sharded_param = parameter
+        self.register(parameter)
+
+    def _adopt_local(self, local: torch.Tensor) -> None:
+        if tuple(local.shape) != tuple(self.local_shape):
+            raise ValueError(
+                f"parameter '{self.fqn}' has a local shard of shape {tuple(local.shape)} on this rank; expected "
+                f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
+                f"{self.mesh.shard_size} holds"
+            )
+        if self.pinned and not local.is_pinned():
+            local = local.pin_memory()
+            replace_local(self.sharded_param, local)
+        self._local = local
+        self.orig_dtype = local.dtype
+        self.dtype = self.mp_policy.param_dtype or local.dtype
+        if not local.dtype.is_floating_point:
+            self.dtype = local.dtype
+        self.subclass = (
+            SubclassGather(self.fqn, self.mesh.mesh, self.shape, self.mp_policy)
+            if SubclassGather.wanted_by(local)
+            else None
+        )
+        # At world size 1 there is nothing to gather: the unsharded parameter is the shard itself.
+        self.aliased = (
+            self.mesh.shard_size == 1
+            and self.subclass is None
+            and self.dtype == local.dtype
+            and local.device == self.device
+            and local.is_contiguous()
+        )
+        self.free()
+        self.flats = []
+        self.unsharded_param = None
+
+    def check_ready(self) -> None:
+        """Raises if the shard is not where training needs it.
+
+        Raises:
+            RuntimeError: with the FQN, the device seen, the device expected and what to do.
+        """
+        expected = "cpu" if self.offload is not None else self.device.type
+        seen = self._local.device.type
+        if seen == "meta":
+            raise RuntimeError(
+                f"parameter '{self.fqn}' is still on the meta device; call shardkit.core.materialize(model), or "
+                "model.to_empty(device=...) followed by your initialisation or a load, before the first forward"
+            )
+        if seen != expected:
+            raise RuntimeError(
+                f"parameter '{self.fqn}' is on {self._local.device}, expected a {expected} device "
+                + ("because of CPUOffloadPolicy" if self.offload else f"because the mesh is on {self.device.type}")
+                + f"; move the model with model.to('{expected}')"
+            )
+
+    def _shard(self, full: torch.Tensor) -> torch.Tensor:
+        world, rank, dim = self.mesh.shard_size, self.mesh.shard_rank, self.layout.dim
+        chunk = full
+        if world > 1 and type(full) is torch.Tensor:
+            chunk = full.narrow(dim, self.layout.offset(rank), self.layout.length(rank))
+        elif world > 1:
+            chunks = torch.chunk(full, world, dim)
+            chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(self.local_shape)
+        device = full.device if full.device.type == "meta" else self.device
+        if self.offload is not None and device.type != "meta":
+            device = torch.device("cpu")
+        moved = chunk.to(device)
+        if moved is chunk and world > 1:
+            return chunk.clone(memory_format=torch.contiguous_format)
+        return moved.contiguous()
+
+    # -- unsharding ----------------------------------------------------------------------------------------------------
+
+    def sources(self) -> list[torch.Tensor]:
+        """This rank's tensors to gather: the shard, or what a subclass makes of it."""
+        if self.subclass is None:
+            return [self._local if self.shape else self._local.view(1)]
+        module = self.slots[0].module()
+        assert module is not None
+        local = self._local if self._local.device == self.device else self._local.to(self.device, non_blocking=True)
+        return self.subclass.inputs(local, module)
+
+    def items(self, sources: list[torch.Tensor]) -> list[GatherItem]:
+        """What of this parameter a gather over the whole shard group moves; nothing when it is aliased."""
+        if self.aliased:
+            return []
+        if self.subclass is None:
+            return [GatherItem(self.fqn, self.layout, self.dtype)]
+        world = self.mesh.shard_size
+        return [
+            GatherItem(self.fqn, ChunkLayout((source.numel() * world,), 0, world), source.dtype) for source in sources
+        ]
+
+    def allocate(self, items: list[GatherItem]) -> None:
+        """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
+        if not self.flats and items:
+            self.flats = [self._new_flat(item) for item in items]
+        for flat in self.flats:
+            allocate_storage(flat, self.fqn)
+        if self.subclass is not None and self.unsharded_param is not None:
+            for tensor in self.subclass.inner:
+                allocate_storage(tensor, self.fqn)
+
+    def _new_flat(self, item: GatherItem) -> torch.Tensor:
+        # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
+        world = item.layout.world_size
+        numel = item.layout.padded_numel if item.layout.dim == 0 else -(-item.layout.numel // world) * world
+        flat = torch.empty(numel, dtype=item.dtype, device=self.device)
+        flat.untyped_storage().resize_(0)
+        return flat
+
+    def targets(self) -> list[torch.Tensor]:
+        """The 1-D tensors that a gather over the whole shard group writes."""
+        if self.subclass is not None or self.layout.dim == 0:
+            return self.flats
+        return [flat[: self.layout.numel] for flat in self.flats]
+
+    def finish_gather(self) -> None:
+        """Builds the unsharded parameter when it is first gathered; refills a subclass's inner tensors."""
+        requires_grad = self.sharded_param.requires_grad
+        if self.subclass is not None:
+            out = self.unsharded_param
+            tensor = self.subclass.unsharded(self._local, self.flats, self.dtype, None if out is None else out.detach())
+        elif self.unsharded_param is None:
+            tensor = self._local if self.aliased else self._view_of_storage()
+        else:
+            tensor = None
+        if tensor is not None:
+            self.unsharded_param = nn.Parameter(tensor, requires_grad=requires_grad)
+            self.unsharded_param.__dict__.update(self.sharded_param.__dict__)
+        elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
+            self.unsharded_param.requires_grad_(requires_grad)
+
+    def _view_of_storage(self) -> torch.Tensor:
+        stride = torch.empty(self.shape, device="meta").stride()
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(self.flats[0].untyped_storage(), 0, self.shape, stride)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Puts `parameter` into every slot."""
+        for slot in self.slots:
+            slot.set(parameter)
+
+    def free(self) -> None:
+        """Frees the unsharded storage; the tensors over it stay."""
+        for flat in self.flats:
+            free_storage(flat, self.fqn)
+        if self.subclass is not None:
+            for tensor in self.subclass.inner:
+                free_storage(tensor, self.fqn)
+
+    # -- a smaller group between forward and backward ------------------------------------------------------------------
+
+    def keep_part(self, world_size: int, rank: int) -> None:
+        """Copies this rank's part of the unsharded storage, cut evenly over `world_size` neighbours."""
+        self.kept = []
+        for flat in self.flats:
+            layout = ChunkLayout((flat.numel(),), 0, world_size)
+            self.kept.append(flat.narrow(0, layout.offset(rank), layout.length(rank)).clone())
+
+    def kept_items(self, world_size: int) -> list[GatherItem]:
+        """What a gather over the smaller group moves."""
+        return [GatherItem(self.fqn, ChunkLayout((flat.numel(),), 0, world_size), flat.dtype) for flat in self.flats]
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @property
+    def reduce_item(self) -> ReduceItem:
+        """How this parameter's gradient is cut up for the reduction."""
+        return ReduceItem(self.fqn, self.layout)
+
+    def accumulate_unsharded(self, reduce_dtype: torch.dtype | None) -> None:
+        """Moves the gradient of a backward without sync into `accumulated`, if that differs from leaving it be."""
+        parameter = self.unsharded_param
+        if parameter is None or parameter.grad is None:
+            return
+        if self.accumulated is not None:
+            self.accumulated += parameter.grad
+        elif reduce_dtype is not None and reduce_dtype != parameter.grad.dtype:
+            self.accumulated = parameter.grad.to(reduce_dtype)
+        else:
+            return
+        parameter.grad = None
+
+    def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
+        """The full gradient to reduce, which this object forgets; None if backward left none."""
+        parameter = self.unsharded_param
+        if parameter is None:
+            return None
+        gradient, self.accumulated = self.accumulated, None
+        if gradient is None:
+            gradient, parameter.grad = parameter.grad, None
+        elif parameter.grad is not None:
+            gradient += parameter.grad
+            parameter.grad = None
+        if gradient is None and zeros_if_unused and parameter.requires_grad:
+            gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if gradient is None or self.shape:
+            return gradient
+        return gradient.view(1)
+
+    def deliver(self, gradient: torch.Tensor) -> None:
+        """Makes a reduced shard, in the original dtype, the sharded gradient, or adds it to the one that is there.
+
+        Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
+        waits for them.
+        """
+        gradient = gradient.view(self.local_shape)
+        existing = self.sharded_param.grad
+        hooks = post_accumulate_grad_hooks(self.sharded_param)
+        if self.offload is not None and gradient.device.type != "cpu":
+            overlap = self.pinned and existing is None and not hooks
+            target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
+            gradient = target.copy_(gradient, non_blocking=overlap)
+        if existing is None:
+            self.sharded_param.grad = like_dtensor(gradient, cast(DTensor, self.sharded_param))
+        else:
+            local_of(existing).add_(gradient)
+        for hook in hooks:
+            hook(self.sharded_param)
+
+    def forget_gradients(self) -> None:
+        """Drops unsharded gradients of an iteration that failed."""
+        self.accumulated = None
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None

@@ -1,0 +1,376 @@
+"""A parameter group: what is gathered and reduced together, and the lifecycle of its memory.
+
+                      unshard                 wait
+            SHARDED ----------> GATHERING ----------> UNSHARDED
+               ^  ^                                    |    |
+               |  '------------- reshard --------------'    | reshard(keep=True)
+               |                                            v
+               '----------------- unshard <--------------- KEPT    (this rank's part for a smaller group)
+
+`unshard` starts a gather and returns; `wait` finishes it and registers the unsharded parameters on the modules;
+`reshard` frees them and registers the sharded ones. All three do nothing when there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core.context import CommContext
+from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
+from shardkit.core.order_check import OrderCheck
+from shardkit.core.param import FSDPParam
+from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.ranges import profiler_range
+from shardkit.core.reduction import GradientReduction
+from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.lanes import Ticket
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
+from shardkit.core.runtime.transport import Transport, transport_for
+from shardkit.core.runtime.transport.custom import (
+    AllGather,
+    CustomTransport,
+    ProcessGroupAllocatedAllGather,
+    ProcessGroupAllocatedReduceScatter,
+    ReduceScatter,
+)
+
+__all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
+
+
+class GroupUser(Protocol):
+    """What gathers and reshards groups: a state."""
+
+    def add_group(self, group: FSDPParamGroup) -> None:
+        """Makes the user gather and reshard `group`, too."""
+
+
+class Residence(enum.Enum):
+    """Where a group's parameters are."""
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+    KEPT = enum.auto()
+
+
+class Phase(enum.Enum):
+    """What a group or a state is doing in this iteration."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    PRE_BACKWARD = enum.auto()
+    POST_BACKWARD = enum.auto()
+
+
+class FSDPParamGroup:
+    """Parameters of one `fully_shard` call that share a mesh.
+
+    Args:
+        params: what is gathered and reduced together.
+        mesh: the data-parallel mesh of all of them.
+        device: where unsharded parameters live.
+        mp_policy: dtypes of compute and reduction.
+        reshard_after_forward: whether forward frees the parameters.
+        post_forward_mesh: the smaller group that keeps them between forward and backward, None for no one.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        mesh: DataParallelMesh,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+        post_forward_mesh: PostForwardMesh | None,
+    ) -> None:
+        self.params = params
+        for param in params:
+            param.group = weakref.ref(self)
+        self.mesh = mesh
+        self.device = device
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.post_forward_mesh = post_forward_mesh
+        self.label = ", ".join(param.fqn for param in params[:1])
+        self.context = CommContext(device)
+        self.users: WeakSet[GroupUser] = WeakSet()
+        self.order_check: OrderCheck | None = None
+        self.residence = Residence.SHARDED
+        self.phase = Phase.IDLE
+        # Settings of FSDPModule's set_* methods.
+        self.reduce_grads = True
+        self.all_reduce_grads = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.reduce_unused_params = False
+        self.max_reduce_inputs = 1
+        self.gradient_divide_factor: float | None = None
+        self.force_sum_reduction = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: Any = None
+        # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
+        self.bounded = True
+        self.prefetched = False
+        self.forward_users = 0
+        self.backward_users: set[int] = set()
+        self._counted = False
+        self._all_gather_comm: AllGather | None = None
+        self._reduce_scatter_comm: ReduceScatter | None = None
+        self._reduce_group: dist.ProcessGroup | None = None
+        self._reduction = GradientReduction(mesh)
+        self._ticket: Ticket | None = None
+        self._plan: GatherPlan | None = None
+        self._items: list[list[GatherItem]] = []
+        self._kept_plan: GatherPlan | None = None
+        self._choose_transports()
+
+    @staticmethod
+    def of(param: FSDPParam) -> FSDPParamGroup:
+        """The group that a parameter is in."""
+        group = param.group() if param.group is not None else None
+        assert isinstance(group, FSDPParamGroup), param.fqn
+        return group
+
+    def split_off(self, param: FSDPParam) -> FSDPParamGroup:
+        """Takes a parameter out into a new group of its own, before anything was gathered."""
+        self.params.remove(param)
+        self._forget_plans()
+        return FSDPParamGroup(
+            [param], self.mesh, self.device, self.mp_policy, self.reshard_after_forward, self.post_forward_mesh
+        )
+
+    # -- what moves the bytes ------------------------------------------------------------------------------------------
+
+    def _choose_transports(self) -> None:
+        self._gather_transport = self._transport(self.mesh.shard_group)
+        self._reduce_transport = self._transport(self._reduce_group or self.mesh.shard_group)
+        self._forget_plans()
+
+    def _transport(self, group: dist.ProcessGroup | None) -> Transport | None:
+        if group is None or self.mesh.shard_size == 1:
+            return None
+        if self._all_gather_comm is None and self._reduce_scatter_comm is None:
+            return transport_for(group, self.device)
+        return CustomTransport(group, self.device, self._all_gather_comm, self._reduce_scatter_comm)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """From now on gathers go through `comm` and its buffers."""
+        self._all_gather_comm = comm
+        self._choose_transports()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """From now on reduce-scatters go through `comm` and its buffers."""
+        self._reduce_scatter_comm = comm
+        self._choose_transports()
+
+    def set_process_group_buffers(self, enable: bool) -> None:
+        """Takes communication buffers from the process group's own allocator.
+
+        Raises:
+            ValueError: if custom communication is set, or the process group has no allocator.
+        """
+        ours = (ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter)
+        for comm in (self._all_gather_comm, self._reduce_scatter_comm):
+            if comm is not None and not isinstance(comm, ours):
+                raise ValueError(
+                    f"group '{self.label}' has custom communication ({type(comm).__name__}), which brings its own "
+                    "buffers"
+                )
+        group = self.mesh.shard_group
+        if enable and group is not None:
+            self._all_gather_comm = ProcessGroupAllocatedAllGather(group)
+            self._reduce_scatter_comm = ProcessGroupAllocatedReduceScatter(group)
+        else:
+            self._all_gather_comm = self._reduce_scatter_comm = None
+        self._choose_transports()
+
+    def set_reduce_group(self, group: dist.ProcessGroup | None) -> None:
+        """Reductions run on `group`, which has the ranks of the shard group; None: on the shard group itself."""
+        self._reduce_group = group
+        self._choose_transports()
+
+    def _forget_plans(self) -> None:
+        self._plan = None
+        self._kept_plan = None
+        self._reduction.forget()
+
+    # -- unshard and reshard -------------------------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether unsharded memory is held: gathered, or being gathered."""
+        return self.residence is Residence.GATHERING or self.residence is Residence.UNSHARDED
+
+    def unshard(self, *, in_backward: bool = False) -> None:
+        """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
+
+        In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
+        backward takes what forward kept.
+        """
+        if self.is_unsharded:
+            return
+        with profiler_range("unshard", self.label), torch.no_grad():
+            from_kept = in_backward and self.residence is Residence.KEPT
+            if self.order_check is not None:
+                self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
+            self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
+        self.residence = Residence.GATHERING
+        if self.bounded and self.reshard_after_forward:
+            self._counted = True
+            self.context.unsharded += 1
+
+    def _gather_sharded(self) -> Ticket | None:
+        changed = [param.refresh() for param in self.params]
+        first = self._plan is None and not self._items
+        if first or any(changed):
+            self._forget_plans()
+            self._items = []
+            for param in self.params:
+                param.check_ready()
+        sources = [[] if param.aliased else param.sources() for param in self.params]
+        self._drop_kept()
+        if not self._items or any(param.subclass for param in self.params):
+            items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
+            if items != self._items:
+                self._plan, self._items = None, items
+        for param, items_of in zip(self.params, self._items, strict=True):
+            param.allocate(items_of)
+        flat_sources = [source for each in sources for source in each]
+        targets = [target for param in self.params for target in param.targets()]
+        if not targets:
+            return None
+        if self._gather_transport is None:
+            for source, target in zip(flat_sources, targets, strict=True):
+                target[: source.numel()].copy_(source.reshape(-1), non_blocking=True)
+            return None
+        if self._plan is None:
+            items_flat = [item for each in self._items for item in each]
+            self._plan = plan_gather(items_flat, self._gather_transport, self.label, self.mesh.shard_rank)
+        return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label)
+
+    def _gather_kept(self) -> Ticket:
+        smaller = self.post_forward_mesh
+        assert smaller is not None
+        if self._kept_plan is None:
+            items = [item for param in self.params for item in param.kept_items(smaller.size)]
+            self._kept_plan = plan_gather(items, transport_for(smaller.group, self.device), self.label, smaller.rank)
+        for param in self.params:
+            param.allocate([])
+        sources = [part for param in self.params for part in param.kept]
+        targets = [flat for param in self.params for flat in param.flats]
+        return self.context.gathers.start(gather(self._kept_plan, sources, targets), self.label)
+
+    def wait_for_unshard(self) -> None:
+        """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has."""
+        if self.residence is not Residence.GATHERING:
+            return
+        with profiler_range("wait_for_unshard", self.label), torch.no_grad():
+            if self._ticket is not None:
+                self._ticket.wait()
+                self._ticket = None
+            self._drop_kept()
+            for param in self.params:
+                param.finish_gather()
+                assert param.unsharded_param is not None
+                param.register(param.unsharded_param)
+        self.residence = Residence.UNSHARDED
+
+    def reshard(self, *, keep: bool = False) -> None:
+        """Frees the unsharded parameters and registers the sharded ones.
+
+        With `keep`, and a smaller group to reshard to, this rank's part for that group stays.
+        """
+        if self.residence is Residence.SHARDED:
+            return
+        self.prefetched = False
+        if self._counted:
+            self._counted = False
+            self.context.unsharded -= 1
+        if self.residence is Residence.GATHERING and self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        was_unsharded = self.residence is Residence.UNSHARDED
+        self.residence = Residence.SHARDED
+        if was_unsharded and keep and self.post_forward_mesh is not None:
+            smaller = self.post_forward_mesh
+            with torch.no_grad():
+                for param in self.params:
+                    param.keep_part(smaller.size, smaller.rank)
+            self.residence = Residence.KEPT
+        else:
+            self._drop_kept()
+        for param in self.params:
+            param.register(param.sharded_param)
+            param.free()
+
+    def _drop_kept(self) -> None:
+        for param in self.params:
+            param.kept.clear()
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again."""
+        self.phase = Phase.POST_BACKWARD
+        with profiler_range("post_backward", self.label), torch.no_grad():
+            if not self.reduce_grads:
+                for param in self.params:
+                    param.accumulate_unsharded(self.mp_policy.reduce_dtype)
+                self._reshard_after_backward()
+                return
+            gradients = []
+            for param in self.params:
+                gradient = param.take_gradient(self.reduce_unused_params or self._reduction.has_partial(param))
+                if gradient is not None:
+                    gradients.append((param, gradient))
+            self._reshard_after_backward()
+            if gradients:
+                self._reduce(gradients)
+
+    def _reshard_after_backward(self) -> None:
+        if self.reshard_after_backward and not self.forward_users:
+            self.reshard()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward has left unsharded gradients that nothing has taken yet."""
+        return any(
+            param.unsharded_param is not None and param.unsharded_param.grad is not None for param in self.params
+        )
+
+    def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
+        if self.order_check is not None:
+            self.order_check.record("reduce-scatter", self.label, self.mesh.shard_group, self.device)
+        programs = self._reduction.programs(
+            gradients,
+            label=self.label,
+            transport=self._reduce_transport,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            divide_factor=self.gradient_divide_factor,
+            force_sum=self.force_sum_reduction,
+            all_reduce_now=self.all_reduce_grads,
+            hook=self.all_reduce_hook,
+            hook_stream=self.all_reduce_hook_stream,
+        )
+        for program in programs:
+            self.context.reduce(program, self.label, self.max_reduce_inputs)
+
+    def abandon(self) -> None:
+        """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""
+        if self._ticket is not None:
+            self._ticket.abandon()
+            self._ticket = None
+        self.forward_users = 0
+        self.backward_users.clear()
+        self.reshard()
+        self._reduction.forget()
+        for param in self.params:
+            param.forget_gradients()
+        self.phase = Phase.IDLE

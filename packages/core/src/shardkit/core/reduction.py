@@ -1,0 +1,236 @@
+"""From the unsharded gradients of a group to its sharded ones: buckets, division, all-reduce, delivery."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.param import FSDPParam
+from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.plan import ReducePlan, plan_reduce
+from shardkit.core.runtime.reduce import all_reduce, reduce_scatter
+from shardkit.core.runtime.transport import Transport
+
+__all__ = ["Division", "GradientReduction", "division_for"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the sum over ranks becomes a mean (or whatever factor the user set).
+
+    Attributes:
+        op: reduction of the collectives, SUM or AVG.
+        before: divides every rank's gradient before it is summed.
+        after_scatter: divides the sum as soon as it is there, before all-reduce and hook.
+        after_all: divides at the very end.
+    """
+
+    op: dist.ReduceOp.RedOpType
+    before: float | None = None
+    after_scatter: float | None = None
+    after_all: float | None = None
+
+
+def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
+    """The division for `size` data-parallel ranks, the same arithmetic in the same order as stock FSDP2.
+
+    float32 and bfloat16 have range to spare: the mean is the collective's own AVG. Other dtypes could overflow in the
+    sum or underflow in the division, so about sqrt(factor) is divided out before and the rest after.
+    """
+    if dtype in (torch.float32, torch.bfloat16) and not force_sum:
+        if factor is not None:
+            return Division(dist.ReduceOp.SUM, after_scatter=factor)
+        return Division(dist.ReduceOp.AVG if size > 1 else dist.ReduceOp.SUM)
+    total = float(size) if factor is None else factor
+    if dtype in (torch.float32, torch.bfloat16):
+        return Division(dist.ReduceOp.SUM, after_all=total)
+    before = 1.0
+    while total % before == 0 and total > before * before:
+        before *= 2
+    return Division(dist.ReduceOp.SUM, before=before, after_all=total / before)
+
+
+class GradientReduction:
+    """Reduces the gradients of one group's parameters. Holds plans and what HSDP has not all-reduced yet.
+
+    Args:
+        label: the group's FQN, for messages and events.
+        mesh: whose shard group reduce-scatters and whose replicate groups all-reduce.
+    """
+
+    def __init__(self, mesh: DataParallelMesh) -> None:
+        self.mesh = mesh
+        self._plans: dict[tuple[Any, ...], ReducePlan] = {}
+        self._partial: dict[FSDPParam, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Drops plans and partial sums: after an iteration that failed, or when parameters changed."""
+        self._plans.clear()
+        self._partial.clear()
+
+    def has_partial(self, param: FSDPParam) -> bool:
+        """Whether a reduce-scattered gradient of this parameter waits for its all-reduce."""
+        return param in self._partial
+
+    def programs(
+        self,
+        gradients: list[tuple[FSDPParam, torch.Tensor]],
+        *,
+        label: str,
+        transport: Transport | None,
+        reduce_dtype: torch.dtype | None,
+        divide_factor: float | None,
+        force_sum: bool,
+        all_reduce_now: bool,
+        hook: Callable[[torch.Tensor], None] | None,
+        hook_stream: Any,
+    ) -> list[Program]:
+        """One program for each dtype among the gradients, in an order that is the same on all ranks."""
+        buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
+        for param, gradient in gradients:
+            buckets[gradient.dtype, reduce_dtype or gradient.dtype].append((param, gradient))
+        gradients.clear()
+        programs = []
+        for (grad_dtype, dtype), bucket in buckets.items():
+            division = division_for(self.mesh.size, dtype, divide_factor, force_sum)
+            if transport is None and not self.mesh.replicate_groups and hook is None:
+                programs.append(_deliver_unreduced(bucket, dtype, division))
+                continue
+            scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
+            finish = self._finish(scatter, label, division, all_reduce_now, hook, hook_stream)
+            programs.append(finish)
+        return programs
+
+    def _scatter(
+        self,
+        bucket: list[tuple[FSDPParam, torch.Tensor]],
+        label: str,
+        transport: Transport | None,
+        grad_dtype: torch.dtype,
+        dtype: torch.dtype,
+        division: Division,
+    ) -> _Scattered:
+        params = [param for param, _ in bucket]
+        gradients = [gradient for _, gradient in bucket]
+        device = gradients[0].device
+        if transport is None:
+            output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
+            views = list(output.split([gradient.numel() for gradient in gradients]))
+            return _Scattered(params, output, views, _target(params, output), _copy_all(views, gradients, division))
+        key = (grad_dtype, dtype, transport, *map(id, params))
+        plan = self._plans.get(key)
+        if plan is None:
+            items = [param.reduce_item for param in params]
+            plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
+        output = torch.empty(plan.output_numel, dtype=dtype, device=device)
+        program = reduce_scatter(
+            plan,
+            gradients,
+            output,
+            predivide=division.before,
+            postdivide=division.after_scatter,
+            op=division.op,
+        )
+        return _Scattered(params, output, plan.output_views(output), _target(params, output), program)
+
+    def _finish(
+        self,
+        scattered: _Scattered,
+        label: str,
+        division: Division,
+        all_reduce_now: bool,
+        hook: Callable[[torch.Tensor], None] | None,
+        hook_stream: Any,
+    ) -> Program:
+        yield from scattered.program
+        del scattered.program
+        groups = self.mesh.replicate_groups
+        if groups and not all_reduce_now:
+            for param, view in zip(scattered.params, scattered.views, strict=True):
+                if param in self._partial:
+                    self._partial[param].add_(view)
+                else:
+                    self._partial[param] = view
+            return
+        for param, view in zip(scattered.params, scattered.views, strict=True):
+            if (partial := self._partial.pop(param, None)) is not None:
+                view.add_(partial)
+        for group in groups:
+            yield from all_reduce(scattered.output, group, division.op, label)
+        if hook is not None:
+            _run_hook(hook, scattered.output, hook_stream)
+        if division.after_all is not None and division.after_all != 1:
+            scattered.output.div_(division.after_all)
+        _deliver(scattered)
+
+
+@dataclass
+class _Scattered:
+    """A bucket on its way: `output` is flat with a view for each parameter; `target` is what it is cast into."""
+
+    params: list[FSDPParam]
+    output: torch.Tensor
+    views: list[torch.Tensor]
+    target: torch.Tensor | None
+    program: Program
+
+
+def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | None:
+    """Memory for the cast to the original dtype, allocated before the program runs: see runtime/lanes.py."""
+    dtypes = {param.orig_dtype for param in params}
+    if len(dtypes) > 1 or output.dtype in dtypes:
+        return None
+    return torch.empty_like(output, dtype=dtypes.pop())
+
+
+def _copy_all(views: list[torch.Tensor], gradients: list[torch.Tensor], division: Division) -> Program:
+    """The reduce-scatter of a single rank: nothing to send."""
+    for view, gradient in zip(views, gradients, strict=True):
+        view.copy_(gradient.reshape(-1))
+        if division.before is not None and division.before != 1:
+            view.div_(division.before)
+        if division.after_scatter is not None:
+            view.div_(division.after_scatter)
+    gradients.clear()
+    return
+    yield
+
+
+def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream: Any) -> None:
+    if stream is None:
+        hook(output)
+        return
+    device_module = torch.get_device_module(output.device)
+    lane = device_module.current_stream()
+    stream.wait_stream(lane)
+    with device_module.stream(stream):
+        hook(output)
+    lane.wait_stream(stream)
+
+
+def _deliver(scattered: _Scattered) -> None:
+    views = scattered.views
+    if (target := scattered.target) is not None:
+        target.copy_(scattered.output)
+        views = [target.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views]
+    for param, view in zip(scattered.params, views, strict=True):
+        param.deliver(view.to(param.orig_dtype))
+
+
+def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> Program:
+    """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
+    factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
+    for param, gradient in bucket:
+        reduced = gradient.to(dtype)
+        for factor in factors:
+            reduced = reduced / factor
+        param.deliver(reduced.to(param.orig_dtype))
+    bucket.clear()
+    return
+    yield

@@ -1,0 +1,286 @@
+"""One per `fully_shard` call: what happens before and after the forward and backward of its modules.
+
+    pre_forward    gather, cast inputs, mark the inputs so that post_backward fires when their gradients are done
+    post_forward   reshard, mark the outputs so that pre_backward fires when their gradients arrive, cast outputs
+    pre_backward   gather again if need be, prefetch
+    post_backward  reshard, reduce gradients
+
+A group of modules (`fully_shard([a, b])`) makes one *pass* from the first of them that runs to the last; a module that
+calls itself makes one pass too. A pass that stays incomplete ends with the forward of the root, or with backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.core.context import CommContext
+from shardkit.core.iteration import Iteration
+from shardkit.core.lazy_init import initialise_root
+from shardkit.core.managed import STATE
+from shardkit.core.param_group import FSDPParamGroup, Phase
+from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.tensors import cast_floating, map_tensors, tensors_with_grad
+from shardkit.core.torch_compat import no_dynamo, register_with_stock
+
+__all__ = ["FSDPState", "state_of"]
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` gave this very module, None if it was never called on it."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    return state
+
+
+class FSDPState:
+    """The state of the modules of one call.
+
+    Attributes:
+        groups: its parameter groups: one, plus one for 0-dim and one for each tied parameter.
+        fqn: name of its module below the root, known from the first forward on.
+        is_root: None until then.
+        auto_reshard: whether the user left `reshard_after_forward` to us.
+    """
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
+    ) -> None:
+        self.modules = tuple(weakref.ref(module) for module in modules)
+        self.device = device
+        self.mp_policy = mp_policy
+        self.auto_reshard = auto_reshard
+        self.groups: list[FSDPParamGroup] = []
+        self.iteration = Iteration(CommContext(device))
+        self.index = 0
+        self.fqn = type(modules[0]).__name__
+        self.is_root: bool | None = None
+        self.phase = Phase.IDLE
+        self.forward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
+        self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
+        self._module_ids = frozenset(id(module) for module in modules)
+        self._pending: set[int] = set()
+        self._depth = 0
+        for module in modules:
+            module.__dict__[STATE] = self
+            register_with_stock(module, self)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=True)
+
+    def add_group(self, group: FSDPParamGroup) -> None:
+        """Makes this state gather and reshard `group`, too."""
+        if group not in self.groups:
+            self.groups.append(group)
+            group.users.add(self)
+
+    # -- names that torch's pipelining reads ---------------------------------------------------------------------------
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        return self.groups
+
+    @property
+    def _state_ctx(self) -> Iteration:
+        return self.iteration
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.iteration.end_backward()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of one of the modules is on the stack."""
+        return self._depth > 0
+
+    @no_dynamo
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the forward of a module: afterwards its unsharded parameters are registered on it."""
+        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing recomputes
+            self._unshard(in_backward=True)
+            return self._cast_inputs(args, kwargs)
+        self._depth += 1
+        if self.is_root is None:
+            initialise_root(self)
+        outermost = self.iteration.begin_forward(self)
+        if outermost and self.device.type != "cpu":
+            args, kwargs = self._move_inputs((args, kwargs))
+        args, kwargs = self._cast_inputs(args, kwargs)
+        begins = self._depth == 1 and not self._pending
+        if begins:
+            self._pending.update(self._module_ids)
+            for group in self.groups:
+                group.forward_users += 1
+                group.prefetched = False
+                self.iteration.note_use(group)
+        self.phase = Phase.FORWARD
+        self._unshard(in_backward=False)
+        if begins:
+            self._prefetch_forward()
+            if torch.is_grad_enabled():
+                args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _unshard(self, *, in_backward: bool) -> None:
+        for group in self.groups:
+            group.unshard(in_backward=in_backward)
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def _prefetch_forward(self) -> None:
+        if not self.forward_prefetch:
+            self.iteration.entered(self)
+            return
+        self.iteration.note_running(self)
+        self._prefetch(self.forward_prefetch, in_backward=False)
+
+    def _prefetch(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> None:
+        for reference in references:
+            if (state := reference()) is not None:
+                for group in state.groups:
+                    self.iteration.prefetch(group, in_backward=in_backward)
+
+    def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tensors = tensors_with_grad((args, kwargs))
+        if not tensors or not self.groups:
+            return args, kwargs
+        unique = {id(tensor): tensor for tensor in tensors}
+        watched = dict(
+            zip(
+                unique,
+                _PostBackward.apply(self, *unique.values()),  # type: ignore[no-untyped-call]
+                strict=True,
+            )
+        )
+        return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+
+    @no_dynamo
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward of a module, also after one that raised (then `output` is None)."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return self._cast_outputs(output)
+        if self._depth == 0:  # a hook before ours raised
+            return output
+        self._depth -= 1
+        self._pending.discard(id(module))
+        if self._depth == 0:
+            self._watch_outputs(output)
+            if not self._pending:
+                self.end_pass()
+            if self.iteration.is_forward_root(self):
+                for state in self.iteration.all_states:
+                    if state is not self and state._pending and state._depth == 0:
+                        state.end_pass()
+                self.iteration.end_forward(self)
+        return self._cast_outputs(output)
+
+    def end_pass(self) -> None:
+        """Every module of the state has run, or will not run any more: reshard as told."""
+        with_grad = torch.is_grad_enabled()
+        self._pending.clear()
+        self.phase = Phase.IDLE
+        for group in self.groups:
+            group.forward_users -= 1
+            if group.forward_users:
+                continue
+            # A root that keeps its parameters for a backward has no reason to when none can follow.
+            if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
+                group.reshard(keep=with_grad)
+        if with_grad:
+            self.iteration.left(self)
+
+    def _watch_outputs(self, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_with_grad(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self.pre_backward)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @no_dynamo
+    def pre_backward(self, gradient: torch.Tensor) -> None:
+        """When the gradient of an output arrives: afterwards the unsharded parameters are there again."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return
+        self.phase = Phase.PRE_BACKWARD
+        self.iteration.begin_backward()
+        for group in self.groups:
+            group.phase = Phase.PRE_BACKWARD
+            group.backward_users.add(self.index)
+            if group.unshard_in_backward:
+                self.iteration.note_use(group)
+                group.unshard(in_backward=True)
+        for group in self.groups:
+            group.wait_for_unshard()
+        if self.backward_prefetch:
+            self._prefetch(self.backward_prefetch, in_backward=True)
+        else:
+            self.iteration.entered_backward(self)
+
+    @no_dynamo
+    def post_backward(self) -> None:
+        """When the gradients of all inputs of a forward are done: reshard, reduce."""
+        self.phase = Phase.IDLE
+        for group in self.groups:
+            group.backward_users.discard(self.index)
+            if not group.backward_users:
+                group.post_backward()
+
+    def end_backward(self) -> None:
+        """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
+        if self._depth == 0 and self._pending:
+            self._pending.clear()
+            for group in self.groups:
+                group.forward_users -= 1
+        self.phase = Phase.FORWARD if self._depth else Phase.IDLE
+        for group in self.groups:
+            group.backward_users.clear()
+            if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
+                group.post_backward()
+            group.phase = Phase.IDLE
+
+    def reset(self) -> None:
+        """Forgets a forward or backward that failed."""
+        self._pending.clear()
+        self._depth = 0
+        self.phase = Phase.IDLE
+
+    # -- casts ---------------------------------------------------------------------------------------------------------
+
+    def _move_inputs(self, value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+
+    def _cast_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _cast_outputs(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    # -- state dicts ---------------------------------------------------------------------------------------------------
+
+    def to_sharded(self, *unused: Any, **kwargs: Any) -> None:
+        """Before a state dict is taken or loaded: the modules hold sharded parameters."""
+        for group in self.groups:
+            if not group.forward_users:
+                group.reshard()
+
+
+class _PostBackward(torch.autograd.Function):
+    """The identity on a forward's inputs; its backward runs when all their gradients are done."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.state.post_backward()
+        return (None, *gradients)
