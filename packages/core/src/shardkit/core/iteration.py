@@ -23,7 +23,7 @@ import torch
 from shardkit.core import events
 from shardkit.core.context import CommContext
 from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.torch_compat import queue_end_of_backward
+from shardkit.core.torch_compat import in_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardkit.core.state import FSDPState
@@ -74,7 +74,16 @@ class Iteration:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, state: FSDPState) -> bool:
-        """Called by each state that begins forward; True for the outermost one of this forward."""
+        """Called by each state that begins forward; True for the outermost one of this forward.
+
+        Raises:
+            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it.
+        """
+        if self._backward_queued and not in_backward():
+            raise RuntimeError(
+                f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
+                "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
+            )
         if self.forward_root is not None and self.forward_root() is not None:
             return False
         self.forward_root = weakref.ref(state)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.initialisation import InitialisationWatch
+from shardkit.core.state import fsdp_state
 from shardkit.core.torch_compat import apply_to_tensors
 
-__all__ = ["allocate", "materialize"]
+__all__ = ["allocate", "materialize", "offloaded_parameters"]
 
 
 def materialize(
@@ -39,8 +40,8 @@ def materialize(
 
     Args:
         module: the outermost module.
-        device: where sharded parameters go; by default the device of their mesh. Pass "cpu" with CPU offload. Plain
-            parameters and buffers go to the mesh's device, or to `device` if there is no mesh.
+        device: where sharded parameters go; by default the device of their mesh, or the CPU under `CPUOffloadPolicy`.
+            Plain parameters and buffers go to the mesh's device, or to `device` if there is no mesh.
         init: called with each such submodule in place of its `reset_parameters()`.
 
     Raises:
@@ -70,11 +71,14 @@ def allocate(
     """
     mesh_device = next((p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor)), None)
 
+    offloaded = offloaded_parameters(module)
+
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         if not choose(tensor):
             return tensor
         if isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=device or tensor.device_mesh.device_type)
+            home = "cpu" if id(tensor) in offloaded else tensor.device_mesh.device_type
+            return torch.empty_like(tensor, device=device or home)
         return torch.empty_like(tensor, device=mesh_device or device or torch.get_default_device())
 
     ties = _plain_ties(module, choose)
@@ -82,6 +86,13 @@ def allocate(
     for tie in ties:
         for slot in tie[1:]:
             setattr(slot.owner, slot.name, tie[0].tensor())
+
+
+def offloaded_parameters(module: nn.Module) -> set[int]:
+    """The ids of the sharded parameters that `fully_shard` keeps on CPU, whatever the device of their mesh."""
+    states = [state for submodule in module.modules() if (state := fsdp_state(submodule)) is not None]
+    params = [param for state in states for group in state.groups for param in group.params]
+    return {id(param.sharded_param) for param in params if param.offload is not None}
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,8 @@ class FSDPModule(StockFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters."""
         self.reshard()
-        return super()._apply(*args, **kwargs)
+        # Past stock's own _apply, which reads stock's parameter groups.
+        return super(StockFSDPModule, self)._apply(*args, **kwargs)
 
 
 def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:

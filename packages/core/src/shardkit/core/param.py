@@ -169,7 +169,7 @@ class FSDPParam:
                 f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
                 f"{self.mesh.shard_size} holds"
             )
-        if self.pinned and not local.is_pinned():
+        if self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
             replace_local(self.sharded_param, local)
         self._local = local
@@ -255,7 +255,8 @@ class FSDPParam:
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
         if not self.flats and items:
-            self.flats = [self._new_flat(item) for item in items]
+            with torch.inference_mode(False):  # the tensors outlive this forward
+                self.flats = [self._new_flat(item) for item in items]
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
         if self.subclass is not None and self.unsharded_param is not None:
@@ -287,15 +288,17 @@ class FSDPParam:
         else:
             tensor = None
         if tensor is not None:
-            self.unsharded_param = nn.Parameter(tensor, requires_grad=requires_grad)
+            with torch.inference_mode(False):
+                self.unsharded_param = nn.Parameter(tensor, requires_grad=requires_grad)
             self.unsharded_param.__dict__.update(self.sharded_param.__dict__)
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
 
     def _view_of_storage(self) -> torch.Tensor:
         stride = torch.empty(self.shape, device="meta").stride()
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(self.flats[0].untyped_storage(), 0, self.shape, stride)
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return empty.set_(self.flats[0].untyped_storage(), 0, self.shape, stride)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Puts `parameter` into every slot."""

@@ -120,7 +120,7 @@ class FSDPParamGroup:
         self.prefetched = False
         self.forward_users = 0
         self.backward_users: set[int] = set()
-        self._counted = False
+        self._counted_in: CommContext | None = None
         self._all_gather_comm: AllGather | None = None
         self._reduce_scatter_comm: ReduceScatter | None = None
         self._reduce_group: dist.ProcessGroup | None = None
@@ -199,7 +199,6 @@ class FSDPParamGroup:
     def _forget_plans(self) -> None:
         self._plan = None
         self._kept_plan = None
-        self._reduction.forget()
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -223,7 +222,7 @@ class FSDPParamGroup:
             self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
         self.residence = Residence.GATHERING
         if self.bounded and self.reshard_after_forward:
-            self._counted = True
+            self._counted_in = self.context
             self.context.unsharded += 1
 
     def _gather_sharded(self) -> Ticket | None:
@@ -290,9 +289,9 @@ class FSDPParamGroup:
         if self.residence is Residence.SHARDED:
             return
         self.prefetched = False
-        if self._counted:
-            self._counted = False
-            self.context.unsharded -= 1
+        if self._counted_in is not None:
+            self._counted_in.unsharded -= 1
+            self._counted_in = None
         if self.residence is Residence.GATHERING and self._ticket is not None:
             self._ticket.wait()
             self._ticket = None

@@ -70,8 +70,7 @@ class GradientReduction:
         self._partial: dict[FSDPParam, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drops plans and partial sums: after an iteration that failed, or when parameters changed."""
-        self._plans.clear()
+        """Drops partial sums: after an iteration that failed."""
         self._partial.clear()
 
     def has_partial(self, param: FSDPParam) -> bool:
@@ -128,7 +127,7 @@ class GradientReduction:
         if plan is None:
             items = [param.reduce_item for param in params]
             plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
-        output = torch.empty(plan.output_numel, dtype=dtype, device=device)
+        output = plan.allocate_output()
         program = reduce_scatter(
             plan,
             gradients,

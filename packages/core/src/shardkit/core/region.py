@@ -109,7 +109,7 @@ def region_at(
         dim = getattr(placement, "dim", None)
         if dim is None:
             raise ValueError(
-                f"{name}: placement {placement} of {tuple(placements)}: expected Shard or Replicate; "
+                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; "
                 "redistribute it first"
             )
         # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.

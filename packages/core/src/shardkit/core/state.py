@@ -24,7 +24,7 @@ from shardkit.core.managed import STATE
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.tensors import cast_floating, map_tensors, tensors_with_grad
-from shardkit.core.torch_compat import no_dynamo, register_with_stock
+from shardkit.core.torch_compat import in_backward, no_dynamo, register_with_stock
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -61,6 +61,7 @@ class FSDPState:
         self.forward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self._module_ids = frozenset(id(module) for module in modules)
+        self._in_pass = False
         self._pending: set[int] = set()
         self._depth = 0
         for module in modules:
@@ -98,7 +99,7 @@ class FSDPState:
     @no_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the forward of a module: afterwards its unsharded parameters are registered on it."""
-        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing recomputes
+        if self.phase is Phase.PRE_BACKWARD and in_backward():  # activation checkpointing recomputes
             self._unshard(in_backward=True)
             return self._cast_inputs(args, kwargs)
         self._depth += 1
@@ -108,8 +109,9 @@ class FSDPState:
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
-        begins = self._depth == 1 and not self._pending
+        begins = not self._in_pass
         if begins:
+            self._in_pass = True
             self._pending.update(self._module_ids)
             for group in self.groups:
                 group.forward_users += 1
@@ -159,7 +161,7 @@ class FSDPState:
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of a module, also after one that raised (then `output` is None)."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if self.phase is Phase.PRE_BACKWARD and in_backward():
             return self._cast_outputs(output)
         if self._depth == 0:  # a hook before ours raised
             return output
@@ -167,11 +169,11 @@ class FSDPState:
         self._pending.discard(id(module))
         if self._depth == 0:
             self._watch_outputs(output)
-            if not self._pending:
+            if self._in_pass and not self._pending:
                 self.end_pass()
             if self.iteration.is_forward_root(self):
                 for state in self.iteration.all_states:
-                    if state is not self and state._pending and state._depth == 0:
+                    if state is not self and state._in_pass and state._depth == 0:
                         state.end_pass()
                 self.iteration.end_forward(self)
         return self._cast_outputs(output)
@@ -179,6 +181,7 @@ class FSDPState:
     def end_pass(self) -> None:
         """Every module of the state has run, or will not run any more: reshard as told."""
         with_grad = torch.is_grad_enabled()
+        self._in_pass = False
         self._pending.clear()
         self.phase = Phase.IDLE
         for group in self.groups:
@@ -230,7 +233,8 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
-        if self._depth == 0 and self._pending:
+        if self._depth == 0 and self._in_pass:
+            self._in_pass = False
             self._pending.clear()
             for group in self.groups:
                 group.forward_users -= 1
@@ -243,6 +247,7 @@ class FSDPState:
 
     def reset(self) -> None:
         """Forgets a forward or backward that failed."""
+        self._in_pass = False
         self._pending.clear()
         self._depth = 0
         self.phase = Phase.IDLE

@@ -32,6 +32,7 @@ __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
     "flattened_axis",
+    "in_backward",
     "foreach_norm",
     "foreach_scale_",
     "joined_mesh",
@@ -110,6 +111,11 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[to
     """The hooks that `register_post_accumulate_grad_hook` put on a parameter."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return tuple(hooks.values()) if hooks else ()
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

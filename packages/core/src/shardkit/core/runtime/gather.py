@@ -80,11 +80,11 @@ def _write_own_chunks(
     pieces: Sequence[torch.Tensor],
 ) -> None:
     """Write this rank's chunks, cast, into its slots and into its row of the packed buffer."""
-    targets = [flats[i].narrow(0, start, numel).view(shape) for i, start, numel, shape in plan.own_slots]
+    targets = [_shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
     chunks = [sources[i] for i, _, _, _ in plan.own_slots]
     if plan.packing is not None:
         for item, at, shape in plan.packing.rows[plan.rank]:
-            targets.append(pieces[at].view(plan.items[item].dtype).view(shape))
+            targets.append(_shaped(_typed(pieces[at], plan.items[item].dtype), shape))
             chunks.append(sources[item])
     if targets:
         torch._foreach_copy_(targets, chunks, non_blocking=True)
@@ -92,19 +92,27 @@ def _write_own_chunks(
 
 def _copy_out(plan: GatherPlan, flats: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
     """Copy every rank's packed chunks to where they belong in the unsharded tensors."""
-    packing = plan.packing
-    if packing is None:
+    if plan.packing is None:
         return
-    places: dict[int, tuple[torch.Tensor, ...]] = {}
-    for item in packing.items:
-        layout = plan.items[item].layout
+    places: dict[int, tuple[bool, torch.dtype, tuple[torch.Tensor, ...]]] = {}
+    for item, view, sizes, dim in plan.unpacking:
         flat = flats[item]
-        shaped = flat.narrow(0, 0, layout.numel).view(layout.shape)
-        places[item] = shaped.split_with_sizes(layout.lengths, layout.dim)
+        places[item] = bool(view), flat.dtype, (flat.view(view) if view else flat).split_with_sizes(sizes, dim)
     targets: list[torch.Tensor] = []
     chunks: list[torch.Tensor] = []
-    for rank, row in enumerate(packing.rows):
+    for rank, row in enumerate(plan.packing.rows):
         for item, at, shape in row:
-            targets.append(places[item][rank])
-            chunks.append(pieces[at].view(plan.items[item].dtype).view(shape))
+            viewed, dtype, ranks = places[item]
+            chunk = _typed(pieces[at], dtype)
+            targets.append(ranks[rank])
+            chunks.append(chunk.view(shape) if viewed else chunk)
     torch._foreach_copy_(targets, chunks)
+
+
+# A view costs a microsecond; a group has dozens of small chunks, most of them 1-D and of the buffer's dtype already.
+def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return chunk.view(shape) if len(shape) > 1 else chunk
+
+
+def _typed(chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return chunk if chunk.dtype == dtype else chunk.view(dtype)

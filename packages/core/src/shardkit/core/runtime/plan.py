@@ -82,6 +82,21 @@ class GatherPlan:
         )
 
     @cached_property
+    def unpacking(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
+        """(item, view, sizes, dim) of each packed item: seen as `view`, its flat splits into the ranks' chunks.
+
+        On dim 0 the chunks of the flat tensor itself are dense, so no view is needed (an empty `view` says so).
+        """
+        packed = () if self.packing is None else self.packing.items
+        layouts = [(i, self.items[i].layout) for i in packed]
+        return tuple(
+            (i, (), _gather_slots(layout, padded=False).sizes, 0)
+            if layout.dim == 0
+            else (i, layout.shape, layout.lengths, layout.dim)
+            for i, layout in layouts
+        )
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the unsharded tensors, without padding."""
         return sum(item.layout.numel * item.dtype.itemsize for item in self.items)
@@ -182,7 +197,7 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
         transport=transport,
         label=label,
         rank=rank,
-        direct=tuple((i, _gather_slots(layouts[i], transport.padded)) for i in direct),
+        direct=tuple((i, _gather_slots(layouts[i], padded=transport.padded)) for i in direct),
         packing=pack(layouts, packed, widths, padded=transport.padded, aligned=mixed) if packed else None,
         packed_dtype=packed_dtype,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
@@ -251,7 +266,7 @@ def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, t
     return not transport.padded or (as_is and layout.padded_numel == layout.numel)
 
 
-def _gather_slots(layout: ChunkLayout, padded: bool) -> Slots:
+def _gather_slots(layout: ChunkLayout, *, padded: bool) -> Slots:
     if padded:
         return Slots((layout.padded_local_numel,) * layout.world_size)
     return Slots(layout.local_numels, layout.padded_numel - layout.numel)

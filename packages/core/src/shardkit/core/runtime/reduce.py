@@ -201,7 +201,7 @@ def _pack(plan: ReducePlan, grads: Sequence[torch.Tensor], packed: torch.Tensor)
     sources: list[torch.Tensor] = []
     for rank, row in enumerate(packing.rows):
         for item, at, shape in row:
-            targets.append(pieces[at].view(shape))
+            targets.append(pieces[at].view(shape) if len(shape) > 1 else pieces[at])
             sources.append(chunks[item][rank])
     torch._foreach_copy_(targets, sources)
     if packing.gaps:
@@ -242,7 +242,7 @@ def _sum(
         own = list(torch._foreach_div([term.to(plan.reduce_dtype) for term in own], divisor))
         terms = [row if row is None else row.to(plan.reduce_dtype).div_(divisor) for row in terms]
     outputs = output.split_with_sizes(plan.row_sizes)
-    first = 1 if plan.lands_in_output and plan.rank == 0 else 0
+    first = 1 if plan.rank == 0 else 0  # the first peer, whose term commutes with rank 0's own
     if not plan.lands_in_output:
         _add_term(outputs, output, own, terms[first], overwrite=True)
     for rank, term in enumerate(terms):

@@ -1,0 +1,133 @@
+"""Lists of shapes that the runtime's tests gather and reduce, and single-process answers for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReduceItem, ReducePlan, plan_gather, plan_reduce
+from shardkit.core.runtime.reduce import reduce_scatter
+from shardkit.core.runtime.transport import C10dTransport, Transport, transport_for
+from shardkit.core.runtime.transport.custom import CustomTransport
+from shardkit.core.sharding import ChunkLayout
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes, dims to cut and dtypes; one entry for each item."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def layouts(self, world_size: int) -> list[ChunkLayout]:
+        return [ChunkLayout(shape, dim, world_size) for shape, dim in zip(self.shapes, self.dims, strict=True)]
+
+
+def case(*items: tuple[tuple[int, ...], int, torch.dtype]) -> Case:
+    shapes, dims, dtypes = zip(*items, strict=True)
+    return Case(shapes, dims, dtypes)
+
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+CASES: dict[str, Case] = {
+    "large_even": case(((240, 200), 0, F32), ((480, 128), 0, F32)),
+    "large_uneven": case(((241, 250), 0, F32), ((7, 30000), 0, F32), ((250001,), 0, F32)),
+    "small": case(((12, 3), 0, F32), ((24,), 0, F32), ((5, 2), 0, F32)),
+    "empty_chunks": case(((2, 50000), 0, F32), ((1, 3), 0, F32), ((1,), 0, F32), ((0, 4), 0, F32)),
+    "only_empty": case(((0, 4), 0, F32), ((3, 0), 0, F32)),
+    "other_dims": case(((6, 10), 1, F32), ((300, 401), 1, F32), ((2, 3, 7), 2, F32), ((4, 5, 3), 1, F32)),
+    "mixed_dims": case(((241, 250), 0, F32), ((13,), 0, F32), ((9, 5), 1, F32), ((3, 2, 1), 2, F32)),
+    "mixed_dtypes": case(
+        ((241, 250), 0, F32),
+        ((241, 250), 0, BF16),
+        ((7,), 0, F16),
+        ((5, 3), 1, F64),
+        ((3,), 0, torch.uint8),
+        ((9,), 0, F32),
+    ),
+    "bfloat16": case(((241, 250), 0, BF16), ((11,), 0, BF16), ((3, 9), 1, BF16)),
+    "float8": case(((400, 300), 0, torch.float8_e4m3fn), ((11,), 0, torch.float8_e4m3fn)),
+}
+
+
+def transport(kind: str) -> Transport:
+    """The transport under test over the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    if kind == "asked":
+        return transport_for(group, CPU)
+    if kind == "custom":
+        return CustomTransport(group, CPU)
+    return C10dTransport(group, CPU, direct=kind == "c10d_direct")
+
+
+def whole(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A reproducible tensor that every rank can make."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).mul_(8).to(dtype)
+
+
+def chunk_of(tensor: torch.Tensor, layout: ChunkLayout, rank: int) -> torch.Tensor:
+    return tensor.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+
+
+def gather_plan(case: Case, over: Transport, label: str = "blocks.0") -> GatherPlan:
+    layouts = case.layouts(over.world_size)
+    items = [
+        GatherItem(f"{label}.w{i}", layout, dtype)
+        for i, (layout, dtype) in enumerate(zip(layouts, case.dtypes, strict=True))
+    ]
+    return plan_gather(items, over, label, over.rank)
+
+
+def flats_for(plan: GatherPlan) -> list[torch.Tensor]:
+    """Poisoned flats: what a gather does not write shows."""
+    flats = []
+    for item in plan.items:
+        numel = item.layout.padded_numel if item.layout.dim == 0 else item.layout.numel
+        flats.append(torch.full((numel,), 77, dtype=torch.float32).to(item.dtype))
+    return flats
+
+
+def run_gather(plan: GatherPlan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    flats = flats_for(plan)
+    make_lane(CPU, "all-gather").start(gather(plan, sources, flats), plan.label).wait()
+    return [flat[: item.layout.numel].view(item.layout.shape) for flat, item in zip(flats, plan.items, strict=True)]
+
+
+def reduce_plan(
+    case: Case, over: Transport, grad_dtype: torch.dtype, reduce_dtype: torch.dtype, label: str = "blocks.0"
+) -> ReducePlan:
+    items = [ReduceItem(f"{label}.w{i}", layout) for i, layout in enumerate(case.layouts(over.world_size))]
+    return plan_reduce(items, over, label, over.rank, grad_dtype, reduce_dtype)
+
+
+def run_reduce(
+    plan: ReducePlan,
+    grads: Sequence[torch.Tensor],
+    predivide: float | None = None,
+    postdivide: float | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[torch.Tensor]:
+    output = torch.full((plan.output_numel,), torch.nan, dtype=plan.reduce_dtype)
+    program = reduce_scatter(plan, grads, output, predivide=predivide, postdivide=postdivide, op=op)
+    make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
+    return plan.output_views(output)
+
+
+def summed(
+    terms: Sequence[torch.Tensor], reduce_dtype: torch.dtype, predivide: float | None, postdivide: float | None
+) -> torch.Tensor:
+    """The definition: every term in `reduce_dtype`, divided, added in rank order, the sum divided."""
+    divided = [term.to(reduce_dtype) if predivide is None else term.to(reduce_dtype) / predivide for term in terms]
+    total = divided[0].clone()
+    for term in divided[1:]:
+        total += term
+    return total if postdivide is None else total / postdivide

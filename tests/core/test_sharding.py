@@ -1,0 +1,80 @@
+"""`ChunkLayout` against `torch.chunk`, and against itself: chunks partition the dim."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.core.sharding import ChunkLayout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ChunkLayout:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
+    return ChunkLayout(shape, draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 12)))
+
+
+@given(layouts())
+def test_chunks_are_torch_chunks(layout: ChunkLayout) -> None:
+    whole = torch.arange(layout.numel).view(layout.shape)
+    expected = torch.chunk(whole, layout.world_size, dim=layout.dim)
+    for rank in range(layout.world_size):
+        ours = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+        assert ours.shape == layout.local_shape(rank)
+        assert ours.numel() == layout.local_numel(rank)
+        if rank < len(expected):
+            assert torch.equal(ours, expected[rank])
+        else:
+            assert ours.numel() == 0
+
+
+@given(layouts())
+def test_chunks_partition_the_tensor(layout: ChunkLayout) -> None:
+    end = 0
+    for rank in range(layout.world_size):
+        assert layout.offset(rank) == end
+        end += layout.length(rank)
+    assert end == layout.shape[layout.dim]
+    assert sum(layout.local_numels) == layout.numel
+
+
+@given(layouts())
+def test_padding_is_less_than_one_chunk_per_rank(layout: ChunkLayout) -> None:
+    assert layout.padded_local_numel == math.prod(layout.padded_local_shape)
+    assert layout.padded_numel == layout.world_size * layout.padded_local_numel
+    assert layout.padded_numel >= layout.numel
+    assert all(layout.local_numel(rank) <= layout.padded_local_numel for rank in range(layout.world_size))
+    assert layout.padded_local_shape == layout.local_shape(0)
+
+
+def test_the_example_of_the_docstring() -> None:
+    layout = ChunkLayout((10, 3), 0, 4)
+    assert layout.chunk == 3
+    assert layout.lengths == (3, 3, 3, 1)
+    assert [layout.offset(rank) for rank in range(4)] == [0, 3, 6, 9]
+    assert layout.padded_numel == 36
+
+
+def test_ranks_without_elements_start_at_the_end() -> None:
+    layout = ChunkLayout((2, 3), 0, 4)
+    assert layout.lengths == (1, 1, 0, 0)
+    assert layout.offset(3) == 2
+    assert layout.local_shape(3) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "world_size", "message"),
+    [
+        ((), 0, 2, "shape ()"),
+        ((3,), 1, 2, "dim 1"),
+        ((3,), -1, 2, "dim -1"),
+        ((3, -1), 0, 2, "negative"),
+        ((3,), 0, 0, "0 ranks"),
+    ],
+)
+def test_impossible_layouts_are_refused(shape: tuple[int, ...], dim: int, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match="cannot cut shape") as error:
+        ChunkLayout(shape, dim, world_size)
+    assert message in str(error.value)

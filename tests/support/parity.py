@@ -1,0 +1,215 @@
+"""Differential training: the same run with stock ``fully_shard`` and with another one, compared entry by entry.
+
+A :class:`Case` names a model, an optimizer and any number of features (``tests/support/features.py``); names, so that
+cases travel to the ranks and make readable test ids::
+
+    run_ranks(world_size, compare_training, Case("mlp", ("no_reshard", "bfloat16"), "sgd"))
+
+Both runs start from identical weights (seeded per run) and get the same data, which differs per rank, step and
+micro-batch. They use the same process group, one after the other. Compared are: losses, every gradient after every
+backward (local shard and everything about its DTensor), parameters after every step, the state dict and the
+optimizer's state: bit for bit. ``Case(gather=True)`` gathers the gradients and parameters of the last step as well.
+
+Bit for bit holds on any world size because stock's reduction is told to add in rank order
+(:class:`tests.support.comms.RankOrderReduceScatter`): gloo's own order differs from it as soon as three ranks add.
+``Case(oracle_sums="gloo")`` compares with gloo's own sums instead, within the tolerance that is stated.
+
+``SHARDKIT_PARITY_CANDIDATE=torch.distributed.fsdp`` in the environment compares stock with itself: what has to pass
+before a difference is blamed on an engine.
+"""
+
+import importlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.comms import RankOrderReduceScatter
+from tests.support.features import FEATURES, Feature
+from tests.support.models import MODELS, ModelSpec
+from tests.support.schedules import Run, plain
+from tests.support.trace import EXACT, LOW_PRECISION, SUMMATION_ORDER, Tolerance, Trace, assert_same
+
+STOCK = "torch.distributed.fsdp"
+CANDIDATE = os.environ.get("SHARDKIT_PARITY_CANDIDATE", "shardkit.core")
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # A large eps keeps the sign of a tiny gradient from deciding a whole step: no tolerance tells that from a bug.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True)
+
+
+def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
+
+
+OPTIMIZERS = {"sgd": _sgd, "adamw": _adamw, "adamw_fused": _fused_adamw}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One differential training run. ``candidate``: a module, or ``module:attribute``, that has ``fully_shard``."""
+
+    model: str = "mlp"
+    features: tuple[str, ...] = ()
+    optimizer: str = "sgd"
+    steps: int = 3
+    candidate: str = CANDIDATE
+    oracle_sums: Literal["rank order", "gloo"] = "rank order"
+    gather: bool = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return MODELS[self.model]
+
+    @property
+    def chosen(self) -> list[Feature]:
+        return [FEATURES[name] for name in self.features]
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Bit for bit unless gloo chose the order of sums."""
+        if self.oracle_sums == "rank order":
+            return EXACT
+        return LOW_PRECISION if any(feature.low_precision for feature in self.chosen) else SUMMATION_ORDER
+
+
+def compare_training(rank: int, world_size: int, case: Case) -> None:
+    """Train with stock and with the candidate, and raise AssertionError where they differ. A body for run_ranks."""
+    expected = train(rank, world_size, case, STOCK)
+    seen = train(rank, world_size, case, case.candidate)
+    assert_same(expected, seen, case.tolerance)
+
+
+def train(rank: int, world_size: int, case: Case, engine: str) -> Trace:
+    """Train ``case`` with the ``fully_shard`` of ``engine`` and return what could be seen. Collective."""
+    api = load_api(engine)
+    model = build(case)
+    shard(model, case, api, world_size)
+    if engine == STOCK and case.oracle_sums == "rank order" and not _has_custom_reduction(case):
+        sum_in_rank_order(model)
+    for feature in case.chosen:
+        feature.prepare(model, api, case.spec)
+    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
+    run = Run(rank, api, case.spec, model, optimizer, Trace(), gathered_step=case.steps - 1 if case.gather else None)
+    schedule = next((feature.schedule for feature in case.chosen if feature.schedule), plain)
+    for step in range(case.steps):
+        schedule(run, step)
+        run.trace.add_parameters(f"step {step}", model, full=step == run.gathered_step)
+    run.trace.add_tree("state dict", dict(model.state_dict()))
+    run.trace.add("order of the state dict", list(model.state_dict()))
+    run.trace.add_tree("optimizer state", optimizer.state_dict())
+    return run.trace
+
+
+def build(case: Case) -> nn.Module:
+    """Build the model with the weights that every rank and every engine starts from."""
+    torch.manual_seed(1234)
+    return case.spec.build()
+
+
+def shard(model: nn.Module, case: Case, api: Any, world_size: int) -> None:
+    """Apply ``fully_shard`` to the blocks of the model and then to the model, with the features' arguments."""
+    apply = next((feature.apply for feature in case.chosen if feature.apply), _shard_blocks_then_root)
+    options: dict[str, Any] = {}
+    for feature in case.chosen:
+        options |= feature.options(api, model, world_size)
+    apply(model, api, case.spec, options)
+
+
+def load_api(name: str) -> Any:
+    """Import ``module`` or ``module:attribute``: anything with fully_shard and the policies as attributes."""
+    module, _, attribute = name.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def sum_in_rank_order(model: nn.Module) -> None:
+    """Give every sharded module of a stock model the reduction that adds in rank order."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(RankOrderReduceScatter())
+
+
+def _has_custom_reduction(case: Case) -> bool:
+    return any(feature.owns_reduction for feature in case.chosen)
+
+
+def _shard_blocks_then_root(model: nn.Module, api: Any, spec: ModelSpec, options: dict[str, Any]) -> None:
+    for block in spec.blocks(model):
+        api.fully_shard(block, **options)
+    api.fully_shard(model, **options)
+
+
+def single_process_reference(world_size: int, case: Case) -> Trace:
+    """Train ``case`` in float64 on all ranks' data at once, without any sharding: mathematics, not an oracle's bits.
+
+    For cases whose features leave the mathematics alone (no low precision, no divide factor, plain schedule).
+    """
+    model = build(case).double()
+    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
+    trace = Trace()
+    runs = [Run(rank, None, case.spec, model, optimizer, Trace()) for rank in range(world_size)]
+    for step in range(case.steps):
+        losses = [run.loss(step, dtype=torch.float64) for run in runs]
+        (sum(losses) / world_size).backward()
+        trace.add(f"step {step}: loss", torch.stack(losses).mean())
+        trace.add_gradients(f"step {step}", model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.add_parameters(f"step {step}", model)
+    return trace
+
+
+def compare_with_single_process(rank: int, world_size: int, case: Case, tolerance: Tolerance) -> None:
+    """Compare the candidate's losses, gathered gradients and gathered parameters with the float64 reference."""
+    expected = single_process_reference(world_size, case)
+    seen = train_gathered(rank, world_size, case)
+    for trace in (expected, seen):
+        trace.entries = {label: _as_float64(record) for label, record in trace.entries.items()}
+    assert_same(expected, seen, tolerance)
+
+
+def train_gathered(rank: int, world_size: int, case: Case) -> Trace:
+    """Train with the candidate and record what the single-process reference records. Collective."""
+    api = load_api(case.candidate)
+    model = build(case)
+    shard(model, case, api, world_size)
+    for feature in case.chosen:
+        feature.prepare(model, api, case.spec)
+    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
+    trace = Trace()
+    run = Run(rank, api, case.spec, model, optimizer, Trace())
+    for step in range(case.steps):
+        loss = run.loss(step)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        trace.add(f"step {step}: loss", mean / world_size)
+        for fqn, parameter in model.named_parameters():
+            trace.add(f"step {step}: gradient of {fqn}", _gathered(parameter.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+        for fqn, parameter in model.named_parameters():
+            trace.add(f"step {step}: parameter {fqn}", _gathered(parameter.detach()))
+    return trace
+
+
+def _gathered(tensor: Any) -> Tensor | None:
+    return None if tensor is None else tensor.full_tensor()
+
+
+def _as_float64(record: Any) -> Any:
+    from tests.support.trace import _TensorRecord
+
+    return _TensorRecord({"shape": tuple(record.values.shape)}, record.values.double()) if record is not None else None

@@ -1,0 +1,238 @@
+"""Pools of rank processes: one per world size, started on first use and kept until the pytest session ends.
+
+Ranks are forked from one server process that has imported torch, so a pool of four costs about as much as one Python
+start. A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
+It is then killed, and the next call starts a new one.
+"""
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.support.failures import RankError, RankFailure, RankTimeout
+from tests.support.rank_process import Clean, Job, Outcome, RankPlace, serve
+
+_PRELOADED = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"]
+_START_TIMEOUT = 120.0
+_CLEAN_TIMEOUT = 30.0
+# How long ranks that have not failed may go on once one has: enough for the same error to arrive from each of them.
+_GRACE = 2.0
+# A body's process groups stay for the life of its pool; each costs threads and sockets, so a pool is renewed in time.
+_MAX_PROCESS_GROUPS = 64
+
+_pools: dict[int, "_Pool"] = {}
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    seed: int = 0,
+    seed_per_rank: bool = False,
+    isolated: bool = False,
+) -> list[Any]:
+    """Run ``body(rank, world_size, *args)`` on every rank and return the results in rank order.
+
+    Raises:
+        RankFailure: a rank raised or died.
+        RankTimeout: a rank did not return within ``timeout`` seconds.
+        TypeError: ``body`` or ``args`` cannot be pickled.
+    """
+    call = _pickle_call(body, args)
+    pool = _pools.get(world_size) or _Pool(world_size)
+    _pools[world_size] = pool
+    keep = False
+    try:
+        results = pool.run(_name_of(body), call, timeout, seed, seed_per_rank)
+        keep = not isolated and pool.clean(_name_of(body))
+    finally:
+        if not keep:
+            _pools.pop(world_size).kill()
+    return results
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from. Returns at once: it imports torch while pytest collects."""
+    # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
+    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.forkserver.ensure_running()
+
+
+def close_pools() -> None:
+    """Kill every rank process. Called at the end of the session and at exit; harmless when called twice."""
+    while _pools:
+        _pools.popitem()[1].kill()
+
+
+atexit.register(close_pools)
+
+
+class _Pool:
+    """The rank processes of one world size and the connection to each."""
+
+    def __init__(self, world_size: int) -> None:
+        start_server()
+        self.world_size = world_size
+        self.directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
+        self.places = [RankPlace(r, world_size, self.directory, tuple(sys.path)) for r in range(world_size)]
+        self._output_read = [0] * world_size
+        context = multiprocessing.get_context("forkserver")
+        for place in self.places:
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(place, there), name=f"rank-{place.rank}-of-{world_size}")
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+        try:
+            self.clean("the start of the pool", _START_TIMEOUT)
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, name: str, call: bytes, timeout: float, seed: int, seed_per_rank: bool) -> list[Any]:
+        for rank, connection in enumerate(self.connections):
+            self._send(connection, Job(call, seed + rank * seed_per_rank))
+        outcomes = self._collect(name, timeout)
+        self._show_output()
+        _warn_again(outcomes)
+        for outcome in outcomes.values():
+            if outcome.skipped is not None:
+                import pytest
+
+                pytest.skip(outcome.skipped)
+        return [pickle.loads(outcomes[rank].result) for rank in range(self.world_size)]
+
+    def clean(self, name: str, timeout: float = _CLEAN_TIMEOUT) -> bool:
+        """Tidy every rank and meet at a barrier. Returns whether the pool may be used again."""
+        for connection in self.connections:
+            self._send(connection, Clean())
+        replies = self._collect(f"the clean-up after {name}", timeout)
+        return all(reply.process_groups <= _MAX_PROCESS_GROUPS for reply in replies.values())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _send(self, connection: Connection, request: Job | Clean) -> None:
+        # A dead rank is reported by _collect, with its exit code and last words.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.send_bytes(pickle.dumps(request))
+
+    def _collect(self, name: str, timeout: float) -> dict[int, Any]:
+        """Wait for one reply per rank; raise if any rank failed, died or is late."""
+        replies: dict[int, Any] = {}
+        errors: list[RankError] = []
+        deadline = time.monotonic() + timeout
+        while len(replies) + len(errors) < self.world_size:
+            waiting = [r for r in range(self.world_size) if r not in replies and r not in {e.rank for e in errors}]
+            ready = wait([self.connections[r] for r in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in (r for r in waiting if self.connections[r] in ready):
+                reply = self._receive(rank)
+                if isinstance(reply, RankError):
+                    errors.append(reply)
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+                else:
+                    replies[rank] = reply
+        late = [r for r in range(self.world_size) if r not in replies and r not in {e.rank for e in errors}]
+        if errors:
+            raise RankFailure(name, self.world_size, errors, self._stacks(late))
+        if late:
+            raise RankTimeout(name, self.world_size, timeout, late, self._stacks(range(self.world_size)))
+        return replies
+
+    def _receive(self, rank: int) -> Outcome | Clean | RankError:
+        try:
+            reply = pickle.loads(self.connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(timeout=10)
+            code = self.processes[rank].exitcode
+            return RankError(rank, "died", f"exit code {code}", "", time.time(), self._new_output(rank))
+        error = getattr(reply, "error", None)
+        return replace(error, output=self._new_output(rank)) if error else reply
+
+    def _stacks(self, ranks: Any) -> dict[int, str]:
+        """Ask the ranks for their stacks and read what each has written, most recent call first."""
+        ranks = [rank for rank in ranks if self.processes[rank].is_alive()]
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        # The dump has no end mark. It is written by one signal handler in well under this time.
+        time.sleep(0.5 if ranks else 0.0)
+        return {rank: self.places[rank].stacks_file.read_text() + self._new_output(rank) for rank in ranks}
+
+    def _new_output(self, rank: int) -> str:
+        with self.places[rank].output_file.open("rb") as file:
+            file.seek(self._output_read[rank])
+            text = file.read()
+        self._output_read[rank] += len(text)
+        return text.decode(errors="replace")
+
+    def _show_output(self) -> None:
+        for rank in range(self.world_size):
+            for line in self._new_output(rank).splitlines():
+                print(f"[rank {rank}] {line}")
+
+
+def _warn_again(outcomes: dict[int, Outcome]) -> None:
+    """Raise the ranks' warnings here, each once, with the ranks that raised it."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, outcome in sorted(outcomes.items()):
+        for warning in outcome.warnings:
+            ranks.setdefault(warning, []).append(rank)
+    for warning, where in ranks.items():
+        text = f"{warning.text} [on rank {', '.join(map(str, where))}]"
+        warnings.warn_explicit(text, warning.category, warning.filename, warning.lineno)
+
+
+def _pickle_call(body: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((body, args))
+    except Exception as error:
+        raise TypeError(
+            f"{_name_of(body)} and its arguments must pickle: the body has to be a module-level function, "
+            f"as must every function in its arguments ({error})"
+        ) from error
+
+
+def _name_of(body: Callable[..., Any]) -> str:
+    inner = body.func if isinstance(body, functools.partial) else body
+    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,73 @@
+"""The parity harness itself: stock equals stock, and every fault of ``faulty_stock`` is caught and named."""
+
+import pytest
+import torch
+
+from tests.support import RankFailure, run_ranks
+from tests.support.parity import STOCK, Case, compare_training, compare_with_single_process
+from tests.support.trace import EXACT, SUMMATION_ORDER, Tolerance, Trace, assert_same
+
+FAULTY = "tests.support.faulty_stock:"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("features", [(), ("bfloat16", "no_reshard"), ("accumulate_no_sync",)])
+def test_stock_equals_stock(features: tuple[str, ...], world_size: int) -> None:
+    run_ranks(world_size, compare_training, Case("mlp", features, candidate=STOCK))
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_stock_with_its_own_sums_is_within_tolerance(world_size: int) -> None:
+    run_ranks(world_size, compare_training, Case("mlp", candidate=STOCK, oracle_sums="gloo"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "symptom"),
+    [
+        ("doubled_gradients", r"step 0 after backward: gradient of inp\.weight: .* should be"),
+        ("one_bit_off", r"gradient of inp\.weight: .* elements differ"),
+        ("one_element_off", r"gradient of .*: 1 of .* elements differ, at most by 0\.001"),
+        ("wrong_placement", r"placements: expected \(Shard\(dim=0\),\), got \(Shard\(dim=1\),\)"),
+        ("low_precision_reduction", r"gradient of inp\.weight: .* elements differ"),
+        ("slightly_wrong_output", r"step 0\.0: output"),
+    ],
+)
+def test_fault_is_caught(fault: str, symptom: str) -> None:
+    model = "transformer" if fault == "wrong_placement" else "mlp"
+    with pytest.raises(RankFailure, match=symptom):
+        run_ranks(2, compare_training, Case(model, candidate=FAULTY + fault))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_doubled_gradients_are_caught_without_an_oracle(optimizer: str) -> None:
+    case = Case("mlp", optimizer=optimizer, candidate=FAULTY + "doubled_gradients")
+    with pytest.raises(RankFailure, match=r"step 0: gradient of inp\.weight"):
+        run_ranks(3, compare_with_single_process, case, Tolerance(1e-4, 2e-6))
+
+
+def test_tolerance() -> None:
+    expected, near, far = Trace(), Trace(), Trace()
+    expected.add("x", torch.ones(3))
+    near.add("x", torch.ones(3) * (1 + 2**-20))
+    far.add("x", torch.ones(3) * 1.001)
+    assert_same(expected, near, SUMMATION_ORDER)
+    for seen, tolerance in ((near, EXACT), (far, SUMMATION_ORDER)):
+        with pytest.raises(AssertionError, match="3 of 3 elements differ"):
+            assert_same(expected, seen, tolerance)
+
+
+def test_every_kind_of_difference_is_named() -> None:
+    expected, seen = Trace(), Trace()
+    for trace, gone, dtype, value in ((expected, "here", torch.float32, None), (seen, "there", torch.float64, 1)):
+        trace.add(gone, 0)
+        trace.add("dtype", torch.zeros(2, dtype=dtype))
+        trace.add("none", value)
+        trace.add("nan", torch.tensor([float("nan"), -0.0]))
+    with pytest.raises(AssertionError) as caught:
+        assert_same(expected, seen)
+    text = str(caught.value)
+    assert "missing: here" in text
+    assert "unexpected: there" in text
+    assert "dtype: dtype: expected torch.float32, got torch.float64" in text
+    assert "none: expected None, got 1" in text
+    assert "nan" not in text

@@ -1,0 +1,226 @@
+"""The pool itself: results, seeds, errors of every rank, hangs with stacks, deaths, warnings, and starting over."""
+
+import functools
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import RankFailure, RankTimeout, rank_mesh, run_ranks
+
+
+def whoami(rank: int, world_size: int, *args: object) -> tuple[object, ...]:
+    return (rank, world_size, os.getpid(), *args)
+
+
+def sum_of_ranks(rank: int, world_size: int) -> torch.Tensor:
+    tensor = torch.full((3,), float(rank))
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def random_numbers(rank: int, world_size: int) -> float:
+    return torch.rand(()).item()
+
+
+def fail_on(rank: int, world_size: int, failing: tuple[int, ...]) -> None:
+    print(f"about to look at rank {rank}")
+    if rank in failing:
+        value = rank + 10
+        time.sleep(0.05 * (world_size - rank))  # the highest failing rank is the first to fail
+        assert value == -1
+    dist.barrier()
+
+
+def hang_on(rank: int, world_size: int, hanging: int) -> None:
+    if rank == hanging:
+        the_place_where_it_hangs()
+
+
+def the_place_where_it_hangs() -> None:
+    time.sleep(1000)
+
+
+def skip_a_collective(rank: int, world_size: int, skipping: int) -> None:
+    if rank != skipping:
+        dist.all_reduce(torch.ones(3))
+
+
+def die_on(rank: int, world_size: int, dying: int) -> None:
+    if rank == dying:
+        os.abort()
+    dist.barrier()
+
+
+def warn(rank: int, world_size: int) -> None:
+    warnings.warn("mind the gap", FutureWarning, stacklevel=1)
+    if rank == 1:
+        warnings.warn("only here", UserWarning, stacklevel=1)
+
+
+def spoil(rank: int, world_size: int) -> None:
+    os.environ["SPOILT"] = "1"
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+
+
+def is_spoilt(rank: int, world_size: int) -> bool:
+    return "SPOILT" in os.environ or torch.zeros(1).dtype != torch.float32 or not torch.is_grad_enabled()
+
+
+def mesh_sizes(rank: int, world_size: int) -> tuple[int, int]:
+    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    assert rank_mesh((2, world_size // 2), ("replicate", "shard")) is mesh
+    return mesh["replicate"].size(), mesh["shard"].size()
+
+
+def make_groups(rank: int, world_size: int, count: int) -> int:
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
+def skip_here(rank: int, world_size: int) -> None:
+    pytest.skip("no such thing here")
+
+
+def threads(rank: int, world_size: int) -> tuple[int, str]:
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def pids(world_size: int) -> list[int]:
+    return [result[2] for result in run_ranks(world_size, whoami)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    results = run_ranks(world_size, whoami, "a", 1)
+    assert [(r, w, *rest) for r, w, _, *rest in results] == [(r, world_size, "a", 1) for r in range(world_size)]
+    assert len({pid for _, _, pid, *_ in results} | {os.getpid()}) == world_size + 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_share_a_process_group(world_size: int) -> None:
+    expected = torch.full((3,), float(sum(range(world_size))))
+    assert all(torch.equal(result, expected) for result in run_ranks(world_size, sum_of_ranks))
+
+
+def test_processes_are_reused() -> None:
+    assert pids(2) == pids(2)
+
+
+def test_partial_of_a_function() -> None:
+    assert run_ranks(2, functools.partial(whoami), 5)[1][3] == 5
+
+
+def test_seeds() -> None:
+    same = run_ranks(2, random_numbers)
+    assert same == run_ranks(2, random_numbers)
+    assert same[0] == same[1]
+    assert run_ranks(2, random_numbers, seed=1) != same
+    different = run_ranks(2, random_numbers, seed_per_rank=True)
+    assert different[0] == same[0]
+    assert different[1] != different[0]
+
+
+def test_one_thread_each() -> None:
+    assert run_ranks(2, threads) == [(1, "1"), (1, "1")]
+
+
+def test_every_failing_rank_is_reported_first_failure_first() -> None:
+    before = pids(3)
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, fail_on, (1, 2))
+    failure = caught.value
+    assert [(error.rank, error.type_name) for error in failure.errors] == [(2, "AssertionError"), (1, "AssertionError")]
+    assert "assert 12 == -1" in failure.errors[0].message, "asserts in bodies are explained"
+    assert "in fail_on" in failure.errors[0].traceback
+    assert "about to look at rank 2" in failure.errors[0].output
+    assert "barrier" in failure.stacks[0], "the rank that waits for the others is shown too"
+    text = str(failure)
+    assert text.startswith("tests.support.test_pool.fail_on failed on rank 2, 1 of 3")
+    assert text.index("rank 2: AssertionError") < text.index("rank 1: AssertionError") < text.index("rank 0: still")
+    after = pids(3)
+    assert not set(before) & set(after), "the pool has started over"
+
+
+def test_hang_shows_the_stacks_of_all_ranks_and_starts_over() -> None:
+    before = pids(2)
+    with pytest.raises(RankTimeout, match=r"rank 1 of 2 did not return within 0\.5 s") as caught:
+        run_ranks(2, hang_on, 1, timeout=0.5)
+    assert caught.value.hung == [1]
+    assert "the_place_where_it_hangs" in caught.value.stacks[1]
+    assert 0 in caught.value.stacks
+    assert not set(before) & set(pids(2))
+    assert all(not _is_running(pid) for pid in before)
+
+
+def test_hang_in_a_collective() -> None:
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(2, skip_a_collective, 0, timeout=0.5)
+    assert caught.value.hung == [1]
+    assert "skip_a_collective" in caught.value.stacks[1]
+
+
+def test_death_of_a_rank() -> None:
+    with pytest.raises(RankFailure, match="rank 1: died: exit code -6") as caught:
+        run_ranks(2, die_on, 1)
+    died = next(error for error in caught.value.errors if error.rank == 1)
+    assert "die_on" in died.output, "faulthandler's stack of the fatal signal is part of the report"
+    assert run_ranks(2, threads) == [(1, "1"), (1, "1")]
+
+
+def test_warnings_reappear() -> None:
+    with pytest.warns() as caught:
+        run_ranks(2, warn)
+    found = {(record.category, str(record.message)) for record in caught}
+    assert found == {(FutureWarning, "mind the gap [on rank 0, 1]"), (UserWarning, "only here [on rank 1]")}
+
+
+def test_output_reappears(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, fail_on, ())
+    assert capsys.readouterr().out == "[rank 0] about to look at rank 0\n[rank 1] about to look at rank 1\n"
+
+
+def test_process_state_is_put_back() -> None:
+    run_ranks(2, spoil)
+    assert run_ranks(2, is_spoilt) == [False, False]
+
+
+def test_isolated_call_uses_up_its_pool() -> None:
+    before = pids(2)
+    assert [result[2] for result in run_ranks(2, whoami, isolated=True)] == before
+    assert not set(before) & set(pids(2))
+
+
+def test_pool_with_many_process_groups_is_renewed() -> None:
+    few = run_ranks(2, make_groups, 1)
+    assert pids(2) == few
+    many = run_ranks(2, make_groups, 70)
+    assert not set(many) & set(pids(2))
+
+
+def test_meshes_are_cached() -> None:
+    assert run_ranks(4, mesh_sizes) == [(2, 2)] * 4
+
+
+def test_skip_in_a_body() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no such thing here"):
+        run_ranks(2, skip_here)
+
+
+def test_unpicklable_bodies_are_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="has to be a module-level function"):
+        run_ranks(2, lambda rank, world_size: None)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
