@@ -220,22 +220,25 @@ def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -
         "rest on lane-1",
         "lane-1 records",
     ]
-    ticket.advance()
     gc.collect()
     assert not ticket.done
     assert reference() is not None, "the device may still write to what the program held"
-    ticket.wait()
+    ticket.advance()
     ticket.wait()
     assert device.log[5:] == ["compute waits for event of lane-1"]
     gc.collect()
     assert reference() is None
 
 
-def test_a_user_event_replaces_the_current_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_event_is_waited_for_once_beside_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     device, lane = _stream_lane(monkeypatch)
     lane.wait_event("event of optimizer")
     lane.start(_traced(device, torch.ones(1)), "blocks.0")
-    assert device.log[0] == "lane-1 waits for event of optimizer"
+    assert device.log[:3] == [
+        "lane-1 waits for event of optimizer",
+        "compute records",
+        "lane-1 waits for event of compute",
+    ]
     device.log.clear()
     lane.start(_traced(device, torch.ones(1)), "blocks.0")
     assert device.log[:2] == ["compute records", "lane-1 waits for event of compute"]

@@ -40,7 +40,8 @@ class Feature:
 
     ``world_sizes`` are those on which it means something; ``models`` those it is for (empty: any).
     ``low_precision`` widens the tolerance of comparisons that have one; ``owns_reduction`` keeps the harness from
-    replacing stock's reduce-scatter.
+    replacing stock's reduce-scatter. ``reshard_before_update`` is for parameters that would otherwise be whole, and
+    soon stale, when the optimizer steps.
     """
 
     slots: frozenset[str]
@@ -52,6 +53,7 @@ class Feature:
     models: frozenset[str] = frozenset()
     low_precision: bool = False
     owns_reduction: bool = False
+    reshard_before_update: bool = False
 
 
 def _reshard(value: bool | int | None) -> Feature:
@@ -143,7 +145,8 @@ def _divide_factor(factor: float) -> Feature:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             module.set_gradient_divide_factor(factor)
 
-    return Feature(frozenset({"reduction"}), prepare=prepare)
+    # On one rank stock divides by the factor twice when told to force sums.
+    return Feature(frozenset({"reduction"}), prepare=prepare, world_sizes=frozenset({2, 3, 4}))
 
 
 def _force_sum(model: nn.Module, api: Any, spec: ModelSpec) -> None:
@@ -238,7 +241,7 @@ FEATURES: dict[str, Feature] = {
     "divide_by_8": _divide_factor(8.0),
     "force_sum": Feature(frozenset({"reduction"}), prepare=_force_sum),
     "custom_comms": Feature(frozenset({"custom"}), prepare=_custom_comms, owns_reduction=True),
-    "keep_after_backward": Feature(frozenset({"keep"}), prepare=_keep_after_backward),
+    "keep_after_backward": Feature(frozenset({"keep"}), prepare=_keep_after_backward, reshard_before_update=True),
     "keep_after_forward": Feature(frozenset({"reshard_after_forward", "apply"}), prepare=_keep_after_forward_later),
     "reduce_unused": Feature(frozenset({"unused"}), prepare=_reduce_unused),
     "unshard_async_op": Feature(frozenset({"unshard"}), prepare=_unshard_async_op),

@@ -100,6 +100,7 @@ def train(rank: int, world_size: int, case: Case, engine: str) -> Trace:
         feature.prepare(model, api, case.spec)
     optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
     run = Run(rank, api, case.spec, model, optimizer, Trace(), gathered_step=case.steps - 1 if case.gather else None)
+    run.reshard_before_update = any(feature.reshard_before_update for feature in case.chosen)
     schedule = next((feature.schedule for feature in case.chosen if feature.schedule), plain)
     for step in range(case.steps):
         schedule(run, step)

@@ -28,6 +28,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     trace: Trace
     gathered_step: int | None = None
+    reshard_before_update: bool = False
 
     def inputs(self, step: int, micro: int = 0) -> tuple[Tensor, ...]:
         """Draw this rank's micro-batch."""
@@ -53,6 +54,9 @@ class Run:
 
     def update(self) -> None:
         """Step the optimizer and drop the gradients."""
+        if self.reshard_before_update:
+            for module in self.sharded_modules():
+                module.reshard()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -36,7 +36,8 @@ class SubclassGather:
 
     The first hook turns the shard into plain tensors to gather and metadata; the second turns the gathered tensors into
     the unsharded tensor, or with `out=` refills the one that it made before. `inner` are the tensors that the unsharded
-    one is made of, whose storage is freed at reshard.
+    one is made of, whose storage is freed at reshard. `metadata` stays until the next gather from shards: a smaller group
+    that keeps the parameter after forward gathers it again without asking the first hook.
     """
 
     fqn: str
@@ -48,9 +49,19 @@ class SubclassGather:
     inner: tuple[torch.Tensor, ...] = field(default=())
 
     @staticmethod
-    def wanted_by(local: torch.Tensor) -> bool:
-        """Whether this local tensor brings its own all-gather hooks."""
-        return hasattr(local, "fsdp_pre_all_gather")
+    def wanted_by(local: torch.Tensor, fqn: str) -> bool:
+        """Whether this local tensor brings its own all-gather hooks.
+
+        Raises:
+            TypeError: if it has only one of the two.
+        """
+        before, after = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+        if hasattr(local, before) != hasattr(local, after):
+            has, lacks = (before, after) if hasattr(local, before) else (after, before)
+            raise TypeError(
+                f"parameter '{fqn}' is a {type(local).__name__}, which defines {has} but not {lacks}; define both or none"
+            )
+        return hasattr(local, before)
 
     def inputs(self, local: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
         """Runs `fsdp_pre_all_gather` in its 1-argument or 5-argument form; returns the flat tensors to gather.
@@ -81,10 +92,8 @@ class SubclassGather:
         hook = local.fsdp_post_all_gather  # type: ignore[attr-defined]
         if out is not None:
             hook(gathered, self.metadata, dtype, out=out)
-            self.metadata = None
             return None
         tensor, inner = hook(gathered, self.metadata, dtype)
         self.inner = tuple(inner)
-        self.metadata = None
         assert isinstance(tensor, torch.Tensor)
         return tensor

@@ -178,7 +178,7 @@ def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
-            module.register_load_state_dict_pre_hook(state.to_sharded)
+            module.register_load_state_dict_pre_hook(state.before_load)
 
 
 # One hook for the process: whatever optimizer steps, its first step is checked.

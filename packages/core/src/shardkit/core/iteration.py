@@ -38,7 +38,7 @@ class Iteration:
         context: the lanes and reductions in flight.
         is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
         prefetch_depth: how many groups are gathered ahead.
-        post_optim_event: user's event that the next forward's gathers wait for instead of the current stream.
+        post_optim_event: user's event that the next forward's first gather waits for.
     """
 
     def __init__(self, context: CommContext) -> None:

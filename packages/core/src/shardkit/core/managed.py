@@ -62,7 +62,7 @@ def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Mod
         TypeError: for anything that is not a module or a list of modules.
         ValueError: for an empty list, a container without a forward, or a module that is sharded already.
     """
-    given = (module,) if isinstance(module, nn.Module) else tuple(module)
+    given = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not given:
         raise ValueError("fully_shard got an empty list of modules")
     for one in given:
@@ -140,8 +140,7 @@ def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.P
     for name, module in modules:
         registered.update(id(parameter) for parameter in module.parameters())
         for attribute, value in module.__dict__.items():
-            if not attribute.startswith("_"):
-                found += [(f"{name}.{attribute}" if name else attribute, one) for one in _parameters_in(value)]
+            found += [(f"{name}.{attribute}" if name else attribute, one) for one in _parameters_in(value)]
     for path, parameter in found:
         if id(parameter) not in registered and parameter not in ignored and sharded_counterpart(parameter) is None:
             raise ValueError(
@@ -152,6 +151,8 @@ def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.P
 
 
 def _parameters_in(value: Any) -> list[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        return [value]
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -197,7 +198,8 @@ _checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizer step pre-hook, once per optimizer: finds one that was built before sharding.
 
-    It holds the original parameters, whose gradients never come: training would silently do nothing.
+    It holds the original parameters (or unsharded ones, if it was built between forward and backward), whose gradients
+    never come: training would silently do nothing.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
@@ -209,8 +211,8 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             counterpart = sharded_counterpart(parameter)
             if counterpart is not None:
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} holds the original of parameter '{counterpart.fqn}', which "
-                    "fully_shard has replaced by a DTensor, so its step would change nothing. Build the optimizer "
-                    "after fully_shard, from model.parameters()"
+                    f"this {type(optimizer).__name__} holds a plain tensor for parameter '{counterpart.fqn}', which is "
+                    "sharded and trains as a DTensor, so its step would change nothing. Build the optimizer after "
+                    "fully_shard, and not between a forward and its backward, from model.parameters()"
                 )
     _checked_optimizers.add(optimizer)

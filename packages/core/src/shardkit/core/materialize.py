@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.initialisation import InitialisationWatch
-from shardkit.core.state import fsdp_state
+from shardkit.core.state import state_of
 from shardkit.core.torch_compat import apply_to_tensors
 
-__all__ = ["allocate", "materialize", "offloaded_parameters"]
+__all__ = ["allocate", "homes", "materialize"]
 
 
 def materialize(
@@ -69,17 +69,10 @@ def allocate(
 
     Tied parameters and buffers stay tied.
     """
-    mesh_device = next((p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor)), None)
-
-    offloaded = offloaded_parameters(module)
+    home_of = homes(module, device)
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        if not choose(tensor):
-            return tensor
-        if isinstance(tensor, DTensor):
-            home = "cpu" if id(tensor) in offloaded else tensor.device_mesh.device_type
-            return torch.empty_like(tensor, device=device or home)
-        return torch.empty_like(tensor, device=mesh_device or device or torch.get_default_device())
+        return torch.empty_like(tensor, device=home_of(tensor)) if choose(tensor) else tensor
 
     ties = _plain_ties(module, choose)
     apply_to_tensors(module, replaced)
@@ -88,11 +81,19 @@ def allocate(
             setattr(slot.owner, slot.name, tie[0].tensor())
 
 
-def offloaded_parameters(module: nn.Module) -> set[int]:
-    """The ids of the sharded parameters that `fully_shard` keeps on CPU, whatever the device of their mesh."""
-    states = [state for submodule in module.modules() if (state := fsdp_state(submodule)) is not None]
+def homes(module: nn.Module, device: torch.device | str | None = None) -> Callable[[torch.Tensor], torch.device | str]:
+    """Where each parameter and buffer of a module is to have its memory; `device` as for `materialize`."""
+    mesh_device = next((p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor)), None)
+    states = [state for submodule in module.modules() if (state := state_of(submodule)) is not None]
     params = [param for state in states for group in state.groups for param in group.params]
-    return {id(param.sharded_param) for param in params if param.offload is not None}
+    offloaded = {id(param.sharded_param) for param in params if param.offload is not None}
+
+    def home_of(tensor: torch.Tensor) -> torch.device | str:
+        if not isinstance(tensor, DTensor):
+            return mesh_device or device or torch.get_default_device()
+        return device or ("cpu" if id(tensor) in offloaded else tensor.device_mesh.device_type)
+
+    return home_of
 
 
 @dataclass(frozen=True)

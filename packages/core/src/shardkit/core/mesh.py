@@ -44,6 +44,12 @@ class DataParallelMesh:
         return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a mesh of its own; the whole mesh when nothing is sharded."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.shard_axis is None or names is None else self.mesh[names[self.shard_axis]]
+
+    @property
     def shard_size(self) -> int:
         """How many ranks hold a part of each parameter."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
@@ -103,8 +109,14 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
     """Reads the data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or the ones that `dims` names.
 
     Raises:
+        TypeError: for anything but a DeviceMesh.
         ValueError: for a mesh of another rank, a 2-D mesh without axis names, or an unknown axis name.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with init_device_mesh, or from a process group "
+            "with DeviceMesh.from_group"
+        )
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):

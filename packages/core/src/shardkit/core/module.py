@@ -217,7 +217,11 @@ class FSDPModule(StockFSDPModule):
         self._get_fsdp_state().backward_prefetch = _prefetch_list(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """An event recorded after the optimizer step: the next forward's gathers wait for it alone. For the root."""
+        """An event recorded after the optimizer step, which the next forward's first gather waits for. For the root.
+
+        The gather waits for the current stream as well, since its memory comes from that stream's pool; so the event is
+        only needed for an optimizer that ran on another stream.
+        """
         self._get_fsdp_state().iteration.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -255,11 +259,18 @@ class FSDPModule(StockFSDPModule):
             raise NotImplementedError(f"symmetric memory is supported for NCCL, got {backend!r}")
         self.set_allocate_memory_from_process_group_for_comm(True)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, also of sharded parameters whose unsharded ones are registered at the moment."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in self._groups(recurse=True):
+            for param in group.params:
+                param.zero_sharded_grad(set_to_none)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters."""
         self.reshard()
         # Past stock's own _apply, which reads stock's parameter groups.
-        return super(StockFSDPModule, self)._apply(*args, **kwargs)
+        return super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
 
 def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:

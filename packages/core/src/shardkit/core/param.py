@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardkit.core.adapters import SubclassGather
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit.core.runtime.buffers import allocate_storage, free_storage
+from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import (
@@ -37,6 +37,7 @@ from shardkit.core.torch_compat import (
     new_dtensor,
     post_accumulate_grad_hooks,
     replace_local,
+    version_of,
 )
 
 __all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
@@ -45,7 +46,7 @@ _MARK = "_shardkit_sharded_as"
 
 
 def sharded_counterpart(original: torch.Tensor) -> FSDPParam | None:
-    """The FSDPParam that an original parameter has become, None if it was never sharded (or is gone)."""
+    """The FSDPParam that an original or unsharded parameter belongs to, None if it was never sharded (or is gone)."""
     reference = getattr(original, _MARK, None)
     return None if reference is None else reference()
 
@@ -126,6 +127,8 @@ class FSDPParam:
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
+        self._gathered_requires_grad = original.requires_grad
+        self._gathered_version = 0
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
@@ -178,8 +181,8 @@ class FSDPParam:
         if not local.dtype.is_floating_point:
             self.dtype = local.dtype
         self.subclass = (
-            SubclassGather(self.fqn, self.mesh.mesh, self.shape, self.mp_policy)
-            if SubclassGather.wanted_by(local)
+            SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy)
+            if SubclassGather.wanted_by(local, self.fqn)
             else None
         )
         # At world size 1 there is nothing to gather: the unsharded parameter is the shard itself.
@@ -221,7 +224,8 @@ class FSDPParam:
             chunk = full.narrow(dim, self.layout.offset(rank), self.layout.length(rank))
         elif world > 1:
             chunks = torch.chunk(full, world, dim)
-            chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(self.local_shape)
+            # new_zeros is one of the few operators through which wrapper subclasses keep their class.
+            chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(self.local_shape)
         device = full.device if full.device.type == "meta" else self.device
         if self.offload is not None and device.type != "meta":
             device = torch.device("cpu")
@@ -234,6 +238,9 @@ class FSDPParam:
 
     def sources(self) -> list[torch.Tensor]:
         """This rank's tensors to gather: the shard, or what a subclass makes of it."""
+        self._gathered_version = version_of(self.sharded_param)
+        if self.aliased:
+            return []
         if self.subclass is None:
             return [self._local if self.shape else self._local.view(1)]
         module = self.slots[0].module()
@@ -261,8 +268,10 @@ class FSDPParam:
             allocate_storage(flat, self.fqn)
         if self.subclass is not None and self.unsharded_param is not None:
             for tensor in self.subclass.inner:
-                allocate_storage(tensor, self.fqn)
+                if not tensor.untyped_storage().size():  # else it is a view of a flat tensor
+                    allocate_storage(tensor, self.fqn)
 
+    @torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
     def _new_flat(self, item: GatherItem) -> torch.Tensor:
         # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
         world = item.layout.world_size
@@ -281,8 +290,12 @@ class FSDPParam:
         """Builds the unsharded parameter when it is first gathered; refills a subclass's inner tensors."""
         requires_grad = self.sharded_param.requires_grad
         if self.subclass is not None:
-            out = self.unsharded_param
-            tensor = self.subclass.unsharded(self._local, self.flats, self.dtype, None if out is None else out.detach())
+            # Views with version counters of their own, as the next gather writes to the flats; and the parameter itself, as
+            # the hook may put new metadata, such as a scale, on the object.
+            flats = [raw_view(flat) for flat in self.flats]
+            tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
+            if tensor is not None and tensor.shape != self.shape:
+                tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
         elif self.unsharded_param is None:
             tensor = self._local if self.aliased else self._view_of_storage()
         else:
@@ -291,9 +304,12 @@ class FSDPParam:
             with torch.inference_mode(False):
                 self.unsharded_param = nn.Parameter(tensor, requires_grad=requires_grad)
             self.unsharded_param.__dict__.update(self.sharded_param.__dict__)
+            setattr(self.unsharded_param, _MARK, weakref.ref(self))
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
+        self._gathered_requires_grad = requires_grad
 
+    @torch.inference_mode(False)
     def _view_of_storage(self) -> torch.Tensor:
         stride = torch.empty(self.shape, device="meta").stride()
         with torch.inference_mode(False), torch.no_grad():
@@ -304,6 +320,33 @@ class FSDPParam:
         """Puts `parameter` into every slot."""
         for slot in self.slots:
             slot.set(parameter)
+
+    def register_sharded(self) -> None:
+        """Puts the sharded parameter back; what the user did to the unsharded one in between is kept.
+
+        That is `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
+        `refresh` adopts or refuses).
+        """
+        for slot in self.slots:
+            if slot.get() is self.unsharded_param:
+                slot.set(self.sharded_param)
+        unsharded = self.unsharded_param
+        if unsharded is not None and unsharded.requires_grad != self._gathered_requires_grad:
+            self.sharded_param.requires_grad_(unsharded.requires_grad)
+            self._gathered_requires_grad = unsharded.requires_grad
+
+    @property
+    def memory(self) -> set[int]:
+        """Addresses of the memory that the unsharded parameter is made of."""
+        tensors = [self._local] if self.aliased else self.flats
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sharded parameter was written to, or replaced, since it was gathered. Alike on all ranks."""
+        current = self.slots[0].get()
+        replaced = current is not None and current is not self.unsharded_param
+        return replaced or version_of(self.sharded_param) != self._gathered_version
 
     def free(self) -> None:
         """Frees the unsharded storage; the tensors over it stay."""
@@ -382,6 +425,13 @@ class FSDPParam:
             local_of(existing).add_(gradient)
         for hook in hooks:
             hook(self.sharded_param)
+
+    def zero_sharded_grad(self, set_to_none: bool) -> None:
+        """What `zero_grad` does, for the sharded gradient."""
+        if set_to_none:
+            self.sharded_param.grad = None
+        elif self.sharded_param.grad is not None:
+            local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
         """Drops unsharded gradients of an iteration that failed."""

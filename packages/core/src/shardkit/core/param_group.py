@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.order_check import OrderCheck
+from shardkit.core.order_check import OrderCheck, agree
 from shardkit.core.param import FSDPParam
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.ranges import profiler_range
@@ -211,10 +211,14 @@ class FSDPParamGroup:
         """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
-        backward takes what forward kept.
+        backward takes what forward kept. For the same reason forward gathers again when they have changed since the last
+        gather, as by a step after a forward that no backward followed.
         """
         if self.is_unsharded:
-            return
+            gathering = self.residence is Residence.GATHERING
+            if gathering or in_backward or not any(param.is_stale for param in self.params):
+                return
+            self.reshard()
         with profiler_range("unshard", self.label), torch.no_grad():
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
@@ -226,18 +230,19 @@ class FSDPParamGroup:
             self.context.unsharded += 1
 
     def _gather_sharded(self) -> Ticket | None:
-        changed = [param.refresh() for param in self.params]
-        first = self._plan is None and not self._items
-        if first or any(changed):
-            self._forget_plans()
-            self._items = []
+        for param in self.params:
+            if param.refresh():
+                self._forget_plans()
+                self._items = []
+        if self._plan is None and not self._items:
             for param in self.params:
                 param.check_ready()
-        sources = [[] if param.aliased else param.sources() for param in self.params]
+        sources = [param.sources() for param in self.params]
         self._drop_kept()
         if not self._items or any(param.subclass for param in self.params):
             items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
             if items != self._items:
+                self._check_wire_sizes(items)
                 self._plan, self._items = None, items
         for param, items_of in zip(self.params, self._items, strict=True):
             param.allocate(items_of)
@@ -252,7 +257,32 @@ class FSDPParamGroup:
         if self._plan is None:
             items_flat = [item for each in self._items for item in each]
             self._plan = plan_gather(items_flat, self._gather_transport, self.label, self.mesh.shard_rank)
-        return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label)
+        return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
+
+    def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
+        """Subclasses choose the size of what they send on each rank for itself; ranks that differ would hang (collective).
+
+        Raises:
+            ValueError: on every rank of the shard group.
+        """
+        group = self.mesh.shard_group
+        uneven = [
+            (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
+            for param, items_of in zip(self.params, items, strict=True)
+            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
+        ]
+        if not uneven or group is None or self._gather_transport is None:
+            return
+        if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
+            return
+        param = uneven[0][0]
+        assert param.subclass is not None
+        shapes = [tuple(shape) for shape in param.subclass.input_shapes]
+        raise ValueError(
+            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and its "
+            f"fsdp_pre_all_gather returned tensors of other sizes on other ranks, on this one {shapes}; pad them to the size "
+            f"for a full chunk, {param.layout.padded_local_shape}"
+        )
 
     def _gather_kept(self) -> Ticket:
         smaller = self.post_forward_mesh
@@ -264,7 +294,7 @@ class FSDPParamGroup:
             param.allocate([])
         sources = [part for param in self.params for part in param.kept]
         targets = [flat for param in self.params for flat in param.flats]
-        return self.context.gathers.start(gather(self._kept_plan, sources, targets), self.label)
+        return self.context.gathers.start(gather(self._kept_plan, sources, targets), self.label, sources)
 
     def wait_for_unshard(self) -> None:
         """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has."""
@@ -306,7 +336,7 @@ class FSDPParamGroup:
         else:
             self._drop_kept()
         for param in self.params:
-            param.register(param.sharded_param)
+            param.register_sharded()
             param.free()
 
     def _drop_kept(self) -> None:
@@ -371,5 +401,6 @@ class FSDPParamGroup:
         self.reshard()
         self._reduction.forget()
         for param in self.params:
+            param.free()  # a gather that failed to start has left memory behind
             param.forget_gradients()
         self.phase = Phase.IDLE

@@ -14,6 +14,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.param import FSDPParam
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.plan import ReducePlan, plan_reduce
+from shardkit.core.runtime.program import hold
 from shardkit.core.runtime.reduce import all_reduce, reduce_scatter
 from shardkit.core.runtime.transport import Transport
 
@@ -121,7 +122,8 @@ class GradientReduction:
         if transport is None:
             output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
             views = list(output.split([gradient.numel() for gradient in gradients]))
-            return _Scattered(params, output, views, _target(params, output), _copy_all(views, gradients, division))
+            program = _copy_all(views, gradients, division)
+            return _Scattered(params, gradients, output, views, _target(params, output), program)
         key = (grad_dtype, dtype, transport, *map(id, params))
         plan = self._plans.get(key)
         if plan is None:
@@ -136,7 +138,7 @@ class GradientReduction:
             postdivide=division.after_scatter,
             op=division.op,
         )
-        return _Scattered(params, output, plan.output_views(output), _target(params, output), program)
+        return _Scattered(params, gradients, output, plan.output_views(output), _target(params, output), program)
 
     def _finish(
         self,
@@ -147,8 +149,9 @@ class GradientReduction:
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
     ) -> Program:
+        hold(*scattered.gradients, scattered.output)
         yield from scattered.program
-        del scattered.program
+        del scattered.program, scattered.gradients
         groups = self.mesh.replicate_groups
         if groups and not all_reduce_now:
             for param, view in zip(scattered.params, scattered.views, strict=True):
@@ -174,6 +177,7 @@ class _Scattered:
     """A bucket on its way: `output` is flat with a view for each parameter; `target` is what it is cast into."""
 
     params: list[FSDPParam]
+    gradients: list[torch.Tensor]
     output: torch.Tensor
     views: list[torch.Tensor]
     target: torch.Tensor | None
@@ -225,6 +229,7 @@ def _deliver(scattered: _Scattered) -> None:
 def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> Program:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
+    hold(*(gradient for _, gradient in bucket))
     for param, gradient in bucket:
         reduced = gradient.to(dtype)
         for factor in factors:

@@ -109,8 +109,7 @@ def region_at(
         dim = getattr(placement, "dim", None)
         if dim is None:
             raise ValueError(
-                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; "
-                "redistribute it first"
+                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first"
             )
         # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.
         parts = _chunks(dims[dim], getattr(placement, "split_factor", 1))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.context import CommContext
 from shardkit.core.iteration import Iteration
@@ -23,8 +24,8 @@ from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.tensors import cast_floating, map_tensors, tensors_with_grad
-from shardkit.core.torch_compat import in_backward, no_dynamo, register_with_stock
+from shardkit.core.tensors import cast_floating, map_tensors, tensors_in, tensors_with_grad
+from shardkit.core.torch_compat import in_backward, is_leaf_or_view, no_dynamo, register_with_stock
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -102,10 +103,10 @@ class FSDPState:
         if self.phase is Phase.PRE_BACKWARD and in_backward():  # activation checkpointing recomputes
             self._unshard(in_backward=True)
             return self._cast_inputs(args, kwargs)
-        self._depth += 1
         if self.is_root is None:
             initialise_root(self)
         outermost = self.iteration.begin_forward(self)
+        self._depth += 1  # from here on post_forward undoes what was done
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -168,12 +169,13 @@ class FSDPState:
         self._depth -= 1
         self._pending.discard(id(module))
         if self._depth == 0:
+            output = self._own_outputs(output)
             self._watch_outputs(output)
             if self._in_pass and not self._pending:
                 self.end_pass()
             if self.iteration.is_forward_root(self):
                 for state in self.iteration.all_states:
-                    if state is not self and state._in_pass and state._depth == 0:
+                    if state._in_pass and state._depth == 0:
                         state.end_pass()
                 self.iteration.end_forward(self)
         return self._cast_outputs(output)
@@ -193,6 +195,20 @@ class FSDPState:
                 group.reshard(keep=with_grad)
         if with_grad:
             self.iteration.left(self)
+
+    def _own_outputs(self, output: Any) -> Any:
+        """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
+
+        The copy also has a place in the graph, which a parameter has not, where `_watch_outputs` can put its hook.
+        """
+        suspects = [tensor for tensor in tensors_in(output) if is_leaf_or_view(tensor)]
+        if not suspects:
+            return output
+        memory = {address for group in self.groups for param in group.params for address in param.memory}
+        theirs = {id(tensor) for tensor in suspects if tensor.untyped_storage().data_ptr() in memory}
+        if not theirs:
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
 
     def _watch_outputs(self, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -270,10 +286,29 @@ class FSDPState:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def to_sharded(self, *unused: Any, **kwargs: Any) -> None:
-        """Before a state dict is taken or loaded: the modules hold sharded parameters."""
+        """Before a state dict is taken: the modules hold sharded parameters."""
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,  # torch's hook signature
+    ) -> None:
+        """Before a state dict is loaded: the same, and plain tensors are refused (they would be assigned as they are)."""
+        self.to_sharded()
+        error_messages: list[str] = args[-1]
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                error_messages.append(
+                    f"'{prefix}{name}' is a plain tensor of shape {tuple(value.shape)}; expected a DTensor like those of "
+                    "state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
+                )
+                state_dict[prefix + name] = parameter  # keeps what is there, so that torch does not complain as well
 
 
 class _PostBackward(torch.autograd.Function):

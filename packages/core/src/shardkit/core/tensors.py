@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_floating", "map_tensors", "tensors_with_grad"]
+__all__ = ["cast_floating", "map_tensors", "tensors_in", "tensors_with_grad"]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -37,17 +37,21 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return value
 
 
-def tensors_with_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` that require grad, each as often as it stands there."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value`, each as often as it stands there."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found
 
 
+def tensors_with_grad(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value` that require grad, each as often as it stands there."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            found.append(value)
+        found.append(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name), found)

@@ -33,6 +33,7 @@ __all__ = [
     "apply_to_tensors",
     "flattened_axis",
     "in_backward",
+    "is_leaf_or_view",
     "foreach_norm",
     "foreach_scale_",
     "joined_mesh",
@@ -44,6 +45,7 @@ __all__ = [
     "queue_end_of_backward",
     "register_with_stock",
     "replace_local",
+    "version_of",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -156,6 +158,16 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Puts another local tensor of the same shape and dtype into a DTensor."""
     cast(DTensor, dtensor)._local_tensor = local
+
+
+def is_leaf_or_view(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor can share its memory with another one that was there before."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.is_leaf or tensor._base is not None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place: the counter that autograd compares. 0 for an inference tensor."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.peers import Peers, local_device
+from shardkit.core.checkpoint.peers import Peers
 from shardkit.core.checkpoint.sources import Entry, Source, open_source
 from shardkit.core.checkpoint.survey import Failure, ModuleState, Report, disagreement, local_part
-from shardkit.core.materialize import allocate, offloaded_parameters
+from shardkit.core.materialize import allocate, homes
 from shardkit.core.region import Region
 from shardkit.core.torch_compat import new_dtensor
 
@@ -242,19 +242,17 @@ def _write(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
 @torch.no_grad()
 def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
     """Builds new tensors in the source's dtype, then puts them in place together; tied names stay tied."""
-    report, offloaded = state.report(None), offloaded_parameters(module)
+    report, home_of = state.report(None), homes(module)
     fresh: dict[int, torch.Tensor] = {}
     assigned: dict[str, torch.Tensor] = {}
     for name, entry in stream.entries.items():
         old, slot = state.tensors[name], report.slots[name]
-        device = local_part(old).device
-        if slot.meta:
-            home = "cpu" if id(old) in offloaded else slot.device_type
-            device = torch.get_default_device() if home == "meta" else local_device(home)
+        device = home_of(old) if slot.meta else local_part(old).device
         if id(old) not in fresh:
             fresh[id(old)] = _like(old, torch.empty(local_part(old).shape, dtype=entry.dtype, device=device))
-        on = device.type if slot.device_type == "meta" else slot.device_type
-        stream.fill(name, local_part(fresh[id(old)]), slot.region, on)
+        local = local_part(fresh[id(old)])
+        device_type = local.device.type if slot.device_type == "meta" else slot.device_type
+        stream.fill(name, local, slot.region, device_type)
         assigned[name] = fresh[id(old)]
     for names in report.ties:
         loaded = [assigned[name] for name in names if name in assigned]

@@ -26,7 +26,7 @@ class Ticket(Protocol):
     done: bool
 
     def advance(self) -> None:
-        """CPU: wait for the pending works and run the program to its next yield or its end. Streams: no-op."""
+        """CPU: wait for the pending works and run the program to its next yield or its end. Streams: like `wait`."""
 
     def wait(self) -> None:
         """CPU: run the program to its end. Streams: make the current stream wait for it. Idempotent."""
@@ -44,7 +44,7 @@ class Lane(Protocol):
         """Launch `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do."""
 
     def wait_event(self, event: Any) -> None:
-        """Make the next start wait for `event` instead of for the current stream. No-op on CPU."""
+        """Make the next start wait for `event`, too. No-op on CPU."""
 
 
 def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
@@ -145,8 +145,8 @@ class StreamLane:
     recorded there at `start`, and the compute stream waits for the lane before the memory is dropped (`wait`). So all
     memory comes from the compute stream's pool and no `record_stream` is needed.
 
-    After `wait_event` the next start waits for the given event only. Whoever calls it promises that the memory
-    handed to that start was last used before that event.
+    A start waits for the current stream even after `wait_event`: the memory that it is handed may have been freed by
+    work that the compute stream has yet to finish.
     """
 
     def __init__(self, device: torch.device, name: str, priority: int = 0) -> None:
@@ -154,13 +154,13 @@ class StreamLane:
         self.device = device
         self._module: Any = torch.get_device_module(device)
         self.stream: Any = self._module.Stream(device=device, priority=priority)
-        self._instead: Any = None
+        self._event: Any = None
 
     def start(self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = ()) -> Ticket:
-        ready, self._instead = self._instead, None
-        if ready is None:
-            ready = self._module.current_stream(self.device).record_event()
-        self.stream.wait_event(ready)
+        event, self._event = self._event, None
+        if event is not None:
+            self.stream.wait_event(event)
+        self.stream.wait_event(self._module.current_stream(self.device).record_event())
         held = list(keep_alive)
         try:
             with self._module.stream(self.stream), Holder(held):
@@ -175,7 +175,7 @@ class StreamLane:
         return StreamTicket(self, finished, held)
 
     def wait_event(self, event: Any) -> None:
-        self._instead = event
+        self._event = event
 
 
 class StreamTicket:
@@ -188,7 +188,8 @@ class StreamTicket:
         self._held = held
 
     def advance(self) -> None:
-        """Nothing to drive: the stream runs by itself."""
+        """The stream runs by itself, so all that is left is to wait, which lets go of what the program held."""
+        self.wait()
 
     def wait(self) -> None:
         if self.done:
