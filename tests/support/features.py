@@ -60,8 +60,10 @@ def _reshard(value: bool | int | None) -> Feature:
     def options(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
         return {"reshard_after_forward": value}
 
-    worlds = frozenset({4}) if type(value) is int else frozenset({1, 2, 3, 4})
-    return Feature(frozenset({"reshard_after_forward"}), options, world_sizes=worlds)
+    if type(value) is not int:
+        return Feature(frozenset({"reshard_after_forward"}), options)
+    # Stock fails on parameters that are sharded on another dim than 0.
+    return Feature(frozenset({"reshard_after_forward", "shard_placement_fn"}), options, world_sizes=frozenset({4}))
 
 
 def _precision(schedule: Callable[[Run, int], None] | None = None, **fields: Any) -> Feature:
@@ -225,12 +227,14 @@ FEATURES: dict[str, Feature] = {
     "output_float32": Feature(frozenset({"mp_policy", "apply"}), apply=_output_in_float32, low_precision=True),
     "inputs_not_cast": _precision(schedules.inputs_in_bfloat16, param_dtype=_BF16, cast_forward_inputs=False),
     "offload": Feature(frozenset({"offload_policy"}), _offload),
-    "hsdp_2": _mesh(2, {2, 4}),
+    "hsdp_2": _mesh(2, {4}),
     "hsdp_1": _mesh(1, {2, 3, 4}),
-    "replicate_only": Feature(frozenset({"mesh"}), _replicate_everywhere, world_sizes=frozenset({2})),
+    # Without a shard group, too, stock divides by a factor twice.
+    "replicate_only": Feature(frozenset({"mesh", "reduction"}), _replicate_everywhere, world_sizes=frozenset({2})),
     "named_mesh": Feature(frozenset({"mesh"}), _named_mesh),
     "dim_1": Feature(frozenset({"shard_placement_fn"}), _dim_1, models=frozenset({"transformer"})),
-    "ignored": Feature(frozenset({"ignored_params"}), _ignored, models=_MLP),
+    # An ignored parameter keeps its dtype, so the model would have to cast for it.
+    "ignored": Feature(frozenset({"ignored_params", "mp_policy"}), _ignored, models=_MLP),
     # ways to apply it
     "grouped": Feature(frozenset({"apply"}), apply=_grouped),
     "root_only": Feature(frozenset({"apply"}), apply=_root_only),
@@ -263,7 +267,7 @@ FEATURES: dict[str, Feature] = {
     "dropped_forward": _scheduled(schedules.forward_that_is_dropped),
     "explicit_unshard": _scheduled(schedules.explicit_unshard),
     "forward_method": _scheduled(schedules.another_method, models=_MLP),
-    "optimizer_in_backward": _scheduled(schedules.optimizer_in_backward),
+    "optimizer_in_backward": _scheduled(schedules.optimizer_in_backward, "keep"),
     "clipped": _scheduled(schedules.clipped),
     "grad_scaler": _scheduled(schedules.grad_scaler),
     "gradients_kept": _scheduled(schedules.gradients_kept),

@@ -36,8 +36,8 @@ class SubclassGather:
 
     The first hook turns the shard into plain tensors to gather and metadata; the second turns the gathered tensors into
     the unsharded tensor, or with `out=` refills the one that it made before. `inner` are the tensors that the unsharded
-    one is made of, whose storage is freed at reshard. `metadata` stays until the next gather from shards: a smaller group
-    that keeps the parameter after forward gathers it again without asking the first hook.
+    one is made of, whose storage is freed at reshard. `metadata` stays until the next gather from shards: a smaller
+    group that keeps the parameter after forward gathers it again without asking the first hook.
     """
 
     fqn: str
@@ -59,7 +59,8 @@ class SubclassGather:
         if hasattr(local, before) != hasattr(local, after):
             has, lacks = (before, after) if hasattr(local, before) else (after, before)
             raise TypeError(
-                f"parameter '{fqn}' is a {type(local).__name__}, which defines {has} but not {lacks}; define both or none"
+                f"parameter '{fqn}' is a {type(local).__name__}, which defines {has} but not {lacks}; "
+                "define both or none"
             )
         return hasattr(local, before)
 

@@ -30,7 +30,7 @@ class CommContext:
         So at most `max_inputs` groups' unsharded gradients are alive for communication, and what an earlier reduction
         has left to do after its reduce-scatter (the all-reduce of HSDP) overlaps with the backward that goes on.
         """
-        for ticket in list(self._in_flight)[: len(self._in_flight) - max_inputs + 1]:
+        for ticket in list(self._in_flight)[: max(0, len(self._in_flight) - max_inputs + 1)]:
             ticket.advance()
         self._in_flight.append(self.reductions.start(program, label))
         while self._in_flight and self._in_flight[0].done:
@@ -41,7 +41,14 @@ class CommContext:
         while self._in_flight:
             self._in_flight.popleft().wait()
 
-    def abandon_reductions(self) -> None:
-        """Gives up on what is in flight, after an iteration that failed."""
+    def settle_reductions(self) -> None:
+        """After an iteration that failed: waits for what can still end, gives up on what cannot.
+
+        Other roots may share this context, and their gradients are good.
+        """
         while self._in_flight:
-            self._in_flight.popleft().abandon()
+            ticket = self._in_flight.popleft()
+            try:
+                ticket.wait()
+            except RuntimeError:
+                ticket.abandon()

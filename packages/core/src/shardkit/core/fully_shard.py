@@ -8,15 +8,14 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardkit.core.managed import (
     Managed,
+    check_subclasses,
     manage,
     modules_of_argument,
     move_buffers,
     placement_of,
-    refuse_stale_optimizer,
 )
 from shardkit.core.mesh import (
     DataParallelMesh,
@@ -27,9 +26,11 @@ from shardkit.core.mesh import (
     post_forward_mesh,
 )
 from shardkit.core.module import FSDPModule, make_sharded_class
+from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.param import FSDPParam
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import (
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -118,23 +119,23 @@ def fully_shard(
     policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
     reshard, smaller = _reshard_setting(reshard_after_forward, data_parallel)
     managed = manage(modules, ignored_params or set())
+    # All that can refuse the input comes first: a call that raises leaves the module as it was.
+    choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
+    placements = [placement_of(one, choose(one.parameter)) for one in managed.parameters]
+    check_subclasses(managed)
+    _check_ties(managed, data_parallel, policy, offload)
     move_buffers(managed.buffers, device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
-
-    def group_of(params: list[FSDPParam], on: DataParallelMesh) -> FSDPParamGroup:
-        return FSDPParamGroup(params, on, device, policy, reshard, smaller)
-
     main: list[FSDPParam] = []
     scalars: list[FSDPParam] = []
-    for one in managed.parameters:
-        placement = placement_of(one, shard_placement_fn(one.parameter) if shard_placement_fn is not None else None)
+    for one, placement in zip(managed.parameters, placements, strict=True):
         on = data_parallel if placement is not None else data_parallel.fully_replicated
         param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, device, policy, offload)
         (main if placement is not None else scalars).append(param)
     if main:
-        state.add_group(group_of(main, data_parallel))
+        state.add_group(FSDPParamGroup(main, data_parallel, device, policy, reshard, smaller))
     if scalars:
-        state.add_group(group_of(scalars, data_parallel.fully_replicated))
+        state.add_group(FSDPParamGroup(scalars, data_parallel.fully_replicated, device, policy, reshard, None))
     _join_ties(state, managed)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
@@ -143,6 +144,7 @@ def fully_shard(
         one_module.__dict__["_fsdp_use_orig_params"] = True
     for one_module in modules:
         one_module.__class__ = make_sharded_class(type(one_module))
+    watch_optimizers()
     return module
 
 
@@ -158,6 +160,18 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
     if smaller is not None and smaller.size == 1:  # everything stays here, which is what False means
         return False, None
     return True, smaller
+
+
+def _check_ties(managed: Managed, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
+    """A tied parameter has one mesh and one set of policies, whichever of its modules runs."""
+    for param, _ in managed.ties:
+        theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
+        ours = (mesh.mesh, policy.param_dtype, policy.reduce_dtype, offload if param.offload else None)
+        if theirs != ours or (param.offload is None and isinstance(offload, CPUOffloadPolicy)):
+            raise ValueError(
+                f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
+                f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
+            )
 
 
 def _join_ties(state: FSDPState, managed: Managed) -> None:
@@ -179,7 +193,3 @@ def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
-
-
-# One hook for the process: whatever optimizer steps, its first step is checked.
-register_optimizer_step_pre_hook(refuse_stale_optimizer)

@@ -28,7 +28,12 @@ from shardkit.core.torch_compat import in_backward, queue_end_of_backward
 if TYPE_CHECKING:
     from shardkit.core.state import FSDPState
 
-__all__ = ["Iteration"]
+__all__ = ["DEFAULT_PREFETCH_DEPTH", "Iteration"]
+
+DEFAULT_PREFETCH_DEPTH = 1
+
+# Entries of forwards that no backward followed are dropped beyond this many.
+_LONGEST = 10_000
 
 
 class Iteration:
@@ -44,7 +49,7 @@ class Iteration:
     def __init__(self, context: CommContext) -> None:
         self.context = context
         self.is_last_backward = True
-        self.prefetch_depth = 1
+        self.prefetch_depth = DEFAULT_PREFETCH_DEPTH
         self.post_optim_event: Any = None
         self.forward_root: weakref.ReferenceType[FSDPState] | None = None
         self._states: list[weakref.ReferenceType[FSDPState]] = []
@@ -52,6 +57,7 @@ class Iteration:
         self._position = 0
         self._running: list[int] = []
         self._ran: list[int] = []
+        self._ran_before = 0
         self._prefetched: list[FSDPParamGroup] = []
         self._backward_queued = False
 
@@ -89,6 +95,7 @@ class Iteration:
         self.forward_root = weakref.ref(state)
         self._position = 0
         self._running = []
+        self._ran_before = len(self._ran)
         if self.post_optim_event is not None:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
@@ -119,11 +126,19 @@ class Iteration:
     def left(self, state: FSDPState) -> None:
         """A state's forward has ended with grad: backward will come by in the reverse of this order."""
         self._ran.append(state.index)
+        del self._ran[:-_LONGEST]
 
-    def end_forward(self, state: FSDPState) -> None:
-        """The outermost forward has ended: learns its order, frees what was prefetched in vain."""
+    def end_forward(self, state: FSDPState, *, failed: bool) -> None:
+        """The outermost forward has ended: learns its order, frees what was prefetched in vain.
+
+        One that raised teaches nothing, and nothing of it stays unsharded.
+        """
         self.forward_root = None
-        if state.is_root and self._running != self._learnt:
+        if failed:
+            del self._ran[self._ran_before :]
+            for one in self.all_states:
+                one.to_sharded()
+        elif state.is_root and self._running != self._learnt:
             self._learnt = self._running
         self._running = []
         for group in self._prefetched:
@@ -163,13 +178,14 @@ class Iteration:
         if self.is_last_backward:
             self._ran.clear()
             self.context.finish_reductions()
-            if any(param.offload for state in self.all_states for group in state.groups for param in group.params):
-                self._wait_for_host_copies()
+            self._wait_for_host_copies()
 
     def _wait_for_host_copies(self) -> None:
         """Gradients on their way to pinned memory: the optimizer reads them on the host."""
         device = self.context.device
-        if device.type != "cpu":
+        if device.type == "cpu":
+            return
+        if any(param.pinned for state in self.all_states for group in state.groups for param in group.params):
             torch.get_device_module(device).current_stream().synchronize()
 
     # -- prefetch and recovery -----------------------------------------------------------------------------------------
@@ -179,20 +195,14 @@ class Iteration:
             state = self._at(index)
             if state is None or state.is_root:
                 continue
+            if self.context.unsharded > self.prefetch_depth:
+                return
             for group in state.groups:
-                if group.is_unsharded or (in_backward and not group.unshard_in_backward):
-                    continue
-                if self.context.unsharded > self.prefetch_depth:
-                    return
-                self.prefetch(group, in_backward=in_backward)
-
-    def prefetch(self, group: FSDPParamGroup, *, in_backward: bool) -> None:
-        """Starts a gather ahead of need."""
-        if not group.is_unsharded:
-            group.unshard(in_backward=in_backward)
-            if not in_backward:
-                group.prefetched = True
-                self._prefetched.append(group)
+                if not group.is_unsharded and not (in_backward and not group.unshard_in_backward):
+                    group.unshard(in_backward=in_backward)
+                    if not in_backward:
+                        group.prefetched = True
+                        self._prefetched.append(group)
 
     def note_use(self, group: FSDPParamGroup) -> None:
         """Tells tools whether a group that is needed now had been prefetched."""
@@ -200,8 +210,8 @@ class Iteration:
             events.emit((events.PrefetchHit if group.is_unsharded else events.PrefetchMiss)(group.label))
 
     def reset(self) -> None:
-        """Forgets an iteration that failed: nothing is in flight, everything is sharded, its gradients are dropped."""
-        self.context.abandon_reductions()
+        """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
+        self.context.settle_reductions()
         self.forward_root = None
         self._backward_queued = False
         self._running, self._ran = [], []
@@ -210,4 +220,3 @@ class Iteration:
             for group in state.groups:
                 group.abandon()
             state.reset()
-        self.context.abandon_reductions()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.core.iteration import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
@@ -35,9 +36,16 @@ def initialise_root(root: FSDPState) -> None:
         )
     (module,) = _alive(root)
     states = _states_below(root, module)
+    for state in states:
+        if state.iteration.prefetch_depth not in (DEFAULT_PREFETCH_DEPTH, root.iteration.prefetch_depth):
+            raise RuntimeError(
+                f"set_prefetch_depth was called on a {state.fqn} below the root {type(module).__name__}, which has "
+                "another depth; the depth is the root's, call it there"
+            )
+    _set_names(states, module)
+    _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
     root.iteration.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
-    _set_names(states, module)
     for state in states:
         state.is_root = state is root
         state.iteration = root.iteration
@@ -48,8 +56,6 @@ def initialise_root(root: FSDPState) -> None:
     if root.auto_reshard:
         for group in root.groups:
             group.reshard_after_forward = False
-    groups = list(dict.fromkeys(group for state in states for group in state.groups))
-    _check_agreement(groups)
 
 
 def _alive(state: FSDPState) -> list[nn.Module]:

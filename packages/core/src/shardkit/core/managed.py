@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +10,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardkit.core.adapters import refuse_dtensor
+from shardkit.core.adapters import SubclassGather, refuse_dtensor
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
 
 __all__ = [
     "STATE",
     "Managed",
     "ManagedParameter",
+    "check_subclasses",
     "manage",
     "modules_of_argument",
     "move_buffers",
     "placement_of",
-    "refuse_stale_optimizer",
 ]
 
 STATE = "_shardkit_state"
@@ -160,6 +159,16 @@ def _parameters_in(value: Any) -> list[nn.Parameter]:
     return [one for one in value if isinstance(one, nn.Parameter)]
 
 
+def check_subclasses(managed: Managed) -> None:
+    """Raises for a tensor subclass with half of the all-gather hooks.
+
+    Raises:
+        TypeError: with the FQN and the hook that is missing.
+    """
+    for one in managed.parameters:
+        SubclassGather.wanted_by(one.parameter.detach(), one.fqn)
+
+
 def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
     """Moves buffers to the device, in place; those on the meta device stay for `materialize`."""
     for buffer in buffers:
@@ -190,29 +199,3 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Shard | No
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
         )
     return Shard(dim)
-
-
-_checked_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Optimizer step pre-hook, once per optimizer: finds one that was built before sharding.
-
-    It holds the original parameters (or unsharded ones, if it was built between forward and backward), whose gradients
-    never come: training would silently do nothing.
-
-    Raises:
-        RuntimeError: with the FQN of the first such parameter.
-    """
-    if optimizer in _checked_optimizers:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            counterpart = sharded_counterpart(parameter)
-            if counterpart is not None:
-                raise RuntimeError(
-                    f"this {type(optimizer).__name__} holds a plain tensor for parameter '{counterpart.fqn}', which is "
-                    "sharded and trains as a DTensor, so its step would change nothing. Build the optimizer after "
-                    "fully_shard, and not between a forward and its backward, from model.parameters()"
-                )
-    _checked_optimizers.add(optimizer)

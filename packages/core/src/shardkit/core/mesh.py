@@ -114,8 +114,8 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with init_device_mesh, or from a process group "
-            "with DeviceMesh.from_group"
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with init_device_mesh, or from a process "
+            "group with DeviceMesh.from_group"
         )
     if dims is not None:
         return _named_axes(mesh, dims)

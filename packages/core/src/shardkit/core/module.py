@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,8 +90,9 @@ class FSDPModule(StockFSDPModule):
     def reset_iter_state(self) -> None:
         """Recovers from an exception in forward or backward: call it on the root, then run the next iteration.
 
-        Waits for what is in flight, reshards everything, and drops the failed iteration's gradients, those accumulated
-        without sync or without all-reduce included. Sharded gradients that earlier backwards delivered stay.
+        Waits for what is in flight, reshards everything, and drops unsharded gradients, those accumulated without sync
+        or without all-reduce included. Sharded gradients that were delivered, also by the iteration that failed, stay:
+        call `optimizer.zero_grad()`.
 
         Raises:
             RuntimeError: on a module that is not the root.
@@ -151,13 +153,13 @@ class FSDPModule(StockFSDPModule):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions run on a process group of their own (collective: it makes one per shard group)."""
-        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
             shard = group.mesh.shard_group
-            if enable and shard is not None and shard not in made:
-                ranks = dist.get_process_group_ranks(shard)
-                made[shard] = dist.new_group(ranks, use_local_synchronization=True)
-            group.set_reduce_group(made[shard] if enable and shard is not None else None)
+            ranks = () if shard is None else tuple(dist.get_process_group_ranks(shard))
+            if enable and ranks and ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            group.set_reduce_group(made[ranks] if enable and ranks else None)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -169,8 +171,9 @@ class FSDPModule(StockFSDPModule):
             stream: where it runs; only without native HSDP.
         """
         for group in self._groups():
-            if stream is not None and group.mesh.replicate_groups:
+            if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
                 raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP")
+        for group in self._groups():
             group.all_reduce_hook = hook
             group.all_reduce_hook_stream = stream
 
@@ -293,31 +296,35 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes `module.method_name` gather and reshard as `forward` does. No-op on a module that is not sharded.
 
     Raises:
-        AttributeError: if the module has no such method.
+        ValueError: if the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
-        raise AttributeError(f"{type(module).__name__} has no method {method_name!r} to register")
-    state = module._get_fsdp_state()
-    function = getattr(type(module), method_name, None)
-    if function is None:
-        raise AttributeError(f"{method_name!r} must be a method of {type(module).__name__}, not an instance attribute")
-    owner = weakref.ref(module)
+    bound = getattr(module, method_name, None)
+    if not callable(bound):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    # A bound method would make the module hold itself; anything else is called as it is.
+    own = isinstance(bound, types.MethodType) and bound.__self__ is module
+    function: Callable[..., Any] = bound.__func__ if own else _without_self(bound)
+    state, owner = module._get_fsdp_state(), weakref.ref(module)
 
+    @functools.wraps(function if own else bound)
     def method(*args: Any, **kwargs: Any) -> Any:
         this = owner()
         assert this is not None
-        args, kwargs = state.pre_forward(this, args, kwargs)
         output = None
         try:
+            args, kwargs = state.pre_forward(this, args, kwargs)
             output = function(this, *args, **kwargs)
         finally:
             output = state.post_forward(this, args, output)
         return output
 
-    method.__name__ = method_name
     object.__setattr__(module, method_name, method)
+
+
+def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

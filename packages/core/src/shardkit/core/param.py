@@ -46,7 +46,7 @@ _MARK = "_shardkit_sharded_as"
 
 
 def sharded_counterpart(original: torch.Tensor) -> FSDPParam | None:
-    """The FSDPParam that an original or unsharded parameter belongs to, None if it was never sharded (or is gone)."""
+    """The FSDPParam that an original, sharded or unsharded parameter belongs to, None if there is none (any more)."""
     reference = getattr(original, _MARK, None)
     return None if reference is None else reference()
 
@@ -123,6 +123,7 @@ class FSDPParam:
         )
         self.sharded_param.__dict__.update(original.__dict__)
         setattr(original, _MARK, weakref.ref(self))
+        setattr(self.sharded_param, _MARK, weakref.ref(self))
         self.flats: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
@@ -163,6 +164,7 @@ class FSDPParam:
                 f"{tuple(parameter.placements)}; expected shape {tuple(self.shape)} with {tuple(old.placements)}"
             )
         self.sharded_param = parameter
+        setattr(parameter, _MARK, weakref.ref(self))
         self.register(parameter)
 
     def _adopt_local(self, local: torch.Tensor) -> None:
@@ -290,8 +292,8 @@ class FSDPParam:
         """Builds the unsharded parameter when it is first gathered; refills a subclass's inner tensors."""
         requires_grad = self.sharded_param.requires_grad
         if self.subclass is not None:
-            # Views with version counters of their own, as the next gather writes to the flats; and the parameter itself, as
-            # the hook may put new metadata, such as a scale, on the object.
+            # Views with version counters of their own, as the next gather writes to the flats; and the parameter
+            # itself, as the hook may put new metadata, such as a scale, on the object.
             flats = [raw_view(flat) for flat in self.flats]
             tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
             if tensor is not None and tensor.shape != self.shape:
@@ -312,7 +314,7 @@ class FSDPParam:
     @torch.inference_mode(False)
     def _view_of_storage(self) -> torch.Tensor:
         stride = torch.empty(self.shape, device="meta").stride()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=self.device)
             return empty.set_(self.flats[0].untyped_storage(), 0, self.shape, stride)
 

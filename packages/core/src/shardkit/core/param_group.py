@@ -69,6 +69,23 @@ class Phase(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
+_SETTINGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "unshard_in_backward",
+    "reduce_unused_params",
+    "max_reduce_inputs",
+    "gradient_divide_factor",
+    "force_sum_reduction",
+    "all_reduce_hook",
+    "all_reduce_hook_stream",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_reduce_group",
+)
+
+
 class FSDPParamGroup:
     """Parameters of one `fully_shard` call that share a mesh.
 
@@ -101,6 +118,7 @@ class FSDPParamGroup:
         self.label = ", ".join(param.fqn for param in params[:1])
         self.context = CommContext(device)
         self.users: WeakSet[GroupUser] = WeakSet()
+        self.stale = False  # set by an optimizer step: what is unsharded is older than the shards
         self.order_check: OrderCheck | None = None
         self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
@@ -116,11 +134,13 @@ class FSDPParamGroup:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
         # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
-        self.bounded = True
+        self.bounded = mesh.shard_size > 1
         self.prefetched = False
         self.forward_users = 0
         self.backward_users: set[int] = set()
         self._counted_in: CommContext | None = None
+        self._accumulating = False
+        self._partial_in_flight = False
         self._all_gather_comm: AllGather | None = None
         self._reduce_scatter_comm: ReduceScatter | None = None
         self._reduce_group: dist.ProcessGroup | None = None
@@ -139,26 +159,34 @@ class FSDPParamGroup:
         return group
 
     def split_off(self, param: FSDPParam) -> FSDPParamGroup:
-        """Takes a parameter out into a new group of its own, before anything was gathered."""
+        """Takes a parameter out into a new group of its own, with the same settings, before anything was gathered."""
+        assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
         self._forget_plans()
-        return FSDPParamGroup(
+        self._items = []
+        group = FSDPParamGroup(
             [param], self.mesh, self.device, self.mp_policy, self.reshard_after_forward, self.post_forward_mesh
         )
+        for setting in _SETTINGS:
+            setattr(group, setting, getattr(self, setting))
+        group._choose_transports()
+        return group
 
     # -- what moves the bytes ------------------------------------------------------------------------------------------
 
     def _choose_transports(self) -> None:
-        self._gather_transport = self._transport(self.mesh.shard_group)
-        self._reduce_transport = self._transport(self._reduce_group or self.mesh.shard_group)
+        gather, reduce = self._all_gather_comm, self._reduce_scatter_comm
+        group = self.mesh.shard_group
+        self._gather_transport = self._transport(group, gather is not None)
+        self._reduce_transport = self._transport(self._reduce_group or group, reduce is not None)
         self._forget_plans()
 
-    def _transport(self, group: dist.ProcessGroup | None) -> Transport | None:
+    def _transport(self, group: dist.ProcessGroup | None, custom: bool) -> Transport | None:
         if group is None or self.mesh.shard_size == 1:
             return None
-        if self._all_gather_comm is None and self._reduce_scatter_comm is None:
-            return transport_for(group, self.device)
-        return CustomTransport(group, self.device, self._all_gather_comm, self._reduce_scatter_comm)
+        if custom:
+            return CustomTransport(group, self.device, self._all_gather_comm, self._reduce_scatter_comm)
+        return transport_for(group, self.device)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """From now on gathers go through `comm` and its buffers."""
@@ -211,19 +239,23 @@ class FSDPParamGroup:
         """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
-        backward takes what forward kept. For the same reason forward gathers again when they have changed since the last
-        gather, as by a step after a forward that no backward followed.
+        backward takes what forward kept. For the same reason forward gathers again when they have changed since the
+        last gather, as by a step after a forward that no backward followed.
         """
         if self.is_unsharded:
             gathering = self.residence is Residence.GATHERING
-            if gathering or in_backward or not any(param.is_stale for param in self.params):
+            if gathering or in_backward or not (self.stale or any(param.is_stale for param in self.params)):
                 return
             self.reshard()
         with profiler_range("unshard", self.label), torch.no_grad():
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
+            try:
+                self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
+            except BaseException:
+                self._free()
+                raise
         self.residence = Residence.GATHERING
         if self.bounded and self.reshard_after_forward:
             self._counted_in = self.context
@@ -237,6 +269,7 @@ class FSDPParamGroup:
         if self._plan is None and not self._items:
             for param in self.params:
                 param.check_ready()
+        self.stale = False
         sources = [param.sources() for param in self.params]
         self._drop_kept()
         if not self._items or any(param.subclass for param in self.params):
@@ -260,7 +293,7 @@ class FSDPParamGroup:
         return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
-        """Subclasses choose the size of what they send on each rank for itself; ranks that differ would hang (collective).
+        """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).
 
         Raises:
             ValueError: on every rank of the shard group.
@@ -279,9 +312,9 @@ class FSDPParamGroup:
         assert param.subclass is not None
         shapes = [tuple(shape) for shape in param.subclass.input_shapes]
         raise ValueError(
-            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and its "
-            f"fsdp_pre_all_gather returned tensors of other sizes on other ranks, on this one {shapes}; pad them to the size "
-            f"for a full chunk, {param.layout.padded_local_shape}"
+            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and "
+            f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
+            f"the size for a full chunk, {param.layout.padded_local_shape}"
         )
 
     def _gather_kept(self) -> Ticket:
@@ -301,9 +334,7 @@ class FSDPParamGroup:
         if self.residence is not Residence.GATHERING:
             return
         with profiler_range("wait_for_unshard", self.label), torch.no_grad():
-            if self._ticket is not None:
-                self._ticket.wait()
-                self._ticket = None
+            self._end_gather()
             self._drop_kept()
             for param in self.params:
                 param.finish_gather()
@@ -319,12 +350,8 @@ class FSDPParamGroup:
         if self.residence is Residence.SHARDED:
             return
         self.prefetched = False
-        if self._counted_in is not None:
-            self._counted_in.unsharded -= 1
-            self._counted_in = None
-        if self.residence is Residence.GATHERING and self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
+        self._uncount()
+        self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
         self.residence = Residence.SHARDED
         if was_unsharded and keep and self.post_forward_mesh is not None:
@@ -339,9 +366,32 @@ class FSDPParamGroup:
             param.register_sharded()
             param.free()
 
-    def _drop_kept(self) -> None:
+    def _end_gather(self) -> None:
+        """Waits for the gather in flight, if there is one. One that fails leaves the group sharded."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        try:
+            ticket.wait()
+        except BaseException:
+            self.residence = Residence.SHARDED
+            self._free()
+            raise
+
+    def _free(self) -> None:
+        self._uncount()
         for param in self.params:
-            param.kept.clear()
+            param.free()
+
+    def _uncount(self) -> None:
+        if self._counted_in is not None:
+            self._counted_in.unsharded -= 1
+            self._counted_in = None
+
+    def _drop_kept(self) -> None:
+        if self.post_forward_mesh is not None:
+            for param in self.params:
+                param.kept.clear()
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -350,15 +400,22 @@ class FSDPParamGroup:
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.reduce_grads:
+                self._accumulating = True
                 for param in self.params:
                     param.accumulate_unsharded(self.mp_policy.reduce_dtype)
                 self._reshard_after_backward()
                 return
+            if self._partial_in_flight:
+                self.context.finish_reductions()
             gradients = []
             for param in self.params:
                 gradient = param.take_gradient(self.reduce_unused_params or self._reduction.has_partial(param))
                 if gradient is not None:
                     gradients.append((param, gradient))
+            if gradients and self._accumulating and (dtype := self.mp_policy.reduce_dtype) is not None:
+                # Some were accumulated in reduce_dtype and some are fresh, not alike on all ranks: make them alike.
+                gradients = [(param, gradient.to(dtype)) for param, gradient in gradients]
+                self._accumulating = False
             self._reshard_after_backward()
             if gradients:
                 self._reduce(gradients)
@@ -376,7 +433,9 @@ class FSDPParamGroup:
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
         if self.order_check is not None:
-            self.order_check.record("reduce-scatter", self.label, self.mesh.shard_group, self.device)
+            label = ", ".join(param.fqn for param, _ in gradients)
+            self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
+        self._partial_in_flight = bool(self.mesh.replicate_axes) and not self.all_reduce_grads
         programs = self._reduction.programs(
             gradients,
             label=self.label,
@@ -399,8 +458,8 @@ class FSDPParamGroup:
         self.forward_users = 0
         self.backward_users.clear()
         self.reshard()
+        self._accumulating = self._partial_in_flight = False
         self._reduction.forget()
         for param in self.params:
-            param.free()  # a gather that failed to start has left memory behind
             param.forget_gradients()
         self.phase = Phase.IDLE

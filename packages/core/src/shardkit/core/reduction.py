@@ -21,6 +21,10 @@ from shardkit.core.runtime.transport import Transport
 __all__ = ["Division", "GradientReduction", "division_for"]
 
 
+# A plan for each set of parameters that had gradients together. Few sets occur, unless parameters are used at random.
+_MOST_PLANS = 64
+
+
 @dataclass(frozen=True)
 class Division:
     """How the sum over ranks becomes a mean (or whatever factor the user set).
@@ -61,7 +65,6 @@ class GradientReduction:
     """Reduces the gradients of one group's parameters. Holds plans and what HSDP has not all-reduced yet.
 
     Args:
-        label: the group's FQN, for messages and events.
         mesh: whose shard group reduce-scatters and whose replicate groups all-reduce.
     """
 
@@ -71,7 +74,8 @@ class GradientReduction:
         self._partial: dict[FSDPParam, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drops partial sums: after an iteration that failed."""
+        """Drops partial sums, after an iteration that failed, and plans."""
+        self._plans.clear()
         self._partial.clear()
 
     def has_partial(self, param: FSDPParam) -> bool:
@@ -123,10 +127,14 @@ class GradientReduction:
             output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
             views = list(output.split([gradient.numel() for gradient in gradients]))
             program = _copy_all(views, gradients, division)
-            return _Scattered(params, gradients, output, views, _target(params, output), program)
+            target = _target(params, output)
+            targets = views if target is None else list(target.split([view.numel() for view in views]))
+            return _Scattered(params, gradients, output, views, target, targets, program)
         key = (grad_dtype, dtype, transport, *map(id, params))
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             items = [param.reduce_item for param in params]
             plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
         output = plan.allocate_output()
@@ -138,7 +146,9 @@ class GradientReduction:
             postdivide=division.after_scatter,
             op=division.op,
         )
-        return _Scattered(params, gradients, output, plan.output_views(output), _target(params, output), program)
+        views, target = plan.output_views(output), _target(params, output)
+        targets = views if target is None else plan.output_views(target)
+        return _Scattered(params, gradients, output, views, target, targets, program)
 
     def _finish(
         self,
@@ -150,6 +160,8 @@ class GradientReduction:
         hook_stream: Any,
     ) -> Program:
         hold(*scattered.gradients, scattered.output)
+        if scattered.target is not None:
+            hold(scattered.target)
         yield from scattered.program
         del scattered.program, scattered.gradients
         groups = self.mesh.replicate_groups
@@ -162,6 +174,7 @@ class GradientReduction:
             return
         for param, view in zip(scattered.params, scattered.views, strict=True):
             if (partial := self._partial.pop(param, None)) is not None:
+                hold(partial)
                 view.add_(partial)
         for group in groups:
             yield from all_reduce(scattered.output, group, division.op, label)
@@ -174,13 +187,17 @@ class GradientReduction:
 
 @dataclass
 class _Scattered:
-    """A bucket on its way: `output` is flat with a view for each parameter; `target` is what it is cast into."""
+    """A bucket on its way: `output` is flat with a view for each parameter; `target` is what it is cast into, if it is.
+
+    `targets` are the views of what is delivered.
+    """
 
     params: list[FSDPParam]
     gradients: list[torch.Tensor]
     output: torch.Tensor
     views: list[torch.Tensor]
     target: torch.Tensor | None
+    targets: list[torch.Tensor]
     program: Program
 
 
@@ -218,11 +235,9 @@ def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream
 
 
 def _deliver(scattered: _Scattered) -> None:
-    views = scattered.views
-    if (target := scattered.target) is not None:
-        target.copy_(scattered.output)
-        views = [target.as_strided(view.shape, view.stride(), view.storage_offset()) for view in views]
-    for param, view in zip(scattered.params, views, strict=True):
+    if scattered.target is not None:
+        scattered.target.copy_(scattered.output)
+    for param, view in zip(scattered.params, scattered.targets, strict=True):
         param.deliver(view.to(param.orig_dtype))
 
 

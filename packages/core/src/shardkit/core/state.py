@@ -11,6 +11,7 @@ calls itself makes one pass too. A pass that stays incomplete ends with the forw
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -65,6 +66,7 @@ class FSDPState:
         self._in_pass = False
         self._pending: set[int] = set()
         self._depth = 0
+        self._handled = 0
         for module in modules:
             module.__dict__[STATE] = self
             register_with_stock(module, self)
@@ -74,6 +76,8 @@ class FSDPState:
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes this state gather and reshard `group`, too."""
         if group not in self.groups:
+            # Prefetching counts a state once: its 0-dim and tied parameters come and go with the others.
+            group.bounded = group.bounded and not self.groups
             self.groups.append(group)
             group.users.add(self)
 
@@ -107,6 +111,8 @@ class FSDPState:
             initialise_root(self)
         outermost = self.iteration.begin_forward(self)
         self._depth += 1  # from here on post_forward undoes what was done
+        if self._depth == 1:
+            self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -143,7 +149,8 @@ class FSDPState:
         for reference in references:
             if (state := reference()) is not None:
                 for group in state.groups:
-                    self.iteration.prefetch(group, in_backward=in_backward)
+                    if group.unshard_in_backward or not in_backward:
+                        group.unshard(in_backward=in_backward)
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tensors = tensors_with_grad((args, kwargs))
@@ -169,15 +176,16 @@ class FSDPState:
         self._depth -= 1
         self._pending.discard(id(module))
         if self._depth == 0:
+            failed = id(sys.exc_info()[1]) != self._handled
             output = self._own_outputs(output)
             self._watch_outputs(output)
-            if self._in_pass and not self._pending:
+            if self._in_pass and (failed or not self._pending):
                 self.end_pass()
             if self.iteration.is_forward_root(self):
                 for state in self.iteration.all_states:
                     if state._in_pass and state._depth == 0:
                         state.end_pass()
-                self.iteration.end_forward(self)
+                self.iteration.end_forward(self, failed=failed)
         return self._cast_outputs(output)
 
     def end_pass(self) -> None:
@@ -298,15 +306,15 @@ class FSDPState:
         prefix: str,
         *args: Any,  # torch's hook signature
     ) -> None:
-        """Before a state dict is loaded: the same, and plain tensors are refused (they would be assigned as they are)."""
+        """Before a state dict is loaded: the same; plain tensors are refused (they would be assigned as they are)."""
         self.to_sharded()
         error_messages: list[str] = args[-1]
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 error_messages.append(
-                    f"'{prefix}{name}' is a plain tensor of shape {tuple(value.shape)}; expected a DTensor like those of "
-                    "state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
+                    f"'{prefix}{name}' is a plain tensor of shape {tuple(value.shape)}; expected a DTensor like those "
+                    "of state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
                 )
                 state_dict[prefix + name] = parameter  # keeps what is there, so that torch does not complain as well
 

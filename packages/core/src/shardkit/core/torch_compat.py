@@ -162,7 +162,9 @@ def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def is_leaf_or_view(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor can share its memory with another one that was there before."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.is_leaf or tensor._base is not None)
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.is_leaf or tensor._base is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -1,0 +1,108 @@
+"""shardkit side by side with stock FSDP2, FSDP1, DDP and the same computation without any communication.
+
+    python benchmarks/compare.py                                    every configuration that has a goal
+    python benchmarks/compare.py --model gpt-34m --world-size 2     one of them
+    python benchmarks/compare.py --model deep-narrow --world-size 1 --profile /tmp/profiles --json out.json
+
+All systems of a configuration train at once, in processes of their own, and are timed in turn (A B C A B C ...), so
+that whatever else the machine does meets all of them alike. See docs/benchmarks.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from side_by_side.crew import CrewFailure
+from side_by_side.goals import configurations, judged
+from side_by_side.ratios import Row, rows_of
+from side_by_side.run import Disagreement, Measured, Settings, compare
+from side_by_side.surroundings import load, surroundings
+from side_by_side.systems import SYSTEMS
+from side_by_side.table import absolute_table, goal_table, ratio_table
+from side_by_side.workloads import WORKLOADS
+
+
+def main() -> int:
+    """Run every configuration asked for; 1 if systems disagree or one failed."""
+    args = _arguments()
+    runs: list[dict[str, Any]] = []
+    for workload, world_size in _configurations(args):
+        settings = Settings(
+            workload, world_size, tuple(args.systems), args.device, args.rounds, args.steps, args.warmup, args.profile
+        )
+        try:
+            runs.append(_run(settings))
+        except (CrewFailure, Disagreement) as error:
+            print(f"{workload}, {world_size} ranks: {error}", file=sys.stderr)
+            return 1
+        if args.json is not None:
+            args.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    return 0
+
+
+def _run(settings: Settings) -> dict[str, Any]:
+    facts = surroundings(settings.device)
+    measured = compare(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    facts["load_after"] = load()
+    rows = rows_of(measured, settings.device)
+    _print(settings, facts, rows)
+    return {
+        "surroundings": facts,
+        "settings": dataclasses.asdict(settings),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "measured": {name: _as_json(one) for name, one in measured.items()},
+    }
+
+
+def _print(settings: Settings, facts: dict[str, Any], rows: list[Row]) -> None:
+    first, *others = settings.systems
+    print(f"\n{settings.workload}, {settings.world_size} ranks, {settings.rounds} rounds of {settings.steps} steps")
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print("\n" + absolute_table(rows, settings.systems))
+    if others:
+        print("\n" + ratio_table(rows, first, others))
+    goals = judged(rows, settings.workload, settings.world_size)
+    if goals and first == "shardkit" and settings.device == "cpu":
+        print("\n" + goal_table(goals))
+    sys.stdout.flush()
+
+
+def _as_json(measured: Measured) -> dict[str, Any]:
+    return dataclasses.asdict(measured)
+
+
+def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
+    if args.model is None:
+        return [(model, world) for model, world in configurations() if args.world_size in (None, world)]
+    return [(args.model, args.world_size or 2)]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKLOADS, help="default: every configuration that has a goal")
+    parser.add_argument("--world-size", type=int, help="default: 2, or every one that has a goal")
+    parser.add_argument(
+        "--systems", type=_systems, default=list(SYSTEMS), help=f"of {','.join(SYSTEMS)}; first / others"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each system (7)")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn (3)")
+    parser.add_argument("--warmup", type=int, default=2, help="turns before anything counts (2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--profile", metavar="DIR", help="afterwards, write a cProfile of rank 0 of each system")
+    return parser.parse_args()
+
+
+def _systems(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SYSTEMS)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Time on rank processes for pytest-benchmark: the ranks measure, and the fixture is handed what they measured."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import run_ranks
+
+SAMPLES = 12
+_WARMUP = 3
+
+
+class RankClock:
+    """A timer that advances by one measured sample each time that `tick` is called."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._samples: list[float] = []
+
+    def __call__(self) -> float:
+        return self._now
+
+    def tick(self) -> None:
+        self._now += self._samples.pop(0)
+
+    def measure(self, benchmark: Any, world_size: int, body: Callable[..., list[float]], *args: Any) -> None:
+        """Report what `body(rank, world_size, *args)`, see `sampled`, measured: of each sample the slowest rank's."""
+        ranks = run_ranks(world_size, body, *args, timeout=120.0)
+        self._samples = [max(sample) for sample in zip(*ranks, strict=True)]
+        benchmark.pedantic(self.tick, rounds=len(self._samples))
+
+
+clock = RankClock()
+by_ranks = pytest.mark.benchmark(timer=clock)
+"""Marks a benchmark whose time is `clock`'s."""
+
+
+def sampled(step: Callable[[], object]) -> list[float]:
+    """Seconds of `step` on this rank, `SAMPLES` times after warm-up; all ranks begin each one together."""
+    seconds = []
+    for index in range(_WARMUP + SAMPLES):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        if index >= _WARMUP:
+            seconds.append(time.perf_counter() - begin)
+    return seconds

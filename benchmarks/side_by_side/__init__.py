@@ -1,0 +1,8 @@
+"""The parts of `benchmarks/compare.py`: systems that train the same model side by side, in turn, in one run.
+
+networks.py   the networks            workloads.py  a network, its batch and precision under one name
+systems.py    who shards it           rank.py       one rank process of one system
+crew.py       all ranks of a system   run.py        turns of all crews, and what they measured
+memory.py  traffic.py                 what one rank reads off itself
+ratios.py  goals.py  table.py         from samples to a table
+"""

@@ -1,0 +1,103 @@
+"""From samples to rows: absolute medians, and ratios of the first system to each other one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from side_by_side.rank import Times
+from side_by_side.run import Measured
+
+Value = Callable[[Times], float]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the ratios of each round, with their quartiles and extremes. A count has one ratio only."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+    least: float
+    most: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what each system needs, and how the first one compares."""
+
+    key: str
+    label: str
+    unit: str
+    absolute: dict[str, float]
+    ratios: dict[str, Ratio]
+
+
+_TIMED: dict[str, tuple[str, Value]] = {
+    "step": ("step time", lambda times: times.step),
+    "cpu": ("CPU of a rank, whole step", lambda times: times.cpu),
+    "forward": ("  forward", lambda times: times.forward_cpu),
+    "backward": ("  backward", lambda times: times.backward_cpu),
+    "optimizer": ("  optimizer", lambda times: times.optimizer_cpu),
+}
+
+
+def rows_of(measured: dict[str, Measured], device: str) -> list[Row]:
+    """All rows that the measured systems allow; ratios are the first system's against the others'."""
+    rows = [_timed(key, label, value, measured) for key, (label, value) in _TIMED.items()]
+    if "alone" in measured and len(measured) > 1:
+        rows.append(_hooks(measured, device))
+    for kind in next(iter(measured.values())).peaks:
+        rows.append(_single(f"peak_{kind}", f"peak {kind} memory", _MIB, measured, lambda one, k=kind: one.peaks[k]))
+        label = f"  with building and first steps ({kind})"
+        rows.append(_single(f"build_{kind}", label, _MIB, measured, lambda one, k=kind: one.build_peaks[k]))
+    if all(one.traffic.get("socket_bytes") is not None for one in measured.values()):
+        rows.append(_single("wire", "bytes a rank sends", _MIB, measured, lambda one: one.traffic["socket_bytes"]))
+    rows.append(
+        _single("calls", "c10d calls of a rank", _COUNT, measured, lambda one: sum(one.traffic["calls"].values()))
+    )
+    return rows
+
+
+_MIB = ("MiB", 2.0**-20)
+_COUNT = ("", 1.0)
+
+
+def _timed(key: str, label: str, value: Value, measured: dict[str, Measured]) -> Row:
+    samples = {name: [value(times) * 1e3 for times in one.rounds] for name, one in measured.items()}
+    return _row(key, label, "ms", samples)
+
+
+def _hooks(measured: dict[str, Measured], device: str) -> Row:
+    """Forward and backward beyond `alone`'s of the same round: CPU seconds, or host time where a GPU computes."""
+
+    def busy(times: Times) -> float:
+        return times.forward_cpu + times.backward_cpu if device == "cpu" else times.host
+
+    limit = [busy(times) for times in measured["alone"].rounds]
+    samples = {
+        name: [(busy(times) - least) * 1e3 for times, least in zip(one.rounds, limit, strict=True)]
+        for name, one in measured.items()
+        if name != "alone"
+    }
+    return _row("hooks", "forward + backward beyond alone", "ms", samples)
+
+
+def _single(
+    key: str, label: str, unit: tuple[str, float], measured: dict[str, Measured], value: Callable[[Measured], float]
+) -> Row:
+    name, scale = unit
+    return _row(key, label, name, {system: [value(one) * scale] for system, one in measured.items()})
+
+
+def _row(key: str, label: str, unit: str, samples: dict[str, list[float]]) -> Row:
+    absolute = {name: median(values) for name, values in samples.items()}
+    (_, first), *others = samples.items()
+    ratios = {name: _ratio(first, values) for name, values in others if all(value > 0 for value in values)}
+    return Row(key, label, unit, absolute, ratios)
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, _, high = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+    return Ratio(median(each), low, high, min(each), max(each), len(each))

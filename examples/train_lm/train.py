@@ -1,0 +1,154 @@
+"""The training loop: run it through `python examples/train_lm`, or under torchrun."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import checkpointing
+from data import IGNORED, Corpus, held_out_batches, load_corpus, train_batch
+from errors import UserError
+from model import GPT, VOCABULARY
+from processes import failing_together, local_device, process_group, total
+from report import Report
+from settings import Settings, parse
+from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+
+
+def main(argv: Sequence[str]) -> None:
+    """One rank of the job."""
+    with process_group():
+        with failing_together():
+            settings = parse(argv)
+            device = local_device(settings.device)
+            corpus = load_corpus(settings.data, settings.model.context)
+            found = checkpointing.newest(settings.out, settings.model) if settings.resume else None
+            if dist.get_world_size() > settings.batch:
+                raise UserError(
+                    f"--batch {settings.batch} leaves some of {dist.get_world_size()} processes without work"
+                )
+        train(settings, device, corpus, found)
+
+
+def train(settings: Settings, device: torch.device, corpus: Corpus, found: checkpointing.Checkpoint | None) -> None:
+    """Build the sharded model, take the steps that are left, report. Collective."""
+    model = build_model(settings, device)
+    optimizer = build_optimizer(model, settings)
+    training = settings.training() | {"text": corpus.fingerprint}
+    with failing_together():
+        if found is None:
+            checkpointing.make_way(settings.out)
+        else:
+            checkpointing.load(found, model, optimizer)
+    start = found.step if found else 0
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Ranks take samples in turn; a batch that does not divide is split unevenly and still weighted right.
+    samples = range(rank, settings.batch, world)
+    tokens_a_step = settings.batch * settings.model.context
+    report = Report(settings.out, start, settings.steps, tokens_a_step, device)
+    report.introduce(model, corpus, found, training)
+    if start == 0:
+        report.validation(0, validate(model, settings, corpus, device))
+
+    for step in range(start, settings.steps):
+        set_learning_rate(optimizer, step, settings)
+        tokens, targets = train_batch(corpus, settings.seed, step, samples, settings.model.context)
+        logits = model(tokens.to(device))
+        # This rank's part of the mean over the global batch.
+        loss = cross_entropy_sum(logits, targets.to(device)) / tokens_a_step
+        # fully_shard averages gradients over the ranks; the gradient of the global mean is their sum.
+        (loss * world).backward()
+        clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        done = step + 1
+        report.step(done, loss)
+        if done % settings.val_every == 0 or done == settings.steps:
+            report.flush()
+            report.validation(done, validate(model, settings, corpus, device))
+        if done % settings.save_every == 0 or done == settings.steps:
+            report.flush()
+            checkpointing.save(settings.out, done, model, optimizer, training)
+            report.resume_clock()
+    report.finish(generate(model, settings, corpus, device) if settings.sample else "")
+
+
+def build_model(settings: Settings, device: torch.device) -> GPT:
+    """A fresh GPT, each block and the rest sharded over all ranks; no rank ever holds it whole."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy()
+    if settings.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model = GPT(settings.model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    model.reset_parameters(settings.seed)
+    return model
+
+
+def build_optimizer(model: GPT, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters (so it comes after sharding), with decay for matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> None:
+    """Linear warm-up, then a cosine down to a twentieth; a function of the step alone, so resuming needs no state."""
+    if step < settings.warmup:
+        factor = (step + 1) / settings.warmup
+    else:
+        left = (settings.steps - step) / max(1, settings.steps - settings.warmup)
+        factor = 0.05 + 0.95 * 0.5 * (1 - math.cos(math.pi * left))
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr * factor
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed over the targets that count, in nats, fp32."""
+    flat = logits.view(-1, VOCABULARY).float()
+    return F.cross_entropy(flat, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+
+
+@torch.no_grad()
+def validate(model: GPT, settings: Settings, corpus: Corpus, device: torch.device) -> float:
+    """Mean loss (nats a byte) over the held-out sequences. Collective."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    rank, world, size = dist.get_rank(), dist.get_world_size(), max(1, settings.batch // dist.get_world_size())
+    for tokens, targets in held_out_batches(corpus, rank, world, size, settings.model.context):
+        sums[0] += cross_entropy_sum(model(tokens.to(device)), targets.to(device))
+        sums[1] += (targets != IGNORED).sum()
+    loss, count = total(sums)
+    return loss / count
+
+
+@torch.no_grad()
+def generate(model: GPT, settings: Settings, corpus: Corpus, device: torch.device) -> str:
+    """Continue the start of the held-out text by `--sample` bytes; every rank draws the same ones. Collective."""
+    # One gather for all bytes instead of one for each: nothing is trained after this.
+    model.set_reshard_after_forward(False)
+    text = list(corpus.held_out[:64].tobytes())
+    generator = torch.Generator().manual_seed(settings.seed)
+    # A short window: this model keeps no keys and values between bytes.
+    window = min(64, settings.model.context)
+    for _ in range(settings.sample):
+        logits = model(torch.tensor([text[-window:]], device=device))[0, -1].float().cpu()
+        text.append(int(torch.multinomial((logits / 0.9).softmax(0), 1, generator=generator)))
+    return bytes(text).decode("utf-8", errors="replace")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

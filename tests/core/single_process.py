@@ -1,0 +1,92 @@
+"""The reference of lifecycle tests: the same model in one process, on the batches of all ranks."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+@dataclass
+class Twins:
+    """A sharded model and its whole twin, trained side by side; ``loss(model, rank)`` is one rank's loss."""
+
+    sharded: Any
+    whole: nn.Module
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, build: Callable[[], nn.Module], shard: Callable[[Any], object]) -> "Twins":
+        """Build the model once, copy it, shard the original."""
+        torch.manual_seed(7)
+        model = build()
+        whole = copy.deepcopy(model)
+        shard(model)
+        return cls(model, whole, rank, world_size)
+
+    def backward(self, loss: Loss) -> None:
+        """One backward of each: this rank's loss of the sharded model, the mean over ranks of the whole one."""
+        loss(self.sharded, self.rank).backward()
+        self.reference_backward(loss)
+
+    def reference_backward(self, loss: Loss) -> None:
+        """The whole model's part of ``backward``."""
+        for rank in range(self.world_size):
+            (loss(self.whole, rank) / self.world_size).backward()
+
+    def step(self, loss: Loss, lr: float = 0.1) -> None:
+        """Backward, compare gradients, step with SGD, compare parameters."""
+        self.backward(loss)
+        self.check_gradients()
+        self.update(lr)
+        self.check_parameters()
+
+    def update(self, lr: float = 0.1) -> None:
+        """One step of plain SGD on both, with the parameters that each has now."""
+        for model in (self.sharded, self.whole):
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def align(self) -> None:
+        """Give the whole model exactly the sharded one's parameters (collective)."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.whole.parameters(), self.sharded.parameters(), strict=True):
+                mine.copy_(theirs.full_tensor())
+
+    def check_gradients(self) -> None:
+        """Every gradient, gathered, is the reference's; absent where that one is absent (collective)."""
+        expected = dict(self.whole.named_parameters())
+        seen = dict(self.sharded.named_parameters())
+        assert seen.keys() == expected.keys()
+        for fqn, parameter in seen.items():
+            assert isinstance(parameter, DTensor), f"{fqn} is not sharded after backward"
+            assert (parameter.grad is None) == (expected[fqn].grad is None), f"gradient of {fqn}: {parameter.grad}"
+            if parameter.grad is not None:
+                assert_close(parameter.grad, expected[fqn].grad, f"gradient of {fqn}")
+
+    def check_parameters(self) -> None:
+        """Every parameter, gathered, is the reference's (collective)."""
+        expected = dict(self.whole.named_parameters())
+        for fqn, parameter in self.sharded.named_parameters():
+            assert_close(parameter, expected[fqn], fqn)
+
+
+def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
+    """Gathered if need be, the values agree within a few roundings of their dtype."""
+    if isinstance(seen, DTensor):
+        seen = seen.full_tensor()
+    assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
+    rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-6)}.get(seen.dtype, (3e-2, 3e-3))
+    torch.testing.assert_close(seen, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def batch(rank: int, *shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers that differ between ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank))

@@ -1,0 +1,543 @@
+"""How a user steers communication: own collectives, hooks, groups, divisors; other process groups; named mesh axes."""
+
+import itertools
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardkit.core as shardkit
+from shardkit.core import events
+from tests.support import rank_mesh, run_ranks
+from tests.support.comms import CountingAllGather, RankOrderReduceScatter
+from tests.support.models import Block
+
+
+def _model(api: Any, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
+    for block in (model[0], model[1]):
+        api.fully_shard(block, **options)
+    return api.fully_shard(model, **options)
+
+
+def _batch(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _gradients(model: nn.Module, rank: int, step: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(_batch(rank, step)).square().mean().backward()
+    return {fqn: parameter.grad.to_local().clone() for fqn, parameter in model.named_parameters()}
+
+
+def _mean_gradients(ranks: Sequence[int], divisor: float | None = None, step: int = 0) -> dict[str, Tensor]:
+    """The mathematics: gradients of all ranks' batches on one process, in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3)).double()
+    for rank in ranks:
+        model(_batch(rank, step).double()).square().mean().backward()
+    divisor = len(ranks) if divisor is None else divisor
+    return {fqn: (parameter.grad / divisor).float() for fqn, parameter in model.named_parameters()}
+
+
+def _assert_full(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn], rtol=1e-4, atol=1e-6, msg=fqn)
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, stock.FSDPModule)]
+
+
+def _assert_equal(expected: dict[str, Tensor], seen: dict[str, Tensor]) -> None:
+    assert expected.keys() == seen.keys()
+    for fqn, tensor in expected.items():
+        assert torch.equal(tensor, seen[fqn]), fqn
+
+
+# -- custom collectives ------------------------------------------------------------------------------------------------
+
+
+def custom_collectives(rank: int, world_size: int) -> None:
+    """One without the other, both, on some modules only; what is not replaced stays as it was."""
+    mesh = rank_mesh((world_size,))
+    plain = _model(shardkit, mesh=mesh)
+    expected = _gradients(plain, rank)
+    for gathers, reduces in [(True, False), (False, True), (True, True)]:
+        model = _model(shardkit, mesh=mesh)
+        all_gather, reduce_scatter = CountingAllGather(), RankOrderReduceScatter()
+        if gathers:
+            model[0].set_custom_all_gather(all_gather)
+        if reduces:
+            model[0].set_custom_reduce_scatter(reduce_scatter)
+        seen = _gradients(model, rank)
+        for fqn, gradient in seen.items():
+            torch.testing.assert_close(gradient, expected[fqn], msg=fqn)
+        _assert_full(model, _mean_gradients(range(world_size)))
+        assert all_gather.calls == (2 if gathers else 0)  # forward and backward, of one block alone
+        assert reduce_scatter.calls == (1 if reduces else 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_custom_collectives(world_size: int) -> None:
+    run_ranks(world_size, custom_collectives)
+
+
+class Wrong(CountingAllGather, RankOrderReduceScatter):
+    """Allocates something else than it is asked for."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        numel = size[0] + 1 if self.change == "size" else size[0]
+        buffer = torch.empty(numel * 2, dtype=torch.float64 if self.change == "dtype" else dtype, device=device)
+        return buffer[::2] if self.change == "strides" else buffer[:numel]
+
+
+def wrong_buffers(rank: int, world_size: int, change: str, match: str) -> None:
+    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+    model[0].set_custom_all_gather(Wrong(change))
+    with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
+        model(_batch(rank))
+    model.reset_iter_state()
+    model[0].set_custom_all_gather(CountingAllGather())
+    model[0].set_custom_reduce_scatter(Wrong(change))
+    with pytest.raises((ValueError, RuntimeError), match=rf"(?s)0: Wrong\.allocate returned.*{match}"):
+        _gradients(model, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), [("size", r"elements, expected \d+;"), ("dtype", "float32"), ("strides", "contiguous")]
+)
+def test_wrong_buffers(change: str, match: str) -> None:
+    run_ranks(2, wrong_buffers, change, match, isolated=True)
+
+
+def one_group_only(rank: int, world_size: int) -> None:
+    """A root whose parameters all belong to its children has no group to take the collective."""
+    model = nn.Sequential(Block(7, 13))
+    shardkit.fully_shard(model[0], mesh=rank_mesh((world_size,)))
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
+    with pytest.raises(ValueError, match="exactly one sharded parameter group"):
+        model.set_custom_all_gather(CountingAllGather())
+
+
+def test_custom_collectives_need_one_group() -> None:
+    run_ranks(1, one_group_only)
+
+
+def allocation_by_the_process_group(rank: int, world_size: int) -> None:
+    """Gloo has no allocator: the error says so, and at once."""
+    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+
+    def enable() -> None:
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
+        model(_batch(rank))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"(?s)gloo.*cannot allocate.*NCCL"):
+        enable()
+
+
+def test_allocation_by_the_process_group() -> None:
+    run_ranks(2, allocation_by_the_process_group, isolated=True)
+
+
+def allocation_beside_custom(rank: int, world_size: int) -> None:
+    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+    model[0].set_custom_all_gather(CountingAllGather())
+    with pytest.raises(ValueError, match=r"CountingAllGather.*own buffers"):
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
+
+
+def test_allocation_beside_custom_collectives() -> None:
+    run_ranks(2, allocation_beside_custom)
+
+
+# -- hooks, groups, contexts -------------------------------------------------------------------------------------------
+
+
+def all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
+    """Runs once for each group, after HSDP's own all-reduce, and what it writes is what the optimizer gets."""
+    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
+    expected = _mean_gradients(range(world_size))
+    model = _model(shardkit, mesh=mesh)
+    seen: list[Tensor] = []
+
+    def halve(reduced: Tensor) -> None:
+        assert reduced.dim() == 1
+        seen.append(reduced.clone())
+        reduced.mul_(0.5)
+
+    for module in _sharded(model):
+        module.set_all_reduce_hook(halve)
+    _gradients(model, rank)
+    assert len(seen) == 3
+    _assert_full(model, {fqn: gradient / 2 for fqn, gradient in expected.items()})
+    if hsdp:  # all-reduced before: the replicas saw the same
+        other = [torch.empty_like(tensor) for tensor in seen]
+        for tensor, received in zip(seen, other, strict=True):
+            received.copy_(tensor)
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=mesh["replicate"].get_group())
+            assert torch.equal(received, tensor)
+        with pytest.raises(ValueError, match="stream cannot be set together with native HSDP"):
+            model.set_all_reduce_hook(halve, stream=object())
+
+
+@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (2, True), (4, True)])
+def test_all_reduce_hook(world_size: int, hsdp: bool) -> None:
+    run_ranks(world_size, all_reduce_hook, hsdp)
+
+
+def separate_group(rank: int, world_size: int) -> None:
+    """Reductions go over a group of their own, one for the whole model; switched off, over the shard group again."""
+    mesh = rank_mesh((world_size,))
+    model = _model(shardkit, mesh=mesh)
+    expected = _gradients(model, rank)
+    seen: list[tuple[type, dist.ProcessGroup]] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, events.GatherStarted | events.ReduceStarted):
+            seen.append((type(event), event.group))
+
+    for enabled in (True, False):
+        model.set_separate_reduce_scatter_group(enabled)
+        seen.clear()
+        with events.subscribe(note):
+            _assert_equal(expected, _gradients(model, rank))
+        gathered = {group for kind, group in seen if kind is events.GatherStarted}
+        reduced = {group for kind, group in seen if kind is events.ReduceStarted}
+        assert gathered == {mesh.get_group()}
+        assert len(reduced) == 1
+        assert (reduced == gathered) != enabled
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_separate_reduce_scatter_group(world_size: int) -> None:
+    run_ranks(world_size, separate_group)
+
+
+def shared_context(rank: int, world_size: int) -> None:
+    """Two models that take turns, as the stages of a pipeline do: the same with one context and with two."""
+    traces = []
+    for shared in (False, True):
+        models = [_model(shardkit, seed, mesh=rank_mesh((world_size,))) for seed in (0, 1)]
+        if shared:
+            shardkit.share_comm_ctx(models)
+        trace: dict[str, Tensor] = {}
+        for step in range(2):
+            losses = [model(_batch(rank, 10 * step + micro)).square().mean() for micro, model in enumerate(models)]
+            for index in (1, 0):
+                losses[index].backward()
+            for index, model in enumerate(models):
+                for fqn, parameter in model.named_parameters():
+                    trace[f"{step}.{index}.{fqn}"] = parameter.grad.to_local().clone()
+                model.zero_grad()
+        traces.append(trace)
+    _assert_equal(*traces)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_share_comm_ctx(world_size: int) -> None:
+    run_ranks(world_size, shared_context)
+
+
+def contexts_of(rank: int, world_size: int) -> None:
+    """Shared means one context for every state below both roots, also once lazy initialisation has run."""
+    models = [_model(shardkit, seed, mesh=rank_mesh((world_size,))) for seed in (0, 1, 2)]
+    shardkit.share_comm_ctx(models[:2])
+    for model in models:
+        _gradients(model, rank)
+    contexts = [{id(group.context) for module in _sharded(model) for group in module._groups()} for model in models]
+    assert contexts[0] == contexts[1] != contexts[2]
+    assert [len(one) for one in contexts] == [1, 1, 1]
+
+
+def test_shared_contexts() -> None:
+    run_ranks(2, contexts_of)
+
+
+# -- divisors ----------------------------------------------------------------------------------------------------------
+
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def divisors(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
+    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
+    model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
+    for force_sum, factor in itertools.product([False, True], [None, 1.0, 3.0, 0.5, 8.0]):
+        for module in _sharded(model):
+            module.set_force_sum_reduction_for_comms(force_sum)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+        _gradients(model, rank)
+        expected = _mean_gradients(range(world_size), divisor=factor)
+        rtol = _TOLERANCE[dtype]
+        for fqn, parameter in model.named_parameters():
+            assert parameter.grad.dtype == torch.float32
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn], rtol=rtol, atol=rtol / 10, msg=fqn)
+        if factor == 8.0:
+            model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
+
+
+@pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (3, False), (4, True)])
+@pytest.mark.parametrize("dtype", _TOLERANCE)
+def test_gradient_divide_factor(dtype: torch.dtype, world_size: int, hsdp: bool) -> None:
+    run_ranks(world_size, divisors, dtype, hsdp)
+
+
+def one_module_of_several(rank: int, world_size: int) -> None:
+    """The factor is one module's own; the older name warns and does the same; nonsense is refused."""
+    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+        model[0].set_reduce_scatter_divide_factor(1.0)
+    _gradients(model, rank)
+    expected = _mean_gradients(range(world_size))
+    for fqn in expected:
+        if fqn.startswith("0."):
+            expected[fqn] *= world_size
+    _assert_full(model, expected)
+    for factor in (0, -1.0):
+        with pytest.raises(ValueError, match="must be positive"):
+            model.set_gradient_divide_factor(factor)
+
+
+def test_divide_factor_of_one_module() -> None:
+    run_ranks(2, one_module_of_several)
+
+
+# -- process groups that are neither gloo nor NCCL ---------------------------------------------------------------------
+
+
+def _train(mesh: DeviceMesh, rank: int, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
+    return _train_model(model, mesh, rank, steps)
+
+
+def _train_model(model: nn.Module, mesh: DeviceMesh, rank: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    for block in (model[0], model[1]):
+        shardkit.fully_shard(block, mesh=mesh)
+    shardkit.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(_batch(rank, step)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {fqn: parameter.detach().to_local() for fqn, parameter in model.named_parameters()}
+
+
+def _run_threads(world_size: int, body: Callable[[int], Any]) -> list[Any]:
+    """Runs `body` on one thread for each rank of torch's in-process group, as torch's own tests do."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    results: list[Any] = [None] * world_size
+    failures: list[str] = []
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:  # noqa: BLE001 - reported below; the others must not wait for this thread
+            failures.append(traceback.format_exc())
+            threaded.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        threaded.ProcessLocalGroup.reset()
+    finally:
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    assert not failures, failures[0]
+    return results
+
+
+def threaded_group(rank: int, world_size: int, ranks: int, hsdp: bool) -> list[Any]:
+    torch.manual_seed(0)
+    models = [nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3)) for _ in range(ranks)]
+    for model in models[1:]:  # random numbers are one sequence for all threads
+        model.load_state_dict(models[0].state_dict())
+
+    def body(thread: int) -> Any:
+        shape, names = ((2, ranks // 2), ("replicate", "shard")) if hsdp else ((ranks,), ("shard",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return _train_model(models[thread], mesh, thread, 3)
+
+    return _run_threads(ranks, body)
+
+
+def on_gloo(rank: int, world_size: int, hsdp: bool) -> Any:
+    mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
+    return _train(mesh, rank)
+
+
+@pytest.mark.parametrize(("ranks", "hsdp"), [(2, False), (3, False), (4, True)])
+def test_threaded_group(ranks: int, hsdp: bool) -> None:
+    """The plain path: padded, packed collectives. The numbers are gloo's but for the order of sums."""
+    (seen,) = run_ranks(1, threaded_group, ranks, hsdp, isolated=True)
+    expected = run_ranks(ranks, on_gloo, hsdp)
+    for (expected_losses, expected_shards), (losses, shards) in zip(expected, seen, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for fqn, shard in shards.items():
+            assert shard.shape == expected_shards[fqn].shape
+            torch.testing.assert_close(shard, expected_shards[fqn], rtol=1e-4, atol=1e-6)
+
+
+def fake_group(rank: int, world_size: int, fake_rank: int, fake_world: int, hsdp: bool) -> Any:
+    """One process stands for a rank of many; nothing is sent, so only shapes and the lack of errors mean something."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=fake_rank, world_size=fake_world)
+    shape, names = ((2, fake_world // 2), ("replicate", "shard")) if hsdp else ((fake_world,), ("shard",))
+    losses, shards = _train(init_device_mesh("cpu", shape, mesh_dim_names=names), fake_rank)
+    return losses, {fqn: tuple(shard.shape) for fqn, shard in shards.items()}
+
+
+@pytest.mark.parametrize(("fake_rank", "fake_world", "hsdp"), [(0, 4, False), (7, 8, False), (5, 16, True)])
+def test_fake_group(fake_rank: int, fake_world: int, hsdp: bool) -> None:
+    ((losses, shapes),) = run_ranks(1, fake_group, fake_rank, fake_world, hsdp, isolated=True)
+    assert len(losses) == 3
+    shard_size = fake_world // 2 if hsdp else fake_world
+    for fqn, full in _mean_gradients([0]).items():
+        chunks = full.chunk(shard_size)
+        place = fake_rank % shard_size
+        expected = tuple(chunks[place].shape) if place < len(chunks) else (0, *full.shape[1:])
+        assert shapes[fqn] == expected, fqn
+
+
+# -- named mesh axes ---------------------------------------------------------------------------------------------------
+
+
+def replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    """DDP: parameters are whole on every rank, gradients averaged, and the step is the same everywhere."""
+    shape = (world_size,) if len(names) == 1 else (2, world_size // 2)
+    mesh = rank_mesh(shape, names)
+    dims = shardkit.DataParallelMeshDims(replicate=names if len(names) > 1 else names[0])
+    model = _model(shardkit, mesh=mesh, dp_mesh_dims=dims)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Replicate(),)
+        assert parameter.to_local().shape == parameter.shape
+    _gradients(model, rank)
+    _assert_full(model, _mean_gradients(range(world_size)))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for fqn, parameter in model.named_parameters():
+        local = parameter.to_local()
+        highest = local.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        assert torch.equal(local, highest), fqn
+    model.zero_grad()
+    model.set_requires_all_reduce(False)  # accumulates without communication
+    model(_batch(rank)).square().mean().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_requires_all_reduce(True)
+    model(_batch(rank)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(1, ("dp",)), (2, ("dp",)), (3, ("dp",)), (4, ("dp",)), (4, ("pods", "nodes"))]
+)
+def test_replicate_only(world_size: int, names: tuple[str, ...]) -> None:
+    run_ranks(world_size, replicate_only, names)
+
+
+# Mesh of 4 ranks, data-parallel axes, the ranks that share gradients with rank r, placements.
+SLICES = [
+    ((1, 2, 2), {"shard": "c"}, ([0, 1], [0, 1], [2, 3], [2, 3]), (Shard(0),)),
+    ((1, 2, 2), {"shard": "b"}, ([0, 2], [1, 3], [0, 2], [1, 3]), (Shard(0),)),
+    ((1, 2, 2), {"shard": "c", "replicate": "b"}, ([0, 1, 2, 3],) * 4, (Replicate(), Shard(0))),
+    ((1, 2, 2), {"shard": "b", "replicate": "c"}, ([0, 1, 2, 3],) * 4, (Replicate(), Shard(0))),
+    ((1, 2, 2), {"shard": ("b", "c")}, ([0, 1, 2, 3],) * 4, (Shard(0),)),
+    ((2, 1, 2), {"shard": ("b", "c"), "replicate": "a"}, ([0, 1, 2, 3],) * 4, (Replicate(), Shard(0))),
+    ((2, 1, 2), {"shard": "c", "replicate": ("a", "b")}, ([0, 1, 2, 3],) * 4, (Replicate(), Shard(0))),
+    ((2, 1, 2), {"replicate": "a"}, ([0, 2], [1, 3], [0, 2], [1, 3]), (Replicate(),)),
+]
+
+
+def mesh_slices(rank: int, world_size: int, case: int) -> None:
+    shape, dims, sharing, placements = SLICES[case]
+    mesh = rank_mesh(shape, ("a", "b", "c"))
+    model = _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
+    for parameter in model.parameters():
+        assert parameter.placements == placements
+    for step in range(2):
+        _gradients(model, rank, step)
+        _assert_full(model, _mean_gradients(sharing[rank], step=step))
+
+
+@pytest.mark.parametrize("case", range(len(SLICES)))
+def test_slices_of_a_mesh_with_three_axes(case: int) -> None:
+    run_ranks(4, mesh_slices, case)
+
+
+def stock_names(rank: int, world_size: int) -> None:
+    """Stock's own policy objects mean the same; so does an unnamed slice."""
+    if not hasattr(stock, "DataParallelMeshDims"):
+        pytest.skip("this torch has no DataParallelMeshDims")
+    mesh = rank_mesh((2, 2), ("dp", "other"))
+    ours = _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(shard="dp"))
+    theirs = _model(shardkit, mesh=mesh, dp_mesh_dims=stock.DataParallelMeshDims(shard="dp"))
+    sliced = _model(shardkit, mesh=mesh["dp"])
+    stock_model = _model(stock, mesh=mesh["dp"])
+    expected = _gradients(stock_model, rank)
+    for model in (ours, theirs, sliced):
+        _assert_equal(expected, _gradients(model, rank))
+
+
+def test_dims_of_stock() -> None:
+    run_ranks(4, stock_names)
+
+
+def default_mesh(rank: int, world_size: int) -> None:
+    model = _model(shardkit)
+    assert {parameter.device_mesh.size() for parameter in model.parameters()} == {world_size}
+    _gradients(model, rank)
+    _assert_full(model, _mean_gradients(range(world_size)))
+
+
+def test_default_mesh() -> None:
+    run_ranks(2, default_mesh)
+
+
+def bad_names(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((1, 1, 1), ("a", "b", "c"))
+    for dims, match in [
+        ({"shard": "d"}, r"\['d'\].*'a', 'b', 'c'"),
+        ({"shard": "a", "replicate": "a"}, "twice"),
+        ({"shard": ("a", "a")}, "twice"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            _model(shardkit, mesh=mesh, dp_mesh_dims=shardkit.DataParallelMeshDims(**dims))
+    with pytest.raises(ValueError, match="no axis names"):
+        _model(shardkit, mesh=rank_mesh((1,)), dp_mesh_dims=shardkit.DataParallelMeshDims(shard="a"))
+    with pytest.raises(ValueError, match="neither"):
+        shardkit.DataParallelMeshDims()
+
+
+def test_bad_names() -> None:
+    run_ranks(1, bad_names)

@@ -1,0 +1,482 @@
+"""Bad input: each a clear error that names the parameter, module or group, what was seen and what to do."""
+
+import copy
+import datetime as dt
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardkit.core import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support.models import MLP
+
+
+def _mlp(mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    model = MLP()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+
+
+def _run(body: Callable[[int, int], None], world_size: int = 2) -> None:
+    run_ranks(world_size, body)
+
+
+# -- what fully_shard is given -----------------------------------------------------------------------------------------
+
+
+def _bad_meshes(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"3-D.*dp_mesh_dims"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2, 1), ("a", "b", "c")))
+    with pytest.raises(ValueError, match=r"needs axis names.*mesh_dim_names"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((1, 2)))
+    named = rank_mesh((2, 1), ("dp", "tp"))
+    with pytest.raises(ValueError, match=r"\['data'\].*\('dp', 'tp'\)"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    with pytest.raises(ValueError, match=r"\['replica'\].*\('dp', 'tp'\)"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="replica"))
+    with pytest.raises(ValueError, match="names an axis twice"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
+    with pytest.raises(ValueError, match="the mesh has no axis names"):
+        fully_shard(nn.Linear(3, 3), mesh=rank_mesh((2,)), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(TypeError, match=r"DataParallelMeshDims.*str"):
+        fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims="dp")
+    with pytest.raises(TypeError, match=r"mesh must be a DeviceMesh.*ProcessGroup"):
+        fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD)
+
+
+def test_meshes() -> None:
+    _run(_bad_meshes)
+
+
+def _bad_modules(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"ModuleList.*no forward"):
+        fully_shard(nn.ModuleList([nn.Linear(3, 3)]))
+    with pytest.raises(ValueError, match=r"ModuleDict.*no forward"):
+        fully_shard(nn.ModuleDict({"a": nn.Linear(3, 3)}))
+    with pytest.raises(ValueError, match="empty list"):
+        fully_shard([])
+    with pytest.raises(TypeError, match="takes a module or a list of modules, got str"):
+        fully_shard(["model"])
+    with pytest.raises(TypeError, match="takes a module or a list of modules, got int"):
+        fully_shard(7)
+    once = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"already called on this FSDPLinear.*sharded once"):
+        fully_shard(once)
+    with pytest.raises(ValueError, match=r"already called on this FSDPLinear"):
+        fully_shard([nn.Linear(3, 3), once])
+    with pytest.raises(RuntimeError, match=r"FSDPLinear cannot be deep-copied.*state_dict"):
+        copy.deepcopy(once)
+    with pytest.raises(RuntimeError, match="cannot be deep-copied"):
+        copy.deepcopy(nn.ModuleDict({"inside": once}))
+    tensor_parallel = nn.Sequential(nn.Linear(4, 4))
+    placed = distribute_tensor(torch.ones(4, 4), rank_mesh((2,)), [Replicate()])
+    tensor_parallel[0].weight = nn.Parameter(placed)
+    with pytest.raises(TypeError, match=r"'0\.weight' is already a DTensor.*shardkit-tp-adapter"):
+        fully_shard(tensor_parallel)
+    # A refused module is left as it was, so that the call can be made again once the input is repaired.
+    assert type(tensor_parallel) is nn.Sequential
+    assert type(tensor_parallel[0].bias) is nn.Parameter
+    assert not isinstance(tensor_parallel[0].bias, DTensor)
+
+
+def test_modules() -> None:
+    _run(_bad_modules)
+
+
+class _Homeless(nn.Module):
+    def __init__(self, attribute: str, value: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        object.__setattr__(self, attribute, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _parameters_of_no_module(rank: int, world_size: int) -> None:
+    stray = nn.Parameter(torch.ones(4, 3))
+    for attribute, value in (("scales", [stray]), ("table", {"a": stray}), ("_hidden", (stray,)), ("bare", stray)):
+        model = nn.Sequential(_Homeless(attribute, value))
+        with pytest.raises(ValueError, match=rf"'0\.{attribute}'.*\(4, 3\).*belongs to no module.*ParameterList"):
+            fully_shard(model)
+        assert not isinstance(model[0].inner.weight, DTensor)
+    fully_shard(nn.Sequential(_Homeless("scales", [stray])), ignored_params={stray})
+    registered = _Homeless("numbers", list(range(5)))
+    registered.known = [registered.inner.weight]
+    fully_shard(registered)
+
+
+def test_parameter_that_belongs_to_no_module() -> None:
+    _run(_parameters_of_no_module)
+
+
+def _bad_policies(rank: int, world_size: int) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        with pytest.raises(ValueError, match=rf"{name} must be a floating-point dtype.*int32"):
+            MixedPrecisionPolicy(**{name: torch.int32})
+    with pytest.raises(ValueError, match=r"param_dtype.*bfloat16"):
+        MixedPrecisionPolicy(param_dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got dtype"):
+        fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got bool"):
+        fully_shard(nn.Linear(2, 2), offload_policy=True)
+    with pytest.raises(ValueError, match="at least one of shard and replicate"):
+        DataParallelMeshDims()
+    for value, message in (
+        (3, "must divide the 2 ranks"),
+        (0, "must divide"),
+        (-1, "must divide"),
+        ("yes", "a bool, an int"),
+    ):
+        with pytest.raises(ValueError, match=rf"reshard_after_forward.*{message}"):
+            fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
+    with pytest.raises(ValueError, match=r"S(hard)?\((dim=)?2\).*'weight' of shape \(2, 2\).*between -2 and 1"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(2))
+    with pytest.raises(TypeError, match=r"returned 0 for parameter 'weight'.*Shard\(dim\) or None"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: 0)
+
+
+def test_policies() -> None:
+    _run(_bad_policies)
+
+
+def _bad_settings(rank: int, world_size: int) -> None:
+    model = _mlp()
+    for depth in (-1, 1.0, True, None):
+        with pytest.raises(ValueError, match=r"prefetch depth must be an int >= 0"):
+            model.set_prefetch_depth(depth)
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match=r"fully_shard was called on, got a Linear"):
+            method([model.blocks[0], model.inp])
+    for factor in (0, -2.0):
+        with pytest.raises(ValueError, match=r"divide factor must be positive"):
+            model.set_gradient_divide_factor(factor)
+    with pytest.raises(TypeError, match="max_input_buffers must be an int"):
+        model.set_reduce_scatter_max_input_buffers(1.5)
+    with pytest.raises(ValueError, match="max_input_buffers must be at least 1"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(ValueError, match="must be a bool"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(NotImplementedError, match="NCCL"):
+        model.set_symm_mem_for_comm("MPI")
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"on the root, 'blocks\.1' is below it"):
+        model.blocks[1].reset_iter_state()
+
+
+def test_settings() -> None:
+    _run(_bad_settings)
+
+
+# -- what the first forward finds --------------------------------------------------------------------------------------
+
+
+def _meta_and_moved(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device.*materialize"):
+        _step(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.5)
+    _step(model)
+    assert all(p.grad is not None for p in model.parameters())
+    assert not any(group.is_unsharded for module in model.modules() for group in getattr(module, "_groups", list)())
+
+    model.blocks[1].to("meta")
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.scale' is still on the meta device"):
+        _step(model)
+
+
+def test_parameters_on_the_meta_device() -> None:
+    _run(_meta_and_moved)
+
+
+def _disagree(rank: int, world_size: int, how: str) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    odd = rank == world_size - 1
+    if how == "shape" and odd:
+        second = nn.Linear(6, 8)
+    if how == "dtype" and odd:
+        second = second.double()
+    if how == "frozen" and odd:
+        second.weight.requires_grad_(False)
+    if how == "missing" and odd:
+        second.bias = None
+    model = nn.Sequential(first, second)
+    order = [1, 0] if how == "order" and odd else [0, 1]
+    if how == "order":
+        model = nn.Module()
+        for index in order:
+            model.add_module(f"layer{index}", (first, second)[index])
+        model.forward = lambda x: model.layer1(model.layer0(x))
+    fully_shard(model)
+    model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("shape", r"rank 0 has '1\.weight' of shape \(6, 6\).*rank 2 has '1\.weight' of shape \(8, 6\)"),
+        ("dtype", r"rank 0 has '1\.weight'.*float32.*rank 2 has '1\.weight'.*float64"),
+        ("frozen", r"requires_grad=True, rank 2 has '1\.weight'.*requires_grad=False"),
+        ("missing", r"rank 0 has '1\.bias'.*rank 2 has no further parameter"),
+        ("order", r"rank 0 has 'layer0\.weight'.*rank 2 has 'layer1\.weight'"),
+    ],
+)
+def test_ranks_that_disagree(how: str, seen: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, _disagree, how)
+    assert sorted(error.rank for error in caught.value.errors) == [0, 1, 2]
+    for error in caught.value.errors:
+        assert re.search(seen, error.message), error.message
+        assert "Every rank must build and shard the same model" in error.message
+
+
+def _skips_the_root(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1](torch.ones(2, 7))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'blocks\.1' ran forward.*outermost sharded module"):
+            _step(model)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    grouped = Two()
+    fully_shard([grouped.a, grouped.b])
+    fully_shard(grouped)
+    with pytest.raises(RuntimeError, match=r"\['FSDPLinear', 'FSDPLinear'\].*contains them all"):
+        grouped.a(torch.ones(1, 2))
+    # Nothing is left over from the refused forward.
+    grouped(torch.ones(1, 2)).sum().backward()
+    assert isinstance(grouped.a.weight, DTensor)
+    assert grouped.b.weight.grad is not None
+
+
+def test_forward_that_skips_the_root() -> None:
+    _run(_skips_the_root)
+
+
+def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
+    model = MLP()
+    early = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"SGD holds a plain tensor for parameter 'inp\.weight'.*after fully_shard"):
+        early.step()
+    late = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    before = model.inp.weight.to_local().clone()
+    late.step()
+    assert not torch.equal(before, model.inp.weight.to_local()) or before.numel() == 0
+
+    out = model(torch.ones(2, 5))  # the root's parameters are unsharded until backward
+    during = torch.optim.SGD(model.parameters(), lr=0.1)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"'inp\.weight'"):
+        during.step()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_optimizer_built_too_early(foreach: bool) -> None:
+    run_ranks(2, _early_optimizer, foreach)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def _bad_state_dicts(rank: int, world_size: int) -> None:
+    model = _mlp()
+    good = model.state_dict()
+
+    missing = {fqn: value for fqn, value in good.items() if fqn != "blocks.1.scale"}
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"blocks\.1\.scale"'):
+        model.load_state_dict(missing)
+    result = model.load_state_dict(missing, strict=False)
+    assert result.missing_keys == ["blocks.1.scale"]
+
+    extra = {**good, "blocks.1.shift": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=r'(?s)Unexpected key.*"blocks\.1\.shift"'):
+        model.load_state_dict(extra)
+    assert model.load_state_dict(extra, strict=False).unexpected_keys == ["blocks.1.shift"]
+
+    misshapen = {**good, "blocks.0.up.weight": distribute_tensor(torch.ones(4, 7), rank_mesh((2,)), [Shard(0)])}
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for blocks\.0\.up\.weight.*\[4, 7\].*\[13, 7\]"):
+        model.load_state_dict(misshapen)
+
+    plain = {**good, "blocks.0.up.weight": torch.ones(13, 7), "out.bias": torch.ones(1)}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(plain, assign=assign)
+        for fqn in ("blocks.0.up.weight", "out.bias"):
+            assert re.search(rf"'{fqn}' is a plain tensor.*load_full_state_dict", str(caught.value)), caught.value
+
+    elsewhere = {**good, "inp.weight": distribute_tensor(torch.ones(7, 5), rank_mesh((2,)), [Shard(1)])}
+    model.load_state_dict(elsewhere)  # DTensor redistributes
+    assert torch.equal(model.inp.weight.full_tensor(), torch.ones(7, 5))
+    model.load_state_dict(elsewhere, assign=True)
+    with pytest.raises(ValueError, match=r"'inp\.weight' was replaced by a DTensor.*dim=1.*expected.*dim=0"):
+        _step(model)
+    model.load_state_dict(good, assign=True)
+    _step(model)
+    assert model.inp.weight.grad is not None
+
+
+def test_state_dicts() -> None:
+    _run(_bad_state_dicts)
+
+
+def _replaced(rank: int, world_size: int) -> None:
+    model = _mlp()
+    original = model.blocks[2].scale
+    model.blocks[2].scale = nn.Parameter(torch.ones(7))
+    with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by a plain tensor of shape \(7,\).*DTensor"):
+        _step(model)
+    model.blocks[2].scale = original
+    _step(model)
+    assert original.grad is not None
+
+    # While the root's parameters are unsharded an assignment must not be lost either.
+    model(torch.ones(2, 5))
+    model.out.bias = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"'out\.bias' was replaced by a plain tensor"):
+        _step(model)
+
+
+def test_parameter_replaced_by_a_plain_one() -> None:
+    _run(_replaced)
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+class _WrongSize:
+    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size[0] + 1, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("must not run")
+
+
+def _custom_of_wrong_size(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1].set_custom_all_gather(_WrongSize())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
+            _step(model)
+        model.reset_iter_state()
+
+    model = _mlp()
+    model.blocks[1].set_custom_reduce_scatter(_WrongSize())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"blocks\.1: _WrongSize\.allocate returned \d+ elements, expected \d+"):
+            _step(model)
+        with pytest.raises(RuntimeError, match="reset_iter_state"):
+            _step(model)
+        model.reset_iter_state()
+
+
+def test_custom_communication_of_a_wrong_size() -> None:
+    _run(_custom_of_wrong_size)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
+def _branches(mesh: DeviceMesh | None = None) -> nn.Module:
+    model = _Branches()
+    fully_shard(model.left, mesh=mesh)
+    fully_shard(model.right, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _another_order(rank: int, world_size: int) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    model = _branches()
+    model.set_prefetch_depth(0)
+    model(torch.ones(2, 4), "left right").sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4), "left right" if rank else "right left")
+    text = str(caught.value)
+    assert re.search(r"rank 0: .*all-gather of 'right'(\n|$)", text), text
+    assert re.search(r"rank 1: .*all-gather of 'left'(\n|$)", text), text
+    assert "same modules in the same order" in text
+    assert "reduce-scatter of 'left'" in text
+
+
+def test_another_order_is_reported() -> None:
+    _run(_another_order)
+
+
+def _skips_a_block(rank: int, world_size: int) -> None:
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = _branches(mesh)
+    model(torch.ones(2, 4), "left right").sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"^right: all-gather.*(waiting for its peers|launching)"):
+            model(torch.ones(2, 4), "right")
+
+
+def test_timeout_names_the_waiting_group() -> None:
+    run_ranks(2, _skips_a_block, isolated=True)
+
+
+def _offload_moved_back(rank: int, world_size: int) -> None:
+    model = _mlp(offload_policy=CPUOffloadPolicy())
+    _step(model)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device"):
+        _step(model)
+
+
+def test_offloaded_parameters_moved() -> None:
+    _run(_offload_moved_back)
+
+
+def _unusable_method(rank: int, world_size: int) -> None:
+    from shardkit.core import register_fsdp_forward_method
+
+    model = _mlp()
+    with pytest.raises(AttributeError, match=r"FSDPMLP has no method 'generate'"):
+        register_fsdp_forward_method(model, "generate")
+    mesh = init_device_mesh("cpu", (2,))
+    register_fsdp_forward_method(nn.Linear(2, 2), "generate")  # no-op, as in stock
+    assert mesh.size() == 2
+
+
+def test_registering_a_method_that_is_not_there() -> None:
+    _run(_unusable_method)

@@ -1,0 +1,530 @@
+"""Full state dicts into and out of sharded modules, bit by bit, and how many bytes that takes."""
+
+import math
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.core import fully_shard
+from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
+from shardkit.core.checkpoint.sources import open_source
+from shardkit.core.region import Region, region_at, region_of
+from tests.support import rank_mesh, run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+class Extra(nn.Module):
+    """Extra state, and a buffer that is in no state dict."""
+
+    def __init__(self, value=None):
+        super().__init__()
+        self.value = value
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+
+class Model(nn.Module):
+    """Uneven, empty, strided-free and scalar parameters, several dtypes, a tie, a buffer."""
+
+    def __init__(self, seed=0, extra=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.uneven = nn.Parameter(torch.randn(7, 5))
+        self.short = nn.Parameter(torch.randn(1, 3))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.columns = nn.Parameter(torch.randn(4, 9))
+        self.bf16 = nn.Parameter(torch.randn(6, 2).bfloat16())
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.linear = nn.Linear(5, 5)
+        self.tied = nn.Linear(5, 5)
+        self.tied.weight = self.linear.weight
+        self.bn = nn.BatchNorm1d(5)
+        self.bn.running_mean.copy_(torch.randn(5))
+        self.extra = Extra(extra)
+
+
+def placements_of(name, mesh, kind):
+    if kind == "both":  # two sharding axes
+        inner = {"columns": [Shard(0), Shard(1)], "uneven": [_StridedShard(0, split_factor=2), Shard(0)]}
+        if name in inner:
+            return inner[name]
+    last = Replicate() if name == "scalar" else Shard(1) if name == "columns" else Shard(0)
+    return [Replicate()] * (mesh.ndim - 1) + [last]
+
+
+def shard_by_hand(model, kind, meta=False):
+    """Replaces every parameter by a DTensor, so that any placement can be tried."""
+    world_size = dist.get_world_size()
+    mesh = rank_mesh((world_size,), ("shard",)) if kind == "flat" else rank_mesh((2, 2), ("outer", "inner"))
+    made = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            placements = placements_of(name, mesh, kind)
+            full = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            made[id(parameter)] = nn.Parameter(full.to("meta") if meta else full)
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, made[id(parameter)])
+    if meta:
+        model.bn.to("meta")
+        for name in ("weight", "bias"):
+            setattr(model.bn, name, made.get(id(getattr(model.bn, name)), getattr(model.bn, name)))
+    return model
+
+
+def assert_same(model, expected):
+    """That the module holds the full tensors `expected`, bit by bit, by arithmetic that is not the code under test."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            want = expected[name].to(tensor.dtype)
+            if isinstance(tensor, DTensor):
+                want = distribute_tensor(want, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+                tensor = tensor.to_local()
+            assert tensor.dtype == want.dtype
+            assert tensor.shape == want.shape, name
+            assert torch.equal(tensor, want), name
+
+
+@pytest.fixture(scope="module")
+def directory():
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+LAYOUTS = [(1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hsdp"), (4, "both")]
+
+
+def check_regions(rank, world_size):
+    """Our arithmetic against the local tensors that DTensor itself makes."""
+    meshes = [rank_mesh((world_size,), ("shard",))]
+    meshes += [rank_mesh((2, 2), ("outer", "inner"))] if world_size == 4 else []
+    for mesh in meshes:
+        for rows in (0, 1, 3, 7, 8, 13):
+            full = torch.arange(rows * 6).view(rows, 6)
+            one = [[Shard(0)], [Shard(1)], [Replicate()], [_StridedShard(0, split_factor=3)]]
+            two = [
+                [Replicate(), Shard(0)],
+                [Shard(0), Replicate()],
+                [Shard(0), Shard(0)],
+                [Shard(0), Shard(1)],
+                [Shard(1), Shard(1)],
+                [_StridedShard(0, split_factor=2), Shard(0)],
+                [_StridedShard(1, split_factor=2), Shard(1)],
+            ]
+            for placements in one if mesh.ndim == 1 else two:
+                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+                held = region_of("x", tensor)
+                assert held.shape == tuple(tensor.to_local().shape), (rows, placements)
+                assert torch.equal(held.take(full), tensor.to_local()), (rows, placements)
+                copy = torch.full_like(full, -1)
+                held.put(copy, tensor.to_local())
+                assert torch.equal(held.take(copy), tensor.to_local())
+                assert (copy >= 0).sum() == held.numel
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_regions_are_those_of_dtensor(world_size):
+    run_ranks(world_size, check_regions)
+
+
+def test_region_merges_runs_that_touch():
+    strided = [_StridedShard(0, split_factor=2), Shard(0)]
+    assert region_at("x", (8,), strided, (2, 2), (0, 1)) == Region((((4, 6),),))
+    assert region_at("x", (8,), strided[:1], (2,), (0,)) == Region((((0, 2), (4, 6)),))
+    assert region_at("x", (8,), [Shard(0), Replicate()], (1, 2), (0, 1)) == Region.whole((8,))
+    assert region_at("x", (8,), [_StridedShard(0, split_factor=2)], (1,), (0,)) == Region.whole((8,))
+    with pytest.raises(ValueError, match=r"layer\.weight: placements \(Partial"):
+        region_at("layer.weight", (8,), [Partial()], (2,), (0,))
+
+
+def check_load_dict(rank, world_size, kind, meta, assign):
+    source = Model(seed=1, extra="loaded").state_dict()
+    model = shard_by_hand(Model(seed=2), kind, meta)
+    given = source if rank == 0 else (None, "anything", {"x": 1}, Path("/nowhere"))[rank]
+    result = load_full_state_dict(model, given, assign=assign)
+    assert result == ([], [])
+    assert_same(model, source)
+    assert model.tied.weight is model.linear.weight
+    assert model.extra.value == "loaded"
+    assert model.linear.weight.requires_grad
+    assert isinstance(model.linear.weight, nn.Parameter)
+    assert torch.equal(model.extra.table, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("world_size", "kind"), LAYOUTS)
+def test_load_dict_on_rank_0(world_size, kind, meta, assign):
+    run_ranks(world_size, check_load_dict, kind, meta, assign)
+
+
+def check_load_file(rank, world_size, kind, path, on_ranks):
+    source = Model(seed=1).state_dict()
+    model = shard_by_hand(Model(seed=2), kind)
+    before = dist.batch_isend_irecv
+    sent = []
+    dist.batch_isend_irecv = lambda operations: sent.append(len(operations)) or before(operations)
+    try:
+        load_full_state_dict(model, path if rank in on_ranks else None)
+    finally:
+        dist.batch_isend_irecv = before
+    if set(on_ranks) >= set(range(world_size)):
+        assert not sent  # everyone has read for itself
+    else:
+        assert sent
+    assert_same(model, source)
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "flat"), (3, "flat"), (4, "hsdp"), (4, "both")])
+def test_load_file(directory, world_size, kind, suffix, everyone):
+    if world_size == 1 and not everyone:
+        pytest.skip("one rank is everyone")
+    path = directory / f"model.{suffix}"
+    state = Model(seed=1).state_dict()
+    if suffix == "pt":
+        torch.save(state, path)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(
+            {name: tensor for name, tensor in state.items() if "extra_state" not in name and name != "tied.weight"},
+            path,
+        )
+        # Extra state has no place in the format, and a tie needs one name only.
+    run_ranks(
+        world_size,
+        check_load_file if suffix == "pt" else check_load_safetensors,
+        kind,
+        path,
+        range(world_size) if everyone else (0,),
+    )
+
+
+def check_load_safetensors(rank, world_size, kind, path, on_ranks):
+    Extra.get_extra_state, kept = nn.Module.get_extra_state, Extra.get_extra_state
+    try:
+        check_load_file(rank, world_size, kind, path, on_ranks)
+    finally:
+        Extra.get_extra_state = kept
+
+
+def check_files_that_differ(rank, world_size, paths):
+    """Each rank has a file of the same name and index but of another time: rank 0's counts."""
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), rank_mesh((2,), ("shard",)), [Shard(0)]))
+    load_full_state_dict(model, paths[rank])
+    assert torch.equal(model.weight.full_tensor(), torch.zeros(5))
+
+
+def test_ranks_with_different_files_take_that_of_rank_0(directory):
+    paths = [directory / f"rank{rank}.pt" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        torch.save({"weight": torch.full((5,), float(rank))}, path)
+        os.utime(path, (1000 + rank, 1000 + rank))
+    run_ranks(2, check_files_that_differ, paths)
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that were alive at once in memory which operators allocated inside."""
+
+    def __init__(self, existing):
+        super().__init__()
+        self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
+        self.storages = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if type(tensor) is torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.existing:
+                    self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        alive = [nbytes for reference, nbytes in self.storages.values() if not reference.expired()]
+        self.peak = max(self.peak, sum(alive))
+        return result
+
+
+FEATURES = 64
+
+
+def big_model(world_size, offset=0):
+    mesh = rank_mesh((world_size,), ("shard",))
+    model = nn.Module()
+    for index in range(4):
+        full = torch.arange(FEATURES * FEATURES, dtype=torch.float32).view(FEATURES, FEATURES) + index + offset
+        shard = distribute_tensor(full, mesh, [Shard(index % 2)], src_data_rank=None)
+        model.register_parameter(f"weight{index}", nn.Parameter(shard))
+    return model
+
+
+def check_bytes(rank, world_size):
+    full_bytes = 4 * FEATURES * FEATURES + 1024  # and what the ranks tell each other
+    piece_bytes = full_bytes // world_size
+    source = {name: p.full_tensor().detach() for name, p in big_model(world_size, 5).named_parameters()}
+    model = big_model(world_size)
+    existing = [*source.values(), *(p.to_local().detach() for p in model.parameters())]
+    with PeakMemory(existing) as watch:
+        load_full_state_dict(model, source if rank == 0 else None)
+    limit = full_bytes if rank == 0 else piece_bytes
+    assert watch.peak <= limit, f"rank {rank} held {watch.peak} new bytes while loading, expected at most {limit}"
+    with PeakMemory(existing) as watch:
+        state = full_state_dict(model)
+    # Rank 0 keeps the result; beyond it there is one piece at most.
+    limit = len(source) * full_bytes + piece_bytes if rank == 0 else piece_bytes
+    assert watch.peak <= limit, f"rank {rank} held {watch.peak} new bytes while gathering, expected at most {limit}"
+    assert list(state) == (list(source) if rank == 0 else [])
+    for name, tensor in state.items():
+        assert torch.equal(tensor, source[name])
+    return watch.peak
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_ranks_never_hold_a_full_tensor(world_size):
+    peaks = run_ranks(world_size, check_bytes)
+    assert peaks[0] >= 4 * 4 * FEATURES * FEATURES  # the measure sees what rank 0 holds
+
+
+def check_gather(rank, world_size, kind, rank0_only, offload):
+    expected = Model(seed=3, extra="kept")
+    model = shard_by_hand(Model(seed=3, extra="kept"), kind)
+    state = full_state_dict(model, rank0_only=rank0_only, offload=offload)
+    if rank0_only and rank != 0:
+        assert state == {}
+        return
+    want = expected.state_dict()
+    assert set(state) == set(want)
+    for name, tensor in want.items():
+        if not isinstance(tensor, torch.Tensor):
+            assert state[name] == tensor
+            continue
+        assert type(state[name]) is torch.Tensor
+        assert state[name].dtype == tensor.dtype
+        assert state[name].shape == tensor.shape
+        assert torch.equal(state[name], tensor), name
+    assert state["tied.weight"] is state["linear.weight"]
+    own = {p.to_local().data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
+    assert not {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)} & own - {0}
+    expected.load_state_dict(state)
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize(("world_size", "kind"), LAYOUTS)
+def test_full_state_dict(world_size, kind, rank0_only):
+    run_ranks(world_size, check_gather, kind, rank0_only, rank0_only)
+
+
+def check_round_trip(rank, world_size):
+    """Through fully_shard, in one precision and out in another, over a second model."""
+
+    def build(device, dtype=torch.float32):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)).to(device, dtype)
+        model[2].bias = nn.Parameter(torch.randn((), device=device, dtype=dtype))  # 0-dim
+        model[1].bias = model[0].bias  # tied across groups
+        for layer in (model[0], model[1], model):
+            fully_shard(layer, mesh=rank_mesh((world_size,), ("shard",)))
+        return model
+
+    torch.manual_seed(0)
+    first = build("cpu")
+    inputs = torch.randn(2, 5)
+    expected = first(inputs)  # leaves the root's parameters unsharded
+    state = full_state_dict(first)
+    second = build("cpu", torch.bfloat16)
+    second(inputs.bfloat16())
+    load_full_state_dict(second, state)
+    torch.testing.assert_close(second(inputs.bfloat16()), expected.bfloat16(), rtol=0.1, atol=0.1)
+    for device, assign in (("cpu", True), ("meta", True), ("meta", False)):
+        third = build(device)
+        if device == "cpu":
+            third(inputs)
+        load_full_state_dict(third, full_state_dict(second), assign=assign)
+        for name, parameter in third.named_parameters():
+            assert parameter.dtype == (torch.bfloat16 if assign else torch.float32)
+            want = first.get_parameter(name).full_tensor().bfloat16().to(parameter.dtype)
+            assert torch.equal(parameter.full_tensor(), want)
+        seen = third(inputs.to(parameter.dtype))
+        torch.testing.assert_close(seen, expected.to(seen.dtype), rtol=0.1, atol=0.1)
+        seen.sum().backward()
+        assert third[0].bias is third[1].bias
+        assert all(parameter.grad is not None for parameter in third.parameters())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_round_trip_with_casts(world_size):
+    run_ranks(world_size, check_round_trip)
+
+
+def check_errors(rank, world_size):
+    model = shard_by_hand(Model(seed=2), "flat")
+    untouched = Model(seed=2).state_dict()
+    good = Model(seed=1).state_dict()
+
+    def fails(source, kind, *patterns, **options):
+        with pytest.raises(kind) as caught:
+            load_full_state_dict(model, source if rank == 0 else None, **options)
+        for pattern in patterns:
+            assert re.search(pattern, str(caught.value)), str(caught.value)
+        assert_same(model, untouched)
+
+    missing = {name: tensor for name, tensor in good.items() if name not in ("uneven", "bn.running_mean")}
+    fails(missing, RuntimeError, r"uneven: missing in the source, expected shape \(7, 5\)", "bn.running_mean: missing")
+    fails(good | {"more": torch.ones(1)}, RuntimeError, "more: in the source, but not in the module", "strict=False")
+    misshapen = good | {"uneven": torch.ones(5, 7)}
+    for strict in (True, False):
+        fails(misshapen, RuntimeError, r"uneven: seen shape \(5, 7\), expected shape \(7, 5\)", strict=strict)
+    fails(good | {"uneven": 3}, RuntimeError, "uneven: seen a int, expected shape")
+    fails(good | {"uneven": torch.ones(7, 5) * 1j}, RuntimeError, "uneven: seen torch.complex64.*imaginary")
+    fails({"model": good}, TypeError, r"model: .*nested.*source\['model'\]")
+    fails({3: torch.ones(1)}, TypeError, "the key 3, expected parameter names")
+    fails(dict(model.state_dict()), TypeError, "uneven: .*DTensor.*full_state_dict")
+    fails(17, TypeError, "neither a dict of tensors nor a path")
+    fails(Path("/nowhere/model.pt"), FileNotFoundError, "/nowhere/model.pt")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"neither of them")
+        file.flush()
+        fails(file.name, ValueError, "neither a safetensors file nor")
+    # A subset, and names to ignore.
+    result = load_full_state_dict(model, missing | {"more": torch.ones(1)}, strict=False)
+    assert result.missing_keys == ["uneven", "bn.running_mean"]
+    assert result.unexpected_keys == ["more"]
+    assert_same(model, good | {name: untouched[name] for name in result.missing_keys})
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_errors_reach_every_rank(world_size):
+    run_ranks(world_size, check_errors)
+
+
+def check_ranks_disagree(rank, world_size):
+    model = nn.Linear(3, 3 + rank)
+    for function in (lambda: load_full_state_dict(model, {}), lambda: full_state_dict(model)):
+        with pytest.raises(RuntimeError, match=r"weight: rank 0 has \(3, 3\).*, rank 1 \(4, 3\)"):
+            function()
+    partial = nn.Module()
+    partial.weight = nn.Parameter(DTensor.from_local(torch.ones(2), rank_mesh((2,), ("shard",)), [Partial()]))
+    for function in (lambda: load_full_state_dict(partial, {}), lambda: full_state_dict(partial)):
+        with pytest.raises(ValueError, match=r"weight: placements \(Partial"):
+            function()
+    with torch.device("meta"):
+        unmade = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="meta device have no values: weight, bias; call materialize"):
+        full_state_dict(unmade)
+
+
+def test_ranks_that_cannot_go_on_together():
+    run_ranks(2, check_ranks_disagree)
+
+
+def check_group(rank, world_size):
+    """Two models on two halves of the world; the mesh of a parameter differs between the halves."""
+    mesh = rank_mesh((2, 2), ("outer", "inner"))["inner"]
+    full = torch.arange(5.0) + 10 * (rank // 2)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Shard(0)], src_data_rank=None))
+    load_full_state_dict(model, {"weight": full} if rank % 2 == 0 else None, group=mesh.get_group())
+    assert torch.equal(model.weight.full_tensor(), full)
+    state = full_state_dict(model, group=mesh.get_group())
+    assert torch.equal(state["weight"], full) if rank % 2 == 0 else state == {}
+    outer = rank_mesh((2, 2), ("outer", "inner")).get_group("outer")
+    with pytest.raises(RuntimeError, match=r"weight: the ranks of the group hold .* expected 5; pass group="):
+        full_state_dict(model, group=outer)
+
+
+def test_group_of_some_ranks():
+    run_ranks(4, check_group)
+
+
+def check_submesh_of_all(rank, world_size):
+    """A model on one axis of a larger mesh, loaded by all ranks: rank 0 is not in every rank's mesh."""
+    mesh = rank_mesh((2, 2), ("outer", "inner"))["inner"]
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(1)], src_data_rank=None))
+    full = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    load_full_state_dict(model, {"weight": full} if rank == 0 else None)
+    assert torch.equal(model.weight.full_tensor(), full)
+    state = full_state_dict(model)
+    assert state == {} if rank else torch.equal(state["weight"], full)
+
+
+def test_mesh_without_rank_0():
+    run_ranks(4, check_submesh_of_all)
+
+
+def test_without_process_group(directory):
+    model = nn.Linear(3, 3)
+    state = full_state_dict(model)
+    other = nn.Linear(3, 3, device="meta")
+    load_full_state_dict(other, state)
+    assert torch.equal(other.weight, model.weight)
+    torch.save(state, directory / "linear.pt")
+    load_full_state_dict(model, str(directory / "linear.pt"))
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.mkdir, ("/tmp/shardkit-payload",))
+
+
+def test_files_are_never_executed(directory):
+    path = directory / "payload.pt"
+    torch.save({"weight": Payload()}, path)
+    with pytest.raises(RuntimeError, match="cannot read the source"):
+        load_full_state_dict(nn.Linear(3, 3), path)
+    assert not Path("/tmp/shardkit-payload").exists()
+
+
+def test_legacy_and_nested_files(directory):
+    torch.save({"weight": torch.ones(1)}, directory / "legacy.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"write it again with torch\.save"):
+        open_source(directory / "legacy.pt")
+    torch.save({"model": {"weight": torch.ones(1)}}, directory / "nested.pt")
+    with pytest.raises(TypeError, match=r"model: .*nested"):
+        open_source(directory / "nested.pt")
+    torch.save([1], directory / "list.pt")
+    with pytest.raises(ValueError, match="holds a list, expected a dict"):
+        open_source(directory / "list.pt")
+
+
+def test_safetensors_missing(directory, monkeypatch):
+    path = directory / "any.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'shardkit-core\[safetensors\]'"):
+        load_full_state_dict(nn.Linear(3, 3), path)
+
+
+def test_safetensors_pieces(directory):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tensors = {
+        "matrix": torch.arange(48.0).view(8, 6),
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 3),
+        "half": torch.arange(6).bfloat16(),
+        "flags": torch.tensor([True, False]),
+    }
+    save_file(tensors, directory / "pieces.safetensors")
+    source = open_source(directory / "pieces.safetensors")
+    assert {name: (entry.shape, entry.dtype) for name, entry in source.entries.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        assert torch.equal(source.read(name, Region.whole(tensor.shape)), tensor)
+    for piece in (Region((((0, 2), (4, 6)), ((1, 3),))), Region((((3, 4),), ((0, 6),))), Region(((), ((0, 6),)))):
+        assert torch.equal(source.read("matrix", piece), piece.take(tensors["matrix"]))
+        assert source.read("matrix", piece).numel() == math.prod(piece.shape)

@@ -1,0 +1,801 @@
+"""What may happen to a sharded model in its life, against the same life of a whole model in one process."""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import fully_shard, register_fsdp_forward_method
+from shardkit.core.state import state_of
+from tests.core.single_process import Twins, assert_close, batch
+from tests.support import run_ranks
+from tests.support.models import MLP, Block
+
+RESHARD = (None, True, False)
+
+
+def _shard_mlp(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _sharded_mlp() -> Any:
+    model = MLP()
+    _shard_mlp(model)
+    return model
+
+
+def _shard_children(model: Any, **options: Any) -> None:
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+
+
+def _mlp_loss(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return (model(batch(rank, 2, 5, seed=seed).to(dtype)) - 0.5).square().mean()
+
+
+def _holds_no_unsharded(model: nn.Module) -> bool:
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    groups = [group for state in states for group in state.groups]
+    return not any(flat.untyped_storage().size() for group in groups for param in group.params for flat in param.flats)
+
+
+# -- the end of a model ------------------------------------------------------------------------------------------------
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+def _train(model: Any) -> None:
+    for _ in range(2):
+        _mlp_loss(model, 0).backward()
+
+
+def _train_with_prefetch_lists(model: Any) -> None:
+    blocks = list(model.blocks)
+    for here, there in itertools.pairwise(blocks):
+        here.set_modules_to_forward_prefetch([there])
+        there.set_modules_to_backward_prefetch([here])
+    model.set_modules_to_forward_prefetch([blocks[0]])
+    _train(model)
+
+
+def _train_through_a_method(model: Any) -> None:
+    register_fsdp_forward_method(model, "score")
+    model.score(torch.ones(2, 5)).sum().backward()
+
+
+def _train_with_an_optimizer(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model)
+    optimizer.step()
+
+
+def _forward_only(model: Any) -> None:
+    model(torch.ones(2, 5))
+
+
+def _explicitly_unsharded(model: Any) -> None:
+    model.unshard(async_op=True)
+    model.blocks[0].unshard()
+
+
+def _failed(model: Any) -> None:
+    handle = model.out.register_forward_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _mlp_loss(model, 0)
+    handle.remove()
+
+
+def _cast_and_loaded(model: Any) -> None:
+    _train(model)
+    model.double()
+    model.load_state_dict(model.state_dict(), assign=True)
+    _train(model)
+
+
+def _with_hooks(model: Any) -> None:
+    model.set_all_reduce_hook(lambda flat: None)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    _train(model)
+
+
+LIVES = (
+    _nothing,
+    _train,
+    _train_with_prefetch_lists,
+    _train_through_a_method,
+    _train_with_an_optimizer,
+    _forward_only,
+    _explicitly_unsharded,
+    _failed,
+    _cast_and_loaded,
+    _with_hooks,
+)
+
+
+def _raise(*args: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
+    pieces: dict[str, weakref.ref[Any]] = {"the model": weakref.ref(model)}
+    for name, module in model.named_modules():
+        if (state := state_of(module)) is None:
+            continue
+        pieces[f"state of '{name}'"] = weakref.ref(state)
+        pieces[f"iteration of '{name}'"] = weakref.ref(state.iteration)
+        for group in state.groups:
+            pieces[f"group '{group.label}'"] = weakref.ref(group)
+            for param in group.params:
+                pieces[f"shard of {param.fqn}"] = weakref.ref(param.sharded_param)
+                pieces[f"memory of {param.fqn}"] = weakref.ref(param.sharded_param.to_local())
+                if param.unsharded_param is not None:
+                    pieces[f"unsharded {param.fqn}"] = weakref.ref(param.unsharded_param)
+    return pieces
+
+
+def _dies_at_once(rank: int, world_size: int) -> None:
+    _train_with_an_optimizer(_sharded_mlp())  # what torch imports on the way holds on to frames, once
+    gc.collect()
+    gc.disable()
+    try:
+        for life in LIVES:
+            for reshard in (None, False):
+                model = MLP()
+                originals = [weakref.ref(parameter) for parameter in model.parameters()]
+                _shard_mlp(model, reshard_after_forward=reshard)
+                assert not any(original() is not None for original in originals), "an original parameter lives on"
+                life(model)
+                pieces = _pieces(model)
+                del model
+                left = [name for name, piece in pieces.items() if piece() is not None]
+                assert not left, f"{life.__name__}, reshard_after_forward={reshard}: {left} outlive the model"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deleted_model_is_freed_at_once(world_size: int) -> None:
+    run_ranks(world_size, _dies_at_once)
+
+
+def _shard_owns_its_chunk(rank: int, world_size: int) -> None:
+    large = torch.randn(64, 8)
+    module = nn.Linear(8, 8, bias=False)
+    module.weight = nn.Parameter(large[:8])
+    fully_shard(module)
+    local = module.weight.to_local()
+    assert local.untyped_storage().nbytes() == local.numel() * 4
+    assert torch.equal(module.weight.full_tensor(), large[:8])
+
+
+def test_a_shard_owns_its_chunk_alone() -> None:
+    run_ranks(3, _shard_owns_its_chunk)
+
+
+# -- several models, containers ----------------------------------------------------------------------------------------
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    first = Twins.of(rank, world_size, MLP, _shard_mlp)
+    second = Twins.of(rank, world_size, lambda: MLP(repeats=2), _shard_mlp)
+    for step in range(3):
+        loss = [_mlp_loss(twins.sharded, rank, step) for twins in (first, second)]
+        for index in (step % 2, 1 - step % 2):
+            loss[index].backward()
+        for twins in (first, second):
+            twins.reference_backward(lambda model, rank, step=step: _mlp_loss(model, rank, step))
+            twins.check_gradients()
+            twins.update()
+    del first
+    second.step(_mlp_loss)
+
+
+def test_two_models_that_share_nothing() -> None:
+    run_ranks(2, _two_models)
+
+
+def _containers(rank: int, world_size: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+
+    def loss(model: Any, rank: int) -> Tensor:
+        return model(batch(rank, 2, 5)).square().sum()
+
+    twins = Twins.of(rank, world_size, build, _shard_children)
+    twins.step(loss)
+    assert type(twins.sharded[0:2]) is nn.Sequential
+    assert twins.sharded[0] is next(iter(twins.sharded))
+    assert len(twins.sharded[1:]) == 3
+
+    def loss_of_slice(model: Any, rank: int) -> Tensor:
+        return model[2](model[0:2](batch(rank, 2, 5))).square().sum()
+
+    twins.step(loss_of_slice)
+    twins.step(loss)
+    blocks = nn.ModuleList([fully_shard(Block(4, 4)) for _ in range(3)])
+    assert [type(block).__name__ for block in blocks[1:]] == ["FSDPBlock", "FSDPBlock"]
+
+
+def test_indexing_into_a_sharded_container() -> None:
+    run_ranks(2, _containers)
+
+
+# -- casts, loads, replacements, freezing ------------------------------------------------------------------------------
+
+
+def _casts(rank: int, world_size: int) -> None:
+    casts: list[Callable[[nn.Module], nn.Module]] = [
+        lambda model: model.to(torch.float64),
+        lambda model: model.bfloat16(),
+        lambda model: model.float(),
+        lambda model: model.double(),
+        lambda model: model.half().to(torch.float32),
+    ]
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+        for index, cast in enumerate(casts):
+            cast(twins.sharded)
+            cast(twins.whole)
+            twins.align()  # or what bfloat16 rounds would stay apart
+            for seed in range(2):
+                twins.step(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+            if index % 2:  # cast while the root's parameters are unsharded
+                twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_cast_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _casts)
+
+
+def _loads(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for assign in (False, True):
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+            other = Twins.of(rank, world_size, MLP, _shard_mlp)
+            twins.step(_mlp_loss)
+            with torch.no_grad():
+                twins.sharded(batch(rank, 2, 5))
+            twins.sharded(batch(rank, 2, 5))
+            before = dict(twins.sharded.named_parameters()) if reshard else {}
+            twins.sharded.load_state_dict(other.sharded.state_dict(), assign=assign)
+            twins.whole.load_state_dict(other.whole.state_dict())
+            after = dict(twins.sharded.named_parameters())
+            assert all((after[fqn] is parameter) != assign for fqn, parameter in before.items())
+            twins.check_parameters()
+            twins.step(_mlp_loss)
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_load_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _loads)
+
+
+def _replacements(rank: int, world_size: int) -> None:
+    for while_unsharded in (False, True):
+        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+        twins.step(_mlp_loss)
+        old = twins.sharded.out.weight
+        new = nn.Parameter(old.detach() * 2)
+        if while_unsharded:
+            twins.sharded(batch(rank, 2, 5))
+        twins.sharded.out.weight = new
+        with torch.no_grad():
+            twins.whole.out.weight *= 2
+        twins.step(_mlp_loss)
+        assert twins.sharded.out.weight is new
+        assert old.grad is None
+        twins.sharded.blocks[1].scale = nn.Parameter(twins.sharded.blocks[1].scale.detach() * 3)
+        with torch.no_grad():
+            twins.whole.blocks[1].scale *= 3
+        twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameter_replaced_by_assignment(world_size: int) -> None:
+    run_ranks(world_size, _replacements)
+
+
+def _freezing(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for unsharded in (False, True):
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))  # noqa: B023
+
+            def toggle(change: Callable[[Any], object], twins: Twins = twins, unsharded: bool = unsharded) -> None:
+                if unsharded:
+                    twins.sharded(batch(rank, 2, 5))
+                for model in (twins.sharded, twins.whole):
+                    change(model)
+
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.blocks[0].requires_grad_(False))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.inp.requires_grad_(False))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.requires_grad_(False))
+            toggle(lambda model: model.out.bias.requires_grad_(True))
+            twins.step(_mlp_loss)
+            toggle(lambda model: model.requires_grad_(True))
+            twins.step(_mlp_loss)
+
+
+def test_freezing_between_steps() -> None:
+    run_ranks(2, _freezing)
+
+
+# -- forwards that no backward follows ---------------------------------------------------------------------------------
+
+
+def _evaluations(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for first in (True, False):
+            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                options = {"reshard_after_forward": reshard}
+                twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, **options))  # noqa: B023
+
+                def evaluate(twins: Twins = twins, mode: Any = mode) -> None:
+                    with mode():
+                        seen, expected = (model(batch(rank, 2, 5)) for model in (twins.sharded, twins.whole))
+                        assert_close(seen.detach().clone(), expected.detach().clone(), "evaluation")
+
+                if first:
+                    evaluate()
+                for seed in range(2):
+                    twins.backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+                    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.5)
+                    evaluate()  # before the step: what it leaves unsharded is stale afterwards
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        for parameter in twins.whole.parameters():
+                            parameter -= 0.5 * parameter.grad
+                            parameter.grad = None
+                    evaluate()
+                    evaluate()
+                twins.sharded.reshard()
+                twins.check_parameters() if reshard else None
+                twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_between_steps(world_size: int) -> None:
+    run_ranks(world_size, _evaluations)
+
+
+def _zero_grad_of_the_module(rank: int, world_size: int) -> None:
+    for set_to_none in (True, False):
+        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+        for _ in range(3):
+            loss = _mlp_loss(twins.sharded, rank)
+            twins.sharded.zero_grad(set_to_none)  # while the root's parameters are unsharded
+            loss.backward()
+            twins.whole.zero_grad()
+            twins.reference_backward(_mlp_loss)
+            twins.check_gradients()
+
+
+def test_zero_grad_of_the_module_after_forward() -> None:
+    run_ranks(2, _zero_grad_of_the_module)
+
+
+# -- shapes that a forward can take ------------------------------------------------------------------------------------
+
+
+class Routes(nn.Module):
+    """Blocks that are nested, skipped, repeated, called with a keyword, and one that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(4, 4), Block(4, 5))
+        self.maybe = Block(4, 3)
+        self.again = Block(4, 6)
+        self.inward = Inward()
+        self.nothing = nn.Tanh()
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        for letter in route:
+            if letter == "i":
+                x = self.inward(x, depth=3)
+            else:
+                x = {"o": self.outer, "m": self.maybe, "a": self.again, "n": self.nothing}[letter](x)
+        return x
+
+
+class Inward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, depth: int) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return self(x, depth=depth - 1) + x if depth else x
+
+
+def _shard_routes(model: Any, **options: Any) -> None:
+    fully_shard(model.outer[1], **options)
+    _shard_children(model, **options)
+
+
+def _routes_loss(model: nn.Module, rank: int, route: str, seed: int = 0) -> Tensor:
+    return model(batch(rank, 3, 4, seed=seed), route).square().mean()
+
+
+def _routes(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        for depth in (0, 1, 3):
+            options = {"reshard_after_forward": reshard}
+            twins = Twins.of(rank, world_size, Routes, lambda model: _shard_routes(model, **options))  # noqa: B023
+            twins.sharded.set_prefetch_depth(depth)
+            for route in ("omain", "oia", "oia", "aaoa", "nmmii", "n", "omain", "io"):
+                if route == "n":
+                    twins.sharded(batch(rank, 3, 4), route)
+                    continue
+                twins.step(lambda model, rank: _routes_loss(model, rank, route))  # noqa: B023
+                assert _holds_no_unsharded(twins.sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nested_skipped_repeated_and_reentrant_forwards(world_size: int) -> None:
+    run_ranks(world_size, _routes)
+
+
+def _several(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, Routes, lambda model: _shard_routes(model, reshard_after_forward=reshard))  # noqa: B023
+
+        def several_forwards(model: nn.Module, rank: int) -> Tensor:
+            return _routes_loss(model, rank, "omai", 0) * _routes_loss(model, rank, "oi", 1) + _routes_loss(
+                model, rank, "aa", 2
+            )
+
+        for _ in range(2):
+            twins.step(several_forwards)
+        for _ in range(2):
+            for model, ranks in ((twins.sharded, [rank]), (twins.whole, range(world_size))):
+                for one in ranks:
+                    loss = _routes_loss(model, one, "omai") / len(ranks)
+                    loss.backward(retain_graph=True)
+                    (2 * loss).backward(retain_graph=True)
+                    loss.backward()
+            twins.check_gradients()
+            twins.update()
+        dropped = _routes_loss(twins.sharded, rank, "om")  # its backward comes after another iteration, or never
+        twins.step(several_forwards)
+        del dropped
+        twins.step(several_forwards)
+
+
+def test_several_forwards_and_several_backwards() -> None:
+    run_ranks(2, _several)
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("on purpose")
+
+
+def _fails_in_backward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _RaiseInBackward.apply(output)
+
+
+FAILURES: dict[str, Callable[[Any], Any]] = {
+    "the root's forward": lambda model: model.out.register_forward_hook(_raise),
+    "before the root's forward": lambda model: model.register_forward_pre_hook(_raise),
+    "before our hook of the root": lambda model: model.register_forward_pre_hook(_raise, prepend=True),
+    "a block's forward": lambda model: model.blocks[1].down.register_forward_hook(_raise),
+    "a block's own hook": lambda model: model.blocks[1].register_forward_hook(_raise),
+    "a block's pre-hook": lambda model: model.blocks[2].register_forward_pre_hook(_raise),
+    "the root's own hook": lambda model: model.register_forward_hook(_raise),
+    "the last block's backward": lambda model: model.blocks[2].register_forward_hook(_fails_in_backward),
+    "a middle block's backward": lambda model: model.blocks[1].down.register_forward_hook(_fails_in_backward),
+    "the first block's backward": lambda model: model.blocks[0].up.register_forward_hook(_fails_in_backward),
+}
+
+
+def _failures(rank: int, world_size: int, reshard: bool | None) -> None:
+    for where, inject in FAILURES.items():
+        twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, reshard_after_forward=reshard))
+        for steps_before in (0, 2):
+            for _ in range(steps_before):
+                twins.step(_mlp_loss)
+            handle = inject(twins.sharded)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                _mlp_loss(twins.sharded, rank).backward()
+            handle.remove()
+            twins.sharded.reset_iter_state()
+            twins.sharded.zero_grad()
+            assert _holds_no_unsharded(twins.sharded), where
+            for _ in range(2):
+                try:
+                    twins.step(_mlp_loss)
+                except AssertionError as error:
+                    raise AssertionError(f"after a failure in {where}: {error}") from error
+            assert _holds_no_unsharded(twins.sharded), where
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_recovery_from_an_exception(reshard: bool | None) -> None:
+    run_ranks(2, _failures, reshard)
+
+
+def _forward_failure_without_reset(rank: int, world_size: int) -> None:
+    """A forward that raised leaves nothing behind that reset_iter_state would have to repair."""
+    for where in ("the root's forward", "a block's forward", "a block's pre-hook", "the root's own hook"):
+        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+        twins.step(_mlp_loss)
+        handle = FAILURES[where](twins.sharded)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            _mlp_loss(twins.sharded, rank)
+        handle.remove()
+        for _ in range(2):
+            twins.step(_mlp_loss)
+            assert _holds_no_unsharded(twins.sharded), where
+
+
+def test_a_failed_forward_needs_no_reset() -> None:
+    run_ranks(2, _forward_failure_without_reset)
+
+
+# -- modules of other kinds --------------------------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Returns its parameters, as they are and as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self) -> dict[str, Any]:
+        return {"leaf": self.bias, "views": [self.table[1:3], self.table.t()], "number": 3}
+
+
+class UsesHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+        self.plain = nn.Sequential(nn.Tanh(), nn.Flatten(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        held = self.holder()
+        first, second = held["views"]
+        return self.plain(x @ second * 0.5).sum() + (first * held["leaf"]).square().sum(), held
+
+
+def _holder_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 3, 4))[0]
+
+
+def _leaf_alone(model: nn.Module, rank: int) -> Tensor:
+    return (model()["leaf"] * batch(rank, 4)).sum()
+
+
+def _parameters_as_outputs(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        shard = lambda model: _shard_children(model, reshard_after_forward=reshard)  # noqa: B023, E731
+        twins = Twins.of(rank, world_size, UsesHolder, shard)
+        for _ in range(2):
+            twins.step(_holder_loss)
+        loss, held = twins.sharded(batch(rank, 3, 4))
+        loss.backward()
+        twins.sharded.zero_grad()
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                _, held = twins.sharded(batch(rank, 3, 4))
+            twins.sharded.reshard()
+            assert_close(held["leaf"].detach().clone(), twins.whole.holder.bias.detach(), "a leaf output")
+            assert_close(held["views"][1].detach().clone(), twins.whole.holder.table.t().detach(), "a view output")
+        alone = Twins.of(rank, world_size, Holder, lambda model: fully_shard(model, reshard_after_forward=reshard))  # noqa: B023
+        for _ in range(2):
+            alone.step(_leaf_alone)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_outputs_that_are_parameters(world_size: int) -> None:
+    run_ranks(world_size, _parameters_as_outputs)
+
+
+class Zoo(nn.Module):
+    """Modules that keep parameters in unusual places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(5, 4, bidirectional=True, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.bag = Bag()
+        self.empty = nn.Sequential(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gru(self.lstm(x)[0])[0]
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.empty(self.bag(x))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList([torch.randn(8, 8) * 0.2, torch.randn(8)])
+        self.named = nn.ParameterDict({"gain": torch.randn(8), "shift": nn.Parameter(torch.randn(1, 8))})
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.several:
+            x = x @ parameter if parameter.ndim == 2 else x + parameter
+        return x * self.named["gain"] + self.named["shift"]
+
+
+def _zoo_loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 2, 3, 4)).square().mean()
+
+
+def _zoo(rank: int, world_size: int) -> None:
+    for shard in (fully_shard, _shard_children):
+        for reshard in RESHARD:
+            twins = Twins.of(rank, world_size, Zoo, lambda model: shard(model, reshard_after_forward=reshard))  # noqa: B023
+            for _ in range(2):
+                twins.step(_zoo_loss)
+            for model in (twins.sharded, twins.whole):
+                model.double()
+            expected = {fqn: value.dtype for fqn, value in twins.whole.state_dict().items()}
+            assert {fqn: value.dtype for fqn, value in twins.sharded.state_dict().items()} == expected
+            for model in (twins.sharded, twins.whole):
+                model.float()
+            with torch.no_grad():
+                for model in (twins.sharded, twins.whole):
+                    model.eval()
+                assert_close(_zoo_loss(twins.sharded, 0), _zoo_loss(twins.whole, 0), "evaluation")
+                for model in (twins.sharded, twins.whole):
+                    model.train()
+            twins.step(_zoo_loss)
+
+
+def test_modules_with_parameters_in_unusual_places() -> None:
+    run_ranks(2, _zoo)
+
+
+class Talker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Block(4, 5), Block(4, 6)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.encoder(x) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encode(x))
+
+
+def _other_methods(rank: int, world_size: int) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.talker = Talker()
+
+        def forward(self, x: Tensor, how: str) -> Tensor:
+            return self.talker(x) if how == "forward" else self.talker.encode(x, scale=2.0)
+
+    def shard(model: Any) -> None:
+        fully_shard(model.talker)  # one group: encode finds its parameters sharded unless it is registered
+        register_fsdp_forward_method(model.talker, "encode")
+        fully_shard(model)
+
+    twins = Twins.of(rank, world_size, Two, shard)
+    for how in ("forward", "encode", "encode", "forward"):
+        twins.step(lambda model, rank: model(batch(rank, 2, 4), how).square().sum())  # noqa: B023
+    with torch.inference_mode():
+        seen, expected = (model.talker.encode(batch(rank, 2, 4)) for model in (twins.sharded, twins.whole))
+        assert_close(seen, expected, "encode in inference mode")
+    assert _holds_no_unsharded(twins.sharded)
+    assert isinstance(twins.sharded.talker.encoder.scale, DTensor)
+
+
+def test_other_methods_than_forward() -> None:
+    run_ranks(2, _other_methods)
+
+
+# -- groups of modules -------------------------------------------------------------------------------------------------
+
+
+class Trunk(nn.Module):
+    """A model whose head may be left to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(4, 5), Block(4, 3)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 9, bias=False)
+
+    def forward(self, x: Tensor, with_head: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x) if with_head else x
+
+
+def _shard_trunk(model: Any, reshard: bool | None) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+    fully_shard(model)
+
+
+def _trunk_loss(model: nn.Module, rank: int) -> Tensor:
+    return F.cross_entropy(model(batch(rank, 6, 4)), torch.arange(6))
+
+
+def _chunked_loss(model: Any, rank: int) -> Tensor:
+    """The head runs once per chunk, outside the model's forward."""
+    hidden = model(batch(rank, 6, 4), with_head=False)
+    pieces = [F.cross_entropy(model.head(h), t) for h, t in zip(hidden.chunk(3), torch.arange(6).chunk(3), strict=True)]
+    return torch.stack(pieces).mean()
+
+
+def _chunked_backward(model: Any, rank: int, share: int, hold_back: bool) -> None:
+    """The same, with a backward for each chunk, so that only one chunk's logits are alive at a time."""
+    hidden = model(batch(rank, 6, 4), with_head=False)
+    leaf = hidden.detach().requires_grad_()
+    chunks = list(zip(leaf.chunk(3), torch.arange(6).chunk(3), strict=True))
+    for index, (h, t) in enumerate(chunks):
+        if hold_back:
+            last = index == len(chunks) - 1
+            model.head.set_requires_gradient_sync(last)
+            model.head.set_reshard_after_backward(last)
+        (F.cross_entropy(model.head(h), t) / 3 / share).backward()
+    hidden.backward(leaf.grad)
+
+
+def _grouped(rank: int, world_size: int) -> None:
+    for reshard in RESHARD:
+        twins = Twins.of(rank, world_size, Trunk, lambda model: _shard_trunk(model, reshard))  # noqa: B023
+        for _ in range(2):
+            twins.step(_trunk_loss)
+        for _ in range(2):
+            twins.step(_chunked_loss)
+            assert _holds_no_unsharded(twins.sharded)
+        for hold_back in (False, True):
+            _chunked_backward(twins.sharded, rank, 1, hold_back)
+            for one in range(world_size):
+                _chunked_backward(twins.whole, one, world_size, False)
+            twins.check_gradients()
+            twins.update()
+            assert _holds_no_unsharded(twins.sharded)
+        for loss in (_trunk_loss, _chunked_loss):
+            with torch.no_grad():
+                seen = loss(twins.sharded, rank)
+                assert_close(seen, loss(twins.whole, rank), "evaluation")
+            assert reshard is False or _holds_no_unsharded(twins.sharded)
+        twins.step(_trunk_loss)
+        with torch.no_grad():
+            assert_close(
+                _chunked_loss(twins.sharded, rank), _chunked_loss(twins.whole, rank), "evaluation after a step"
+            )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_grouped_modules_and_a_chunked_loss(world_size: int) -> None:
+    run_ranks(world_size, _grouped)

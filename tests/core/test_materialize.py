@@ -1,0 +1,313 @@
+"""Models built on the meta device: memory, values, and the refusal to start with garbage."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.core import fully_shard
+from shardkit.core.initialisation import InitialisationWatch
+from shardkit.core.materialize import materialize
+from tests.support import rank_mesh, run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+class Rotary(nn.Module):
+    """A table that is in no state dict."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(dim) * 0.5, persistent=False)
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+    def reset_parameters(self):
+        self.angles = torch.arange(len(self.angles), device=self.angles.device) * 0.5
+        self.steps.fill_(7)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(()))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.value)
+
+
+class Block(nn.Module):
+    def __init__(self, dim=10):
+        super().__init__()
+        self.linear = nn.Linear(dim, 7)
+        self.norm = nn.LayerNorm(7)
+        self.bn = nn.BatchNorm1d(7)
+        self.scale = Scale()
+        self.rotary = Rotary(4)
+
+
+class Model(nn.Module):
+    """Tied embedding, attention (whose initialiser starts with an underscore), truncated normals."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 10)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = Head(10, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Head(nn.Linear):
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.weight, std=0.02, a=-0.03, b=0.03)
+
+
+def shard(model, world_size, axes=1):
+    mesh = rank_mesh((world_size,), ("shard",)) if axes == 1 else rank_mesh((2, 2), ("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def unsharded_initialisation():
+    torch.manual_seed(17)
+    model = Model()
+    torch.manual_seed(18)
+
+    def reset(module):
+        if (
+            next(module.parameters(recurse=False), None) is not None
+            or next(module.buffers(recurse=False), None) is not None
+        ):
+            getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))()
+
+    model.apply(reset)
+    return model
+
+
+def check_values(rank, world_size, axes):
+    expected = unsharded_initialisation()
+    with torch.device("meta"):
+        model = shard(Model(), world_size, axes)
+    torch.manual_seed(18)
+    materialize(model)
+    for name, tensor in expected.state_dict().items():
+        seen = model.state_dict()[name]
+        assert torch.equal(seen.full_tensor() if isinstance(seen, DTensor) else seen, tensor), name
+    assert torch.equal(model.blocks[1].rotary.angles, torch.tensor([0, 0.5, 1, 1.5]))
+    assert model.head.weight is model.embedding.weight
+    assert not any(parameter.grad_fn for parameter in model.parameters())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    materialize(model)  # nothing is left to do
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (tensor, before[name]))), name
+
+
+@pytest.mark.parametrize(("world_size", "axes"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
+def test_same_values_as_unsharded_on_any_world_size(world_size, axes):
+    run_ranks(world_size, check_values, axes)
+
+
+def check_training(rank, world_size):
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x).relu())
+
+    with torch.device("meta"):
+        model = shard(Small(), world_size)
+    torch.manual_seed(0)
+    materialize(model)
+    torch.manual_seed(0)
+    plain = Small()
+    torch.manual_seed(0)
+    plain.apply(lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
+    inputs = torch.randn(3, 5)
+    torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_model_runs_afterwards(world_size):
+    run_ranks(world_size, check_training)
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+
+class Partial(nn.Module):
+    """Forgets one thing after the other: see `reset_parameters`."""
+
+    def __init__(self, forgets):
+        super().__init__()
+        self.forgets = forgets
+        self.weight = nn.Parameter(torch.ones(6, 4))
+        self.register_buffer("table", torch.ones(3, 4), persistent=False)
+
+    def reset_parameters(self):
+        self.weight.data.normal_()
+        self.table[:, 0::2] = 1.0
+        if self.forgets != "columns":
+            self.table[:, 1::2] = torch.zeros(2)
+        if self.forgets == "read":
+            self.table = torch.empty(0)  # its memory goes away
+            self.table = torch.ones(3, 4)
+        if self.forgets == "assign meta":
+            self.table = torch.ones(3, 4, device="meta")
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 4))
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.mul_(0.0)
+
+
+def materialize_on_meta(build, world_size, **options):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), build())
+        fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
+    materialize(model, **options)
+    return model
+
+
+def check_refusals(rank, world_size):
+    with pytest.raises(RuntimeError) as caught:
+        materialize_on_meta(NoReset, world_size)
+    assert "(2 of them)" in str(caught.value)
+    assert re.search(r"1\.scale: parameter of shape \(4,\); NoReset has no reset_parameters", str(caught.value))
+    assert re.search(r"1\.table: buffer of shape \(3,\); NoReset has no", str(caught.value))
+    assert "0.weight" not in str(caught.value)
+    for build, name in [
+        (lambda: Partial("columns"), "1.table: buffer"),
+        (lambda: Partial("assign meta"), "1.table: buffer"),
+        (Scaled, "1.weight: parameter"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"1 of them(.|\n)*{name}.*did not write all of it"):
+            materialize_on_meta(build, world_size)
+    for forgets in ("nothing", "read"):
+        materialize_on_meta(lambda forgets=forgets: Partial(forgets), world_size)
+    with pytest.raises(RuntimeError, match=r"1.scale.*init\(NoReset\)"):
+        materialize_on_meta(NoReset, world_size, init=lambda module: None)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_refuses_uninitialised_tensors_by_name(world_size):
+    run_ranks(world_size, check_refusals)
+
+
+def check_init_callable(rank, world_size):
+    called = []
+
+    def init(module):
+        called.append(type(module).__name__)
+        for parameter in module.parameters(recurse=False):
+            parameter.to_local().fill_(3.0)  # a write that DTensor does not see
+        if isinstance(module, NoReset):
+            torch.arange(3, out=module.table)
+
+    model = materialize_on_meta(NoReset, world_size, init=init)
+    assert called == ["Linear", "NoReset"]
+    assert torch.equal(model[1].scale.full_tensor(), torch.full((4,), 3.0))
+    assert torch.equal(model[1].table, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_init_callable(world_size):
+    run_ranks(world_size, check_init_callable)
+
+
+def check_leaves_real_tensors(rank, world_size):
+    real = nn.Linear(4, 4)
+    expected = real.weight.detach().clone()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        tied = nn.Linear(4, 4)
+    other = nn.Linear(4, 4, device="meta")
+    other.weight = tied.weight
+    fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
+    outer = nn.ModuleDict({"sharded": model, "real": real, "tied": tied, "other": other})
+    materialize(outer)
+    assert torch.equal(real.weight, expected)
+    assert tied.weight is other.weight
+    assert not tied.weight.is_meta
+    assert isinstance(tied.weight, nn.Parameter)
+
+
+def test_leaves_real_tensors_and_keeps_plain_ties():
+    run_ranks(2, check_leaves_real_tensors)
+
+
+def test_plain_model_without_process_group():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    materialize(model, device="cpu")
+    assert torch.equal(model[1].running_var, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("write", "complete"),
+    [
+        (lambda t: t.normal_(), True),
+        (lambda t: t.data.zero_(), True),
+        (lambda t: t.view(-1).fill_(1), True),
+        (lambda t: t.t().copy_(torch.ones(3, 4)), True),
+        (lambda t: torch.ones(4, 3, out=t), True),
+        (lambda t: torch._foreach_zero_([t]), True),
+        (lambda t: t.view(torch.uint8).fill_(0), True),
+        (lambda t: [t[row].zero_() for row in range(4)], True),
+        (lambda t: [t[row].zero_() for row in range(3)], False),
+        (lambda t: t[:0].zero_(), False),
+        (lambda t: t.mul_(0), False),
+        (lambda t: t.masked_fill_(torch.ones(4, 3, dtype=torch.bool), 0), False),
+        (lambda t: t.clone().zero_(), False),
+        (lambda t: None, False),
+    ],
+)
+def test_what_counts_as_initialised(write, complete):
+    tensor = torch.empty(4, 3)
+    with InitialisationWatch(iter([tensor])) as watch:
+        write(tensor)
+    assert watch.is_initialised(tensor) == complete
+
+
+def test_two_tensors_in_one_storage():
+    storage = torch.empty(10)
+    first, second = storage[:6], storage[6:]
+    with InitialisationWatch(iter([first, second])) as watch:
+        first.zero_()
+    assert watch.is_initialised(first)
+    assert not watch.is_initialised(second)
+
+
+def shard_last_dim(parameter):
+    return Shard(parameter.ndim - 1)
+
+
+def check_other_dim(rank, world_size):
+    with torch.device("meta"):
+        model = nn.Linear(5, 6)
+        fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)), shard_placement_fn=shard_last_dim)
+    assert model.weight.placements == (Shard(1),)
+    torch.manual_seed(1)
+    materialize(model)
+    torch.manual_seed(1)
+    plain = nn.Linear(5, 6)
+    assert torch.equal(model.weight.full_tensor(), plain.weight)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sharded_on_another_dim(world_size):
+    run_ranks(world_size, check_other_dim)

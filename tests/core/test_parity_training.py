@@ -1,0 +1,63 @@
+"""Training with our fully_shard against stock's: every feature alone, on every world size it means something on."""
+
+import pytest
+
+from tests.support import run_ranks
+from tests.support.features import FEATURES, model_for, runs_on
+from tests.support.models import MODELS
+from tests.support.parity import Case, compare_training, compare_with_single_process
+from tests.support.trace import Tolerance
+
+WORLD_SIZES = (1, 2, 3, 4)
+SINGLES = [(world_size, name) for world_size in WORLD_SIZES for name in FEATURES if runs_on((name,), world_size)]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("model", MODELS)
+def test_model(model: str, world_size: int) -> None:
+    run_ranks(world_size, compare_training, Case(model, gather=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
+@pytest.mark.parametrize("model", ["mlp", "transformer", "frozen", "nested_outputs"])
+def test_optimizer(model: str, optimizer: str, world_size: int) -> None:
+    run_ranks(world_size, compare_training, Case(model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(("world_size", "feature"), SINGLES)
+def test_feature(feature: str, world_size: int) -> None:
+    run_ranks(world_size, compare_training, Case(model_for((feature,)), (feature,)))
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("feature", [None, "bfloat16_reduce_float32", "accumulate_no_sync", "replicate_only"])
+def test_sums_of_gloo(feature: str | None, world_size: int) -> None:
+    """Stock left as it is: gloo adds in another order, so the comparison has a tolerance."""
+    features = (feature,) if feature else ()
+    run_ranks(world_size, compare_training, Case("mlp", features, oracle_sums="gloo"))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("model", ["mlp", "transformer", "frozen", "nested_outputs", "repeated_forward"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_single_process(model: str, optimizer: str, world_size: int) -> None:
+    """No oracle but the mathematics: one process, float64, the ranks' batches together."""
+    tolerance = Tolerance(rtol=1e-4, atol=2e-6)
+    run_ranks(world_size, compare_with_single_process, Case(model, optimizer=optimizer), tolerance)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("transformer", ("reshard_to_2", "dim_1")),
+        Case("transformer", ("reshard_to_2",)),
+        Case("mlp", ("replicate_only",)),
+        Case("mlp", ("hsdp_2", "offload")),
+        Case("transformer", ("dim_1", "hsdp_2", "no_reshard")),
+    ],
+    ids=lambda case: "-".join([case.model, *case.features]),
+)
+def test_single_process_of_features(case: Case) -> None:
+    """What stock cannot do, or cannot do bit for bit, is compared with the mathematics as well."""
+    run_ranks(4, compare_with_single_process, case, Tolerance(rtol=1e-4, atol=2e-6))

@@ -1,0 +1,452 @@
+"""What other software touches of a sharded module: one contract per row that runs without the consumer."""
+
+import copy
+import importlib
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as pipelining
+from torch.distributed.tensor import DTensor
+
+import shardkit.core as shardkit
+from tests.support import rank_mesh, run_ranks
+from tests.support.models import Block
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _methods(cls: type) -> set[str]:
+    return {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("__")}
+
+
+def test_every_method_of_stock_is_overridden() -> None:
+    """A method that torch adds would otherwise run against a state that is not stock's."""
+    assert _methods(stock.FSDPModule) - _methods(shardkit.FSDPModule) == set()
+    assert _methods(stock.UnshardHandle) - _methods(shardkit.UnshardHandle) == set()
+
+
+@pytest.mark.parametrize("name", sorted(_methods(stock.FSDPModule)))
+def test_arguments_of_stock_are_accepted(name: str) -> None:
+    """Same names, same order, same kinds, and optional where they are optional."""
+    expected = inspect.signature(getattr(stock.FSDPModule, name)).parameters
+    seen = inspect.signature(getattr(shardkit.FSDPModule, name)).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in seen.values()):
+        return
+    assert list(seen)[: len(expected)] == list(expected)
+    for parameter in expected.values():
+        assert seen[parameter.name].kind == parameter.kind
+        assert seen[parameter.name].default == parameter.default
+
+
+def test_public_names_of_stock_are_offered() -> None:
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard")
+    names = [name for name in module.__all__ if not name.startswith("_")]
+    assert [name for name in names if not hasattr(shardkit, name)] == []
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
+def test_functions_take_what_stock_takes(name: str) -> None:
+    expected, seen = (inspect.signature(getattr(module, name)).parameters for module in (stock, shardkit))
+    assert list(seen)[: len(expected)] == list(expected)
+
+
+# -- isinstance and state ----------------------------------------------------------------------------------------------
+
+
+def _sharded_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3))
+    shardkit.fully_shard(model[0], mesh=rank_mesh((dist.get_world_size(),)))
+    shardkit.fully_shard(model[1], mesh=rank_mesh((dist.get_world_size(),)))
+    return shardkit.fully_shard(model, mesh=rank_mesh((dist.get_world_size(),)))
+
+
+def isinstance_and_state(rank: int, world_size: int) -> None:
+    model = _sharded_mlp()
+    for module in (model, model[0]):
+        assert isinstance(module, stock.FSDPModule)
+        assert isinstance(module, shardkit.FSDPModule)
+    assert isinstance(model, nn.Sequential)
+    assert not isinstance(model[2], stock.FSDPModule)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[0]).__name__ == "FSDPBlock"
+    handle = model[0].unshard(async_op=True)
+    assert isinstance(handle, stock.UnshardHandle)
+    handle.wait()
+    model[0].reshard()
+    # Indexing a sharded container makes a plain one of the original class.
+    assert type(model[:2]) is nn.Sequential
+    # What stock's state lookup answers, and what torch's pipelining reads of it.
+    model(torch.randn(2, 7)).sum().backward()
+    state = stock.fully_shard.state(model)
+    assert state is not None
+    assert state is shardkit.fully_shard.state(model)
+    assert stock.fully_shard.state(model[2]) is None
+    assert [
+        one is stock.fully_shard.state(module)
+        for one, module in zip(state._state_ctx.all_states, (model, model[0], model[1]), strict=True)
+    ] == [True] * 3
+    for one in state._state_ctx.all_states:
+        assert len(one._fsdp_param_groups) == 1
+    # Dynamo
+    for module in model.modules():
+        assert module._is_fsdp_managed_module is True
+        assert module._fsdp_use_orig_params is True
+
+
+def test_isinstance_and_state() -> None:
+    run_ranks(2, isinstance_and_state)
+
+
+def reduction_by_hand(rank: int, world_size: int) -> None:
+    """Torch's pipelining: backwards without sync, then the reduction from outside of any backward."""
+    expected, seen = _gradients(stock), _gradients(shardkit)
+    assert expected.keys() == seen.keys()
+    for fqn in expected:
+        assert torch.equal(expected[fqn], seen[fqn]), fqn
+
+
+def _gradients(api: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(8, 12), nn.Linear(8, 4))
+    mesh = rank_mesh((dist.get_world_size(),))
+    api.fully_shard(model[0], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+    for micro in range(3):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        torch.manual_seed(10 * dist.get_rank() + micro)
+        model(torch.randn(2, 8)).square().sum().backward()
+        assert all(not isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = stock.fully_shard.state(model)
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return {fqn: parameter.grad.to_local() for fqn, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reduction_by_hand(world_size: int) -> None:
+    run_ranks(world_size, reduction_by_hand)
+
+
+# -- torch's pipelining ------------------------------------------------------------------------------------------------
+
+WIDTH, MICRO_BATCHES = 8, 4
+
+
+class Stage(nn.Module):
+    """A stage of two blocks, each sharded on its own, and a bias that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(WIDTH, 12), Block(WIDTH, 5)])
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.bias
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def pipeline(rank: int, world_size: int, schedule: str, stages_per_rank: int) -> None:
+    """Three steps with stock's sharding, with ours, and the mathematics on one process."""
+    expected = _pipelined(stock, schedule, stages_per_rank)
+    seen = _pipelined(shardkit, schedule, stages_per_rank)
+    assert expected.keys() == seen.keys()
+    for label in expected:
+        assert torch.equal(expected[label], seen[label]), label
+    reference = _not_pipelined(world_size, stages_per_rank)
+    assert {label for label in seen if "full" in label} <= reference.keys()
+    for label in reference.keys() & seen.keys():
+        torch.testing.assert_close(seen[label], reference[label], rtol=1e-4, atol=1e-6, msg=label)
+
+
+def _stages(count: int) -> list[Stage]:
+    torch.manual_seed(0)
+    return [Stage() for _ in range(count)]
+
+
+def _pipelined(api: Any, schedule: str, stages_per_rank: int) -> dict[str, Tensor]:
+    mesh = rank_mesh((2, dist.get_world_size() // 2), ("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    count = 2 * stages_per_rank
+    place = pp.get_local_rank()
+    all_stages = _stages(count)
+    cls = getattr(pipelining, schedule)
+    indices = [place, count - 1 - place] if "ZBV" in schedule else list(range(place, count, 2))
+    stages, trace = [], {}
+    for index in indices:
+        module = all_stages[index]
+        for block in module.blocks:
+            # Schedules that split backward look for unsharded parameters on the stage when its input part begins.
+            api.fully_shard(block, mesh=dp, reshard_after_forward="Zero" not in schedule)
+        api.fully_shard(module, mesh=dp, reshard_after_forward=False)
+        stages.append(PipelineStage(module, index, count, torch.device("cpu"), group=pp.get_group()))
+    runner = cls(stages[0] if stages_per_rank == 1 else stages, MICRO_BATCHES, loss_fn=_loss)
+    optimizers = [torch.optim.SGD(stage.submod.parameters(), lr=0.1) for stage in stages]
+    has_first, has_last = 0 in indices, count - 1 in indices
+    for step in range(3):
+        inputs, target = _batch(dp.get_local_rank(), step)
+        losses: list[Tensor] = []
+        runner.step(
+            *([inputs] if has_first else []),
+            target=target if has_last else None,
+            losses=losses if has_last else None,
+        )
+        for micro, loss in enumerate(losses):
+            trace[f"step {step}: loss {micro}"] = loss.detach()
+        for index, stage, optimizer in zip(indices, stages, optimizers, strict=True):
+            for fqn, parameter in stage.submod.named_parameters():
+                assert isinstance(parameter, DTensor), fqn
+                trace[f"step {step}: gradient {index}.{fqn}"] = parameter.grad.to_local().clone()
+                trace[f"step {step}: full gradient {index}.{fqn}"] = parameter.grad.full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+    return trace
+
+
+def _batch(data_rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * data_rank + step)
+    shape = (2 * MICRO_BATCHES, WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
+    """Gradients of the mean over data-parallel ranks and micro-batches, which is what schedules scale to."""
+    model = nn.Sequential(*_stages(2 * stages_per_rank)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace = {}
+    for step in range(3):
+        for data_rank in range(world_size // 2):
+            inputs, target = (tensor.double() for tensor in _batch(data_rank, step))
+            (_loss(model(inputs), target) / (world_size // 2)).backward()
+        for fqn, parameter in model.named_parameters():
+            trace[f"step {step}: full gradient {fqn}"] = parameter.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "stages_per_rank"),
+    [
+        (2, "ScheduleGPipe", 1),
+        (2, "Schedule1F1B", 1),
+        (4, "Schedule1F1B", 1),
+        (2, "ScheduleInterleaved1F1B", 2),
+        (4, "ScheduleInterleaved1F1B", 2),
+        (2, "ScheduleInterleavedZeroBubble", 2),
+        (4, "ScheduleZBVZeroBubble", 2),
+    ],
+)
+def test_pipelining(world_size: int, schedule: str, stages_per_rank: int) -> None:
+    run_ranks(world_size, pipeline, schedule, stages_per_rank)
+
+
+# -- torchtitan --------------------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """torchtitan's shape: norm and head make one group, and the loss applies the head chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([Block(WIDTH, 12), Block(WIDTH, 12)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+
+    def forward(self, tokens: Tensor, skip_head: bool = False) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return x if skip_head else self.head(x)
+
+
+def _shard_like_torchtitan(api: Any, model: Decoder, mesh: DeviceMesh) -> None:
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    api.fully_shard(model.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for layer in model.layers:
+        api.fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    api.fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    api.fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, stock.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.set_modules_to_forward_prefetch([model.embedding])
+    model.embedding.set_modules_to_forward_prefetch([model.layers[0]])
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    model.layers[1].set_modules_to_forward_prefetch([model.norm, model.head])
+    model.head.set_modules_to_backward_prefetch([model.layers[1]])
+
+
+def _chunked_loss(model: Decoder, tokens: Tensor) -> Tensor:
+    """Backward of the head for each chunk of the sequence, then one backward of the rest.
+
+    The order of calls is torchtitan's: reduce-scatter and reshard only with the last chunk.
+    """
+    hidden = model(tokens, skip_head=True)
+    leaf = hidden.detach().requires_grad_()
+    chunks = leaf.chunk(3, dim=1)
+    targets = tokens.roll(-1, 1).chunk(3, dim=1)
+    total = torch.zeros(())
+    model.head.set_requires_gradient_sync(False)
+    model.head.set_reshard_after_backward(False)
+    model.head.set_reshard_after_forward(False)
+    for index, (chunk, target) in enumerate(zip(chunks, targets, strict=True)):
+        if index == len(chunks) - 1:
+            model.head.set_requires_gradient_sync(True)
+            model.head.set_reshard_after_backward(True)
+        logits = model.head(chunk).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / tokens.numel()
+        loss.backward()
+        total = total + loss.detach()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def chunked_loss(rank: int, world_size: int) -> None:
+    traces = []
+    for api in (stock, shardkit):
+        torch.manual_seed(0)
+        model = Decoder()
+        _shard_like_torchtitan(api, model, rank_mesh((world_size,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        trace: dict[str, Tensor] = {}
+        for step in range(3):
+            tokens = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(10 * rank + step))
+            trace[f"step {step}: loss"] = _chunked_loss(model, tokens)
+            for fqn, parameter in model.named_parameters():
+                trace[f"step {step}: gradient {fqn}"] = parameter.grad.to_local().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append(trace)
+    expected, seen = traces
+    for label in expected:
+        assert torch.equal(expected[label], seen[label]), label
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_chunked_loss_over_norm_and_head(world_size: int) -> None:
+    run_ranks(world_size, chunked_loss)
+
+
+def torchtitan_calls(rank: int, world_size: int) -> None:
+    model = _sharded_mlp()
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, stock.FSDPModule):
+            module.set_all_reduce_hook(partial(_keep, seen))
+    model(torch.randn(2, 7)).sum().backward()
+    assert len(seen) == 3
+    local = {parameter.grad.to_local().numel() for parameter in model.parameters()}
+    assert max(local) > 0
+    assert sum(tensor.numel() for tensor in seen) >= sum(p.grad.to_local().numel() for p in model.parameters())
+
+    # gloo has no memory of its own that a network card knows.
+    def enable() -> None:
+        model[0].set_symm_mem_for_comm()
+        model(torch.randn(2, 7))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"(?s)(cannot allocate|NCCL|symmetric)"):
+        enable()
+    with pytest.raises(NotImplementedError, match="NVSHMEM"):
+        model[1].set_symm_mem_for_comm("NVSHMEM")
+
+
+def _keep(seen: list[Tensor], reduced: Tensor) -> None:
+    assert reduced.dim() == 1
+    seen.append(reduced)
+
+
+def test_torchtitan_calls() -> None:
+    run_ranks(2, torchtitan_calls, isolated=True)
+
+
+# -- Lightning, accelerate, torchft ------------------------------------------------------------------------------------
+
+
+def no_backward_sync(rank: int, world_size: int) -> None:
+    """Lightning's no_backward_sync and its toggling: set_requires_gradient_sync(not enabled, recurse=True)."""
+    model = _sharded_mlp()
+    assert isinstance(model, stock.FSDPModule)
+    model.set_requires_gradient_sync(False, recurse=True)
+    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters() if isinstance(parameter, DTensor))
+    model.set_requires_gradient_sync(True, recurse=True)
+    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
+    accumulated = {fqn: parameter.grad.to_local().clone() for fqn, parameter in model.named_parameters()}
+    model.zero_grad()
+    model(torch.ones(2, 7) * (rank + 1)).sum().backward()
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(accumulated[fqn], 2 * parameter.grad.to_local(), msg=fqn)
+
+
+def test_no_backward_sync() -> None:
+    run_ranks(2, no_backward_sync)
+
+
+def prepared_already(rank: int, world_size: int) -> None:
+    """accelerate: `is_fsdp2 = isinstance(model, FSDPModule); if is_fsdp2: return model`, wrapped or not."""
+    model = _sharded_mlp()
+    assert isinstance(model, stock.FSDPModule)
+    assert not isinstance(nn.Sequential(model), stock.FSDPModule)
+    assert isinstance(nn.Sequential(model)[0], stock.FSDPModule)
+    with pytest.raises(ValueError, match="already called"):
+        shardkit.fully_shard(model)
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        copy.deepcopy(model)
+
+
+def test_prepared_already() -> None:
+    run_ranks(2, prepared_already)
+
+
+def all_reduce_hook_of_torchft(rank: int, world_size: int) -> None:
+    """Torchft averages over replica groups in a hook, between reduce-scatter and optimizer."""
+    mesh = rank_mesh((2, 2), ("replica", "shard"))
+    replicas = mesh["replica"].get_group()
+
+    def average(reduced: Tensor) -> None:
+        dist.all_reduce(reduced, group=replicas)
+        reduced /= 2
+
+    gradients = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(8, 12), nn.Linear(8, 4))
+        model_mesh = mesh["shard"] if hooked else mesh
+        for module in (model[0], model):
+            shardkit.fully_shard(module, mesh=model_mesh)
+            if hooked:
+                module.set_all_reduce_hook(average)
+        torch.manual_seed(rank)
+        model(torch.randn(2, 8)).square().sum().backward()
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+    for hooked_grad, native_grad in zip(*gradients, strict=True):
+        torch.testing.assert_close(hooked_grad, native_grad)
+
+
+def test_all_reduce_hook_of_torchft() -> None:
+    run_ranks(4, all_reduce_hook_of_torchft)

@@ -1,0 +1,489 @@
+"""State dicts: the DTensors that stock gives, interchangeable both ways, also through torch.distributed.checkpoint."""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardkit.core as shardkit
+from tests.support import rank_mesh, run_ranks
+from tests.support.models import MLP, MODELS, Transformer
+from tests.support.trace import Trace, assert_same
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def _mesh(world_size: int, kind: str) -> DeviceMesh:
+    if kind == "hsdp":
+        return rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    return rank_mesh((world_size,))
+
+
+def _dim_1(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim > 1 else None
+
+
+def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    spec = MODELS[model]
+    module = spec.build()
+    for block in spec.blocks(module):
+        api.fully_shard(block, mesh=mesh, **options)
+    return api.fully_shard(module, mesh=mesh, **options)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def _loss(model: nn.Module, name: str, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)  # the same data on all ranks: stock's sums have no order then
+    return MODELS[name].loss(model(*MODELS[name].inputs(generator)))
+
+
+def _train(model: nn.Module, name: str, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = _loss(model, name, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _trace(tree: Any) -> Trace:
+    trace = Trace()
+    trace.add_tree("state", tree)
+    return trace
+
+
+# -- state_dict and load_state_dict ------------------------------------------------------------------------------------
+
+CASES = [
+    (world_size, kind, model)
+    for world_size in WORLD_SIZES
+    for kind in ("fsdp", "hsdp")
+    for model in ("mlp", "transformer", "frozen", "mixed_dtypes")
+    if kind == "fsdp" or (world_size == 4 and model in ("mlp", "transformer"))
+]
+
+
+def same_as_stock(rank: int, world_size: int, kind: str, model: str) -> None:
+    """Keys, their order, placements, local shapes, values: fresh, within a step, after it, after evaluation."""
+    traces = []
+    for api in (stock, shardkit):
+        trace = Trace()
+        module = _build(api, model, _mesh(world_size, kind))
+        _look(trace, "fresh", module)
+        loss = _loss(module, model, 0)
+        _look(trace, "between forward and backward", module)
+        loss.backward()
+        _look(trace, "after backward", module)
+        module.eval()
+        with torch.no_grad():
+            _loss(module, model, 1)
+        _look(trace, "after evaluation", module)
+        module.unshard()
+        _look(trace, "unsharded", module)
+        traces.append(trace)
+    assert_same(*traces)
+
+
+def _look(trace: Trace, label: str, module: nn.Module) -> None:
+    state = module.state_dict()
+    trace.add(f"{label}: keys", list(state))
+    for fqn, tensor in state.items():
+        trace.add(f"{label}: {fqn}", tensor)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+
+
+@pytest.mark.parametrize(("world_size", "kind", "model"), CASES)
+def test_state_dict_is_that_of_stock(model: str, kind: str, world_size: int) -> None:
+    run_ranks(world_size, same_as_stock, kind, model)
+
+
+def midstep(rank: int, world_size: int) -> None:
+    """A state dict taken between forward and backward leaves the step as it would have been."""
+    gradients = []
+    for take in (False, True):
+        module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+        loss = _loss(module, "mlp", 0)
+        if take:
+            module.state_dict()
+        loss.backward()
+        gradients.append({fqn: parameter.grad.to_local() for fqn, parameter in module.named_parameters()})
+    for fqn, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][fqn]), fqn
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_in_midstep_changes_nothing(world_size: int) -> None:
+    run_ranks(world_size, midstep)
+
+
+def interchange(rank: int, world_size: int, kind: str, model: str, assign: bool) -> None:
+    """Ours -> stock -> ours, by load_state_dict; the models then train alike."""
+    mesh = _mesh(world_size, kind)
+    source = _build(shardkit, model, mesh, seed=1)
+    _train(source, model, _optimizer(source), range(2))
+    there = _build(stock, model, mesh, seed=2)
+    _loss(there, model, 0)
+    assert not there.load_state_dict(_copied(source.state_dict()), assign=assign).missing_keys
+    back = _build(shardkit, model, mesh, seed=3)
+    _loss(back, model, 0)  # a model in use takes over what is loaded
+    back.load_state_dict(_copied(there.state_dict()), assign=assign)
+    assert_same(_trace(dict(source.state_dict())), _trace(dict(back.state_dict())))
+    optimizers = [_optimizer(module) for module in (source, there, back)]
+    losses = [
+        _train(module, model, optimizer, range(5, 7))
+        for module, optimizer in zip((source, there, back), optimizers, strict=True)
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    assert_same(_trace(dict(source.state_dict())), _trace(dict(back.state_dict())))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {fqn: tensor.clone() for fqn, tensor in state.items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "kind", "model"), [case for case in CASES if case[2] in ("mlp", "transformer", "frozen")]
+)
+def test_interchange_with_stock(model: str, kind: str, world_size: int, assign: bool) -> None:
+    run_ranks(world_size, interchange, kind, model, assign)
+
+
+def strictness(rank: int, world_size: int) -> None:
+    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+    state = _copied(module.state_dict())
+    removed = state.pop("blocks.1.up.weight")
+    state["blocks.1.upp.weight"] = removed
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*blocks\.1\.up\.weight.*Unexpected.*blocks\.1\.upp\.weight"):
+        module.load_state_dict(state)
+    result = module.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["blocks.1.up.weight"]
+    assert result.unexpected_keys == ["blocks.1.upp.weight"]
+    state = _copied(module.state_dict())
+    state["out.weight"] = module.state_dict()["out.bias"].clone()
+    with pytest.raises(RuntimeError, match=r"out\.weight"):
+        module.load_state_dict(state)
+    state["out.weight"] = torch.zeros(1, 7)
+
+    def assign() -> None:
+        module.load_state_dict(state, assign=True)
+        _loss(module, "mlp", 0)
+
+    with pytest.raises((ValueError, RuntimeError), match=r"(?s)out\.weight.*DTensor"):
+        assign()
+
+
+def test_strictness() -> None:
+    run_ranks(2, strictness)
+
+
+def other_placement_fn(rank: int, world_size: int) -> None:
+    """Dim 1, even and uneven: stock has only even ones, so compare with what DTensor says such a tensor is."""
+    mesh = _mesh(world_size, "fsdp")
+    module = _build(shardkit, "mlp", mesh, shard_placement_fn=_dim_1)
+    torch.manual_seed(0)
+    full = MLP().state_dict()
+    for fqn, tensor in module.state_dict().items():
+        if not isinstance(tensor, DTensor):
+            continue
+        expected = torch.distributed.tensor.distribute_tensor(full[fqn], mesh, tensor.placements)
+        assert tensor.placements == (Shard(1 if full[fqn].ndim > 1 else 0),)
+        assert tensor.to_local().shape == expected.to_local().shape, fqn
+        assert torch.equal(tensor.to_local(), expected.to_local()), fqn
+        assert torch.equal(tensor.full_tensor(), full[fqn]), fqn
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_other_dims(world_size: int) -> None:
+    run_ranks(world_size, other_placement_fn)
+
+
+def ties(rank: int, world_size: int) -> None:
+    """One parameter under two names is one DTensor object under both, also after a load with assign."""
+    module = _build(shardkit, "transformer", _mesh(world_size, "fsdp"))
+    state = module.state_dict(keep_vars=True)
+    assert state["embedding.weight"] is state["head.weight"]
+    loss = _loss(module, "transformer", 0)
+    loss.backward()
+    assert module.head.weight is module.embedding.weight
+    module.load_state_dict(_copied(module.state_dict()))
+    assert module.head.weight is module.embedding.weight
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ties(world_size: int) -> None:
+    run_ranks(world_size, ties)
+
+
+# -- torch.distributed.checkpoint.state_dict ---------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "full": {"full_state_dict": True},
+    "offload": {"cpu_offload": True},
+    "ignore_frozen": {"ignore_frozen_params": True, "strict": False},
+    "not_strict": {"strict": False},
+    "flatten": {"flatten_optimizer_state_dict": True},
+    "full_flatten": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    "broadcast": {"full_state_dict": True, "broadcast_from_rank0": True},
+}
+
+
+def helpers(rank: int, world_size: int, kind: str, model: str, options: dict[str, Any]) -> None:
+    """Get with every option, compare with stock; set into a fresh model of either engine, compare again; train on."""
+    mesh = _mesh(world_size, kind)
+    getting = StateDictOptions(**{name: value for name, value in options.items() if name != "broadcast_from_rank0"})
+    setting = StateDictOptions(**options)
+    traces: dict[str, Trace] = {}
+    states: dict[str, Any] = {}
+    for name, api in (("stock", stock), ("shardkit", shardkit)):
+        module = _build(api, model, mesh, seed=1)
+        optimizer = _optimizer(module)
+        _train(module, model, optimizer, range(2))
+        states[name] = get_state_dict(module, optimizer, options=getting)
+        assert_same(_trace(states[name][0]), _trace(get_model_state_dict(module, options=getting)))
+        assert_same(_trace(states[name][1]), _trace(get_optimizer_state_dict(module, optimizer, options=getting)))
+        traces[name] = _trace(states[name])
+        traces[name].add("keys", [list(states[name][0]), list(states[name][1])])
+    assert_same(traces["stock"], traces["shardkit"])
+    trained = {}
+    for name, api, source in (("stock", stock, "shardkit"), ("shardkit", shardkit, "stock")):
+        module = _build(api, model, mesh, seed=1 if options.get("ignore_frozen_params") else 2)
+        optimizer = _optimizer(module)
+        model_state, optimizer_state = _offered(states[source], rank, options)
+        if options.get("broadcast_from_rank0"):  # set_state_dict would take the empty dicts of other ranks for a wish
+            set_model_state_dict(module, model_state, options=setting)
+            set_optimizer_state_dict(module, optimizer, optimizer_state, options=setting)
+        else:
+            set_state_dict(
+                module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=setting
+            )
+        losses = _train(module, model, optimizer, range(5, 7))
+        trained[name] = _trace([losses, get_state_dict(module, optimizer)])
+    assert_same(trained["stock"], trained["shardkit"])
+
+
+def _offered(state: Any, rank: int, options: dict[str, Any]) -> Any:
+    """What a rank passes to set_state_dict: with broadcast, only rank 0 has anything."""
+    model, optimizer = state
+    if options.get("broadcast_from_rank0") and rank:
+        return {}, {}
+    return dict(model), dict(optimizer)
+
+
+HELPER_CASES = [
+    (world_size, kind, model, name)
+    for name in OPTIONS
+    for world_size, kind, model in [(1, "fsdp", "mlp"), (2, "fsdp", "mlp"), (3, "fsdp", "frozen"), (4, "hsdp", "mlp")]
+    if world_size == 2 or name in ("default", "full", "broadcast", "ignore_frozen")
+]
+
+
+@pytest.mark.parametrize(("world_size", "kind", "model", "options"), HELPER_CASES)
+def test_helpers_with_options(world_size: int, kind: str, model: str, options: str) -> None:
+    run_ranks(world_size, helpers, kind, model, OPTIONS[options], timeout=120.0)
+
+
+def full_on_rank_0(rank: int, world_size: int) -> None:
+    """`full_state_dict` with `cpu_offload`: rank 0 alone has it, and broadcasts it into a model of the other engine."""
+    mesh = _mesh(world_size, "fsdp")
+    getting = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    setting = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    source = _build(shardkit, "transformer", mesh, seed=1)
+    optimizer = _optimizer(source)
+    _train(source, "transformer", optimizer, range(2))
+    model_state, optimizer_state = get_state_dict(source, optimizer, options=getting)
+    assert bool(model_state) == (rank == 0)
+    expected = source.state_dict()
+    for fqn, tensor in expected.items():
+        full = tensor.full_tensor()
+        assert rank or torch.equal(full, model_state[fqn]), fqn
+    for api in (stock, shardkit):
+        module = _build(api, "transformer", mesh, seed=2)
+        other = _optimizer(module)
+        set_model_state_dict(module, dict(model_state), options=setting)
+        set_optimizer_state_dict(module, other, dict(optimizer_state), options=setting)
+        assert_same(_trace(dict(expected)), _trace(dict(module.state_dict())))
+        assert_same(_trace(optimizer.state_dict()), _trace(other.state_dict()))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_full_state_dict_on_rank_0(world_size: int) -> None:
+    run_ranks(world_size, full_on_rank_0)
+
+
+def of_a_submodule(rank: int, world_size: int, keep_prefixes: bool) -> None:
+    traces = []
+    for api in (stock, shardkit):
+        module = _build(api, "mlp", _mesh(world_size, "fsdp"))
+        options = StateDictOptions(keep_submodule_prefixes=keep_prefixes)
+        state = get_model_state_dict(module, submodules={module.blocks[1]}, options=options)
+        assert len(state) == 5
+        traces.append(_trace(state))
+    assert_same(*traces)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("keep_prefixes", [True, False])
+def test_submodules(keep_prefixes: bool) -> None:
+    run_ranks(2, of_a_submodule, keep_prefixes)
+
+
+class Renamed(MLP):
+    """A module that hides a wrapper from its FQNs, as `dsd_fqn_modifiers` lets it."""
+
+    def _renamed(self) -> dict[str, str]:
+        return {"blocks": "layers"}
+
+
+def fqn_modifiers(rank: int, world_size: int) -> None:
+    traces = []
+    for api in (stock, shardkit):
+        torch.manual_seed(0)
+        module = Renamed()
+        api.fully_shard(module.blocks[0], mesh=_mesh(world_size, "fsdp"))
+        api.fully_shard(module, mesh=_mesh(world_size, "fsdp"))
+        try:
+            traces.append(_trace(get_model_state_dict(module, options=StateDictOptions(dsd_fqn_modifiers="_renamed"))))
+        except Exception as error:  # noqa: BLE001 - whatever torch makes of it, it makes of both
+            trace = Trace()
+            trace.add("error", f"{type(error).__name__}: {error}")
+            traces.append(trace)
+    assert_same(*traces)
+
+
+def test_fqn_modifiers() -> None:
+    run_ranks(2, fqn_modifiers)
+
+
+# -- dcp.save and dcp.load ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+ENGINES = {"stock": stock, "shardkit": shardkit}
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def save(rank: int, world_size: int, engine: str, kind: str, model: str, path: str) -> Any:
+    module = _build(ENGINES[engine], model, _mesh(world_size, kind), seed=1)
+    optimizer = _optimizer(module)
+    _train(module, model, optimizer, range(2))
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    full = get_state_dict(module, optimizer, options=FULL)
+    return full if rank == 0 else None
+
+
+def load(rank: int, world_size: int, engine: str, kind: str, model: str, path: str) -> Any:
+    module = _build(ENGINES[engine], model, _mesh(world_size, kind), seed=2)
+    optimizer = _optimizer(module)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    full = copy.deepcopy(get_state_dict(module, optimizer, options=FULL))
+    _train(module, model, optimizer, range(2, 4))
+    return full if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "saved_at", "loaded_by", "loaded_at", "model"),
+    [
+        ("shardkit", (4, "fsdp"), "shardkit", (2, "fsdp"), "mlp"),
+        ("shardkit", (2, "fsdp"), "shardkit", (3, "fsdp"), "transformer"),
+        ("shardkit", (1, "fsdp"), "shardkit", (4, "hsdp"), "frozen"),
+        ("shardkit", (4, "hsdp"), "stock", (2, "fsdp"), "mlp"),
+        ("stock", (4, "fsdp"), "shardkit", (2, "fsdp"), "transformer"),
+        ("stock", (3, "fsdp"), "shardkit", (4, "hsdp"), "mlp"),
+        ("shardkit", (3, "fsdp"), "stock", (1, "fsdp"), "mixed_dtypes"),
+    ],
+)
+def test_checkpoint_across_world_sizes_and_engines(
+    saved_by: str, saved_at: tuple[int, str], loaded_by: str, loaded_at: tuple[int, str], model: str
+) -> None:
+    with _directory() as path:
+        saved = run_ranks(saved_at[0], save, saved_by, saved_at[1], model, str(path), timeout=120.0)[0]
+        loaded = run_ranks(loaded_at[0], load, loaded_by, loaded_at[1], model, str(path), timeout=120.0)[0]
+    assert_same(_trace(saved), _trace(loaded))
+
+
+def asynchronous(rank: int, world_size: int, path: str) -> None:
+    """An asynchronous save keeps what the model was when it began."""
+    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+    optimizer = _optimizer(module)
+    before = _copied(module.state_dict())
+    group = dist.new_group(backend="gloo")
+    future = dcp.async_save({"model": get_model_state_dict(module)}, checkpoint_id=path, process_group=group)
+    _train(module, "mlp", optimizer, range(2))
+    future.result()
+    state = {"model": get_model_state_dict(module)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state["model"])
+    assert_same(_trace(before), _trace(dict(module.state_dict())))
+
+
+def test_asynchronous_save() -> None:
+    with _directory() as path:
+        run_ranks(2, asynchronous, str(path))
+
+
+def while_training(rank: int, world_size: int, take: Callable[[nn.Module], Any]) -> None:
+    """DCP reads the very parameters, so loading in place changes the next forward without set_state_dict."""
+    module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+    first = _loss(module, "mlp", 0).item()
+    saved = _copied(take(module))
+    _train(module, "mlp", _optimizer(module), range(2))
+    assert _loss(module, "mlp", 0).item() != first
+    with torch.no_grad():
+        for fqn, tensor in take(module).items():
+            tensor.copy_(saved[fqn])
+    assert _loss(module, "mlp", 0).item() == first
+
+
+@pytest.mark.parametrize("take", [nn.Module.state_dict, get_model_state_dict])
+def test_loading_in_place(take: Callable[[nn.Module], Any]) -> None:
+    run_ranks(2, while_training, take)
+
+
+def test_models_have_what_these_tests_rely_on() -> None:
+    """Ties, shapes that leave ranks short or empty."""
+    model = Transformer()
+    assert model.head.weight is model.embedding.weight
+    firsts = {parameter.shape[0] for parameter in MLP().parameters()}
+    assert 1 in firsts
+    assert any(first % 2 and first % 3 for first in firsts)

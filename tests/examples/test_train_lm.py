@@ -1,0 +1,277 @@
+"""The main job at a small size, in the processes that it really runs in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm"
+MODULES = ("checkpointing", "data", "errors", "model", "processes", "report", "settings", "train")
+
+# A batch of three does not divide over two ranks: their parts of the loss have to be weighted.
+SMALL = [
+    *("--device=cpu", "--layers=2", "--width=32", "--heads=2", "--context=32"),
+    *("--batch=3", "--steps=6", "--warmup=2", "--lr=0.01", "--val-every=3", "--save-every=3", "--sample=8"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    return path
+
+
+def run_job(*flags: str | Path, script: Path = EXAMPLE, **env: str) -> str:
+    """What the job prints; it has to succeed."""
+    command = [sys.executable, str(script), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The directory of a run of six steps on two processes that nothing interrupted."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    run_job(*SMALL, "--nproc", "2", "--data", text, "--out", out)
+    return out
+
+
+@pytest.fixture
+def broken_off(finished: Path, tmp_path: Path) -> Path:
+    """The same run, as if it had been killed while it wrote its last checkpoint."""
+    out = tmp_path / "broken_off"
+    shutil.copytree(finished, out)
+    for name in ("losses.png", "sample.txt"):
+        (out / name).unlink()
+    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / ".step-000006.incomplete")
+    return out
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
+    """The `main` of `python examples/train_lm`, in this process: its checks start no other."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    spec = importlib.util.spec_from_file_location("train_lm_launcher", EXAMPLE / "__main__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.main
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def losses(out: Path) -> list[tuple[int, str, float]]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], name, r[name]) for r in records for name in ("train_loss", "val_loss") if name in r]
+
+
+def weights(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a sharded checkpoint, whole."""
+    whole = tmp_path / "whole.pt"
+    dcp_to_torch_save(checkpoint, whole)
+    flat: dict[str, torch.Tensor] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[prefix] = value
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            walk(f"{prefix}.{name}", inner)
+
+    walk("", torch.load(whole, weights_only=False))
+    return flat
+
+
+def test_learns_and_leaves_everything_behind(finished: Path) -> None:
+    curve = losses(finished)
+    assert [step for step, name, _ in curve if name == "train_loss"] == [1, 2, 3, 4, 5, 6]
+    held_out = [value for _, name, value in curve if name == "val_loss"]
+    # The head starts at zero, so the first predictions are uniform.
+    assert held_out[0] == pytest.approx(np.log(256), abs=1e-6)
+    assert held_out[-1] < held_out[0] - 0.5
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == ["step-000003", "step-000006"]
+    assert (finished / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert len((finished / "sample.txt").read_bytes()) >= 64 + 8
+
+
+def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
+    printed = run_job(*SMALL, "--nproc", "2", "--data", text, "--out", broken_off, "--resume")
+    assert "step-000003" in printed
+    assert "note:" not in printed
+    assert losses(broken_off) == losses(finished)
+    expected = weights(finished / "checkpoints" / "step-000006", tmp_path)
+    seen = weights(broken_off / "checkpoints" / "step-000006", tmp_path)
+    assert expected.keys() == seen.keys()
+    assert any("exp_avg_sq" in name for name in expected) and any("mlp_in" in name for name in expected)
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
+
+
+def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path, text: Path) -> None:
+    # The loop by itself, as another launcher than ours would start it.
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    description = broken_off / "checkpoints" / "step-000003" / "run.json"
+    description.write_text(description.read_text().replace('"lr": 0.01', '"lr": 0.5'))
+    flags = [*SMALL, "--data", text, "--out", broken_off, "--resume"]
+    printed = run_job(*flags, script=EXAMPLE / "train.py", **alone)
+    assert "note: --lr is 0.01, was 0.5; the losses will not be those of a run that never stopped" in printed
+    for seen, expected in zip(losses(broken_off), losses(finished), strict=True):
+        assert seen[:2] == expected[:2]
+        assert seen[2] == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> None:
+    script = tmp_path / "one_rank_fails.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(EXAMPLE)!r})
+        import torch.distributed as dist
+        from errors import UserError
+        from processes import failing_together, process_group
+
+        with process_group():
+            with failing_together():
+                if dist.get_rank() == 1:
+                    raise UserError("no such text\\non this machine")
+            dist.barrier()
+        """)
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command = [*torchrun, "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("train_lm: error: no such text on this machine\n") == 1
+    assert "exitcode  : 2" in done.stderr and "exitcode  : 1" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "/no/such/text"], "--data /no/such/text: no such file or directory"),
+        (["--data", "{tmp}"], "no .py, .txt, .md or .rst files below it"),
+        (["--data", "{tmp}/empty.py"], "too little text in {tmp}/empty.py: 0 bytes to train on"),
+        (["--resume", "--out", "{tmp}/none"], "--resume: no complete checkpoint in {tmp}/none/checkpoints"),
+        (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
+        (["--lr", "nan"], "argument --lr: must be above 0, got nan"),
+        (["--lr", "fast"], "argument --lr: invalid number value: 'fast'"),
+        (["--width", "100"], "--width 100 must be a multiple of twice --heads 6"),
+        (["--nproc", "9"], "--nproc 9 with --batch"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    launcher: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    flags: list[str],
+    message: str,
+) -> None:
+    if "empty" in flags[-1]:
+        (tmp_path / "empty.py").touch()
+    assert launcher(["--device", "cpu", *(flag.format(tmp=tmp_path) for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train_lm: error: ") and error.count("\n") == 1
+    assert message.format(tmp=tmp_path) in error
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
+def test_an_unreadable_file(launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher(["--data", "/proc/self/mem"]) == 2
+    assert "train_lm: error: --data /proc/self/mem: cannot be read: " in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model(
+    launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], broken_off: Path, text: Path
+) -> None:
+    flags = [*SMALL, "--data", str(text), "--out", str(broken_off), "--resume"]
+    assert launcher([*flags, "--width", "64"]) == 2
+    assert "is of another model: it has --width 32, this run --width 64" in capsys.readouterr().err
+
+    description = broken_off / "checkpoints" / "step-000003" / "run.json"
+    run = json.loads(description.read_text())
+    run["model"]["width"] = 64
+    description.write_text(json.dumps(run))
+    assert launcher([*flags, "--width", "64"]) == 2
+    assert "embedding.weight has shape (256, 32) there and (256, 64) in this code" in capsys.readouterr().err
+
+    description.write_text("{")
+    assert launcher(flags) == 2
+    assert "step-000003 is damaged" in capsys.readouterr().err
+
+
+def test_help_explains_every_flag(launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    import settings
+
+    with pytest.raises(SystemExit) as exit_:
+        launcher(["--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    actions = [action for action in settings.parser()._actions if action.dest != "help"]
+    assert len(actions) > 15
+    for action in actions:
+        assert action.help and all(option in text for option in action.option_strings)
+    assert text.count("(default: ") >= len(actions)
+
+
+@pytest.mark.usefixtures("launcher")
+def test_the_text_of_a_step_does_not_depend_on_the_number_of_processes(text: Path) -> None:
+    import data
+
+    corpus = data.load_corpus([text], context=16)
+    whole, targets = data.train_batch(corpus, seed=3, step=5, samples=range(7), context=16)
+    assert torch.equal(whole[:, 1:], targets[:, :-1])
+    for world in (2, 3):
+        for rank in range(world):
+            part, _ = data.train_batch(corpus, seed=3, step=5, samples=range(rank, 7, world), context=16)
+            assert torch.equal(part, whole[rank::world])
+    assert not torch.equal(whole, data.train_batch(corpus, seed=3, step=6, samples=range(7), context=16)[0])
+    assert not torch.equal(whole, data.train_batch(corpus, seed=4, step=5, samples=range(7), context=16)[0])
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_a_validation_counts_each_held_out_sample_once(text: Path, world: int, size: int) -> None:
+    import data
+
+    corpus = data.load_corpus([text], context=16)
+    alone = [row for tokens, _ in data.held_out_batches(corpus, 0, 1, 4, 16) for row in tokens.tolist()]
+    counted, batches = [], []
+    for rank in range(world):
+        parts = list(data.held_out_batches(corpus, rank, world, size, 16))
+        batches.append(len(parts))
+        for tokens, targets in parts:
+            counts = (targets != data.IGNORED).all(dim=1)
+            counted += tokens[counts].tolist()
+            assert (targets[~counts] == data.IGNORED).all()
+            assert tokens.min() >= 0  # left-out samples still go through the model
+    assert sorted(counted) == sorted(alone) and len(alone) == data.HELD_OUT_SAMPLES
+    assert len(set(batches)) == 1
+
+
+@pytest.mark.usefixtures("launcher")
+def test_whole_files_are_held_out_where_there_are_many(tmp_path: Path) -> None:
+    import data
+
+    for number in range(40):
+        (tmp_path / f"{number:02}.py").write_text(f"{number:02}" * 50)
+    corpus = data.load_corpus([tmp_path], context=16)
+    assert corpus.held_out.tobytes() == b"19" * 50 + b"39" * 50
+    assert len(corpus.train) == 38 * 100
