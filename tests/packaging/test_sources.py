@@ -16,7 +16,7 @@ TORCH_COMPAT = "shardkit.core.torch_compat"
 # Other software recognises a sharded module by stock FSDP2's public names, so torch_compat may touch those and no more.
 STOCK_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 RECOGNITION = re.compile(
-    r"torch\.distributed\.fsdp(\.(FSDPModule|UnshardHandle|MixedPrecisionPolicy|fully_shard)(\.state)?)?"
+    r"torch\.distributed\.fsdp(\.(FSDPModule|UnshardHandle|MixedPrecisionPolicy|CPUOffloadPolicy|OffloadPolicy|fully_shard)(\.state)?)?"
 )
 
 

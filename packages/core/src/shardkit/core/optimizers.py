@@ -38,9 +38,9 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
             continue
         if param.sharded_param is not parameter:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} holds the original of parameter '{param.fqn}', which fully_shard has "
-                "replaced by a DTensor, so its step would change nothing. Build the optimizer after fully_shard, from "
-                "model.parameters()"
+                f"this {type(optimizer).__name__} holds a plain tensor for parameter '{param.fqn}', from before it was "
+                "sharded or while it was unsharded, so its step would change nothing. Build the optimizer after "
+                "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
     _groups_of[optimizer] = (count, [weakref.ref(group) for group in groups])

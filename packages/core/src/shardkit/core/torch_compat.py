@@ -155,6 +155,12 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_div: Callable[..., Sequence[torch.Tensor]] = torch._foreach_div
+foreach_zero_: Callable[..., None] = torch._foreach_zero_
+
+
 def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Puts another local tensor of the same shape and dtype into a DTensor."""
     cast(DTensor, dtensor)._local_tensor = local

@@ -11,6 +11,7 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
+from shardkit.core.torch_compat import foreach_copy_
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[to
 def _copy_alone(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
     """World size 1: the chunk is the tensor."""
     shaped = [flat.view(item.layout.shape) for flat, item in zip(flats, plan.items, strict=True)]
-    torch._foreach_copy_(shaped, list(sources), non_blocking=True)
+    foreach_copy_(shaped, list(sources), non_blocking=True)
     return
     yield  # a program, though nothing is waited for
 
@@ -87,7 +88,7 @@ def _write_own_chunks(
             targets.append(_shaped(_typed(pieces[at], plan.items[item].dtype), shape))
             chunks.append(sources[item])
     if targets:
-        torch._foreach_copy_(targets, chunks, non_blocking=True)
+        foreach_copy_(targets, chunks, non_blocking=True)
 
 
 def _copy_out(plan: GatherPlan, flats: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
@@ -106,7 +107,7 @@ def _copy_out(plan: GatherPlan, flats: Sequence[torch.Tensor], pieces: Sequence[
             chunk = _typed(pieces[at], dtype)
             targets.append(ranks[rank])
             chunks.append(chunk.view(shape) if viewed else chunk)
-    torch._foreach_copy_(targets, chunks)
+    foreach_copy_(targets, chunks)
 
 
 # A view costs a microsecond; a group has dozens of small chunks, most of them 1-D and of the buffer's dtype already.

@@ -20,6 +20,7 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
+from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div, foreach_zero_
 
 # Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
 _NATIVE_AVG = ("nccl",)
@@ -102,7 +103,7 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: 
 @torch.no_grad()
 def _copy_alone(plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, scaling: _Scaling) -> Program:
     """World size 1: the gradient is the sum."""
-    torch._foreach_copy_(plan.output_views(output), list(grads))
+    foreach_copy_(plan.output_views(output), list(grads))
     _divide(output, scaling.before)
     _divide(output, scaling.after)
     return
@@ -203,9 +204,9 @@ def _pack(plan: ReducePlan, grads: Sequence[torch.Tensor], packed: torch.Tensor)
         for item, at, shape in row:
             targets.append(pieces[at].view(shape) if len(shape) > 1 else pieces[at])
             sources.append(chunks[item][rank])
-    torch._foreach_copy_(targets, sources)
+    foreach_copy_(targets, sources)
     if packing.gaps:
-        torch._foreach_zero_([pieces[at] for at in packing.gaps])
+        foreach_zero_([pieces[at] for at in packing.gaps])
 
 
 def _landing_rows(plan: ReducePlan, output: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
@@ -239,7 +240,7 @@ def _sum(
         return
     terms = list(landing)
     if divisor is not None:
-        own = list(torch._foreach_div([term.to(plan.reduce_dtype) for term in own], divisor))
+        own = list(foreach_div([term.to(plan.reduce_dtype) for term in own], divisor))
         terms = [row if row is None else row.to(plan.reduce_dtype).div_(divisor) for row in terms]
     outputs = output.split_with_sizes(plan.row_sizes)
     first = 1 if plan.rank == 0 else 0  # the first peer, whose term commutes with rank 0's own
@@ -262,9 +263,9 @@ def _add_term(
     if landed is not None:
         output.copy_(landed) if overwrite else output.add_(landed)
     elif overwrite:
-        torch._foreach_copy_(outputs, own)
+        foreach_copy_(outputs, own)
     else:
-        torch._foreach_add_(outputs, own)
+        foreach_add_(outputs, own)
 
 
 def _divide(tensor: torch.Tensor, divisor: float | None) -> None:
