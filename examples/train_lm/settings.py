@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
 
     train = p.add_argument_group("training")
     add = train.add_argument
-    add("--steps", type=whole(1), default=300, metavar="N", help="optimizer steps")
+    add("--steps", type=whole(1), default=250, metavar="N", help="optimizer steps")
     add("--batch", type=whole(1), default=4, metavar="N", help="sequences a step, over all processes together")
     add("--lr", type=real(0, inclusive=False), default=1e-3, metavar="X", help="AdamW's learning rate at its highest")
     add(
