@@ -156,3 +156,27 @@ def _optimizer_in_backward(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_optimizer_in_backward(world_size: int) -> None:
     run_ranks(world_size, _optimizer_in_backward)
+
+
+def _step_after_a_forward_alone(rank: int, world_size: int, kind: str) -> None:
+    """A forward that no backward follows leaves the root unsharded; a step then makes that memory stale."""
+    model = _shard(_model(), ours)
+    # AdamW: torch 2.13 has no DTensor strategy for fused SGD.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=kind == "foreach", fused=kind == "fused")
+    model(_batch(0, rank)).square().mean().backward()
+    model(_batch(1, rank))
+    optimizer.step()
+    fresh = _shard(_model(), ours)
+    fresh.load_state_dict(model.state_dict())
+    model(_batch(1, rank))  # unsharded again, then stepped again without a state dict in between
+    optimizer.step()
+    optimizer.zero_grad()
+    after = model(_batch(2, rank))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(after, fresh(_batch(2, rank)))
+
+
+@pytest.mark.parametrize("kind", ["loop", "foreach", "fused"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_between_forwards_is_seen_by_the_next_one(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _step_after_a_forward_alone, kind)
