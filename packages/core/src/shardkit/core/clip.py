@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.mesh import device_of
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -133,7 +134,7 @@ class _Plan:
                 if mesh.get_coordinate() is None:
                     continue  # this rank holds nothing of the parameter and is in none of its groups
                 axes = _sharded_axes(name, parameter.placements, mesh)
-                home = _mesh_device(mesh)
+                home = device_of(mesh)
                 # The whole mesh is in the key, not only this rank's groups: only then do all ranks of a group agree.
                 key = (mesh, axes)
                 device = device or home
@@ -258,14 +259,8 @@ def _group_of(
     """The ranks of this rank's process group on a mesh axis, noted in `groups`: equal sets of ranks share one group."""
     group = mesh.get_group(axis)
     ranks = tuple(dist.get_process_group_ranks(group))
-    groups.setdefault(ranks, (group, _mesh_device(mesh)))
+    groups.setdefault(ranks, (group, device_of(mesh)))
     return ranks
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:

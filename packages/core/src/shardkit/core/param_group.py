@@ -26,7 +26,7 @@ from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck, agree
 from shardkit.core.param import FSDPParam
-from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.policies import AllGather, MixedPrecisionPolicy, ReduceScatter
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
 from shardkit.core.runtime.gather import gather
@@ -34,11 +34,9 @@ from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.transport import Transport, transport_for
 from shardkit.core.runtime.transport.custom import (
-    AllGather,
     CustomTransport,
     ProcessGroupAllocatedAllGather,
     ProcessGroupAllocatedReduceScatter,
-    ReduceScatter,
 )
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]

@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
+from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport.c10d import PLAIN_DTYPES
-
-
-class AllGather(Protocol):
-    """A user's all-gather; the call signature is the one of stock FSDP2's custom communication."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer of a gather: `size` is `(numel,)`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather the 1-D `input_tensor`, this rank's slot of `output_tensor`, into `output_tensor` in place."""
-
-
-class ReduceScatter(Protocol):
-    """A user's reduce-scatter; the call signature is the one of stock FSDP2's custom communication."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input buffer of a reduction: `size` is `(numel,)`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce the 1-D `input_tensor` (world_size rows) and write this rank's row to `output_tensor`."""
 
 
 class CustomTransport:
@@ -135,7 +103,7 @@ class _GroupAllocation:
         return tensor
 
 
-class PlainAllGather(_PlainAllocation):
+class PlainAllGather(_PlainAllocation, AllGather):
     """c10d's all-gather on torch's memory."""
 
     def __call__(
@@ -151,7 +119,7 @@ class PlainAllGather(_PlainAllocation):
         return work
 
 
-class PlainReduceScatter(_PlainAllocation):
+class PlainReduceScatter(_PlainAllocation, ReduceScatter):
     """c10d's reduce-scatter on torch's memory."""
 
     def __call__(
