@@ -3,12 +3,16 @@
 import gc
 import resource
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_SHARES = Path("/proc/self/smaps_rollup")
+_SAMPLE_SECONDS = 0.003
 _RESET_PEAK = "5"
 
 
@@ -17,12 +21,16 @@ class MemoryMeter:
 
     On a CPU: resident memory, as the kernel counts its peak. Where a peak cannot be reset (anywhere but on Linux),
     `restart` does nothing and the peak is that of the whole run. On CUDA: allocated and reserved device memory.
+
+    A page that several processes map is resident in each of them. `held_during` counts it by shares instead, so that the
+    ranks' figures add up to what the machine needs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
         self._before = 0 if device.type == "cuda" else _resident()
+        self._share_before = _share()
         self.restart()
 
     def restart(self) -> None:
@@ -40,6 +48,36 @@ class MemoryMeter:
                 "reserved": torch.cuda.max_memory_reserved(self.device),
             }
         return {"resident": _peak_resident() - self._before}
+
+    def held_during(self, step: Callable[[], None]) -> int | None:
+        """Most bytes, shared pages by shares, seen while `step` runs; sampled, so nothing is to be timed meanwhile.
+
+        None where the kernel does not count them.
+        """
+        if self._share_before is None:
+            return None
+        seen = [0]
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(_SAMPLE_SECONDS):
+                seen.append(_share() or 0)
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            step()
+        finally:
+            done.set()
+            sampler.join()
+        return max(seen) - self._share_before
+
+
+def _share() -> int | None:
+    if not _SHARES.exists():
+        return None
+    line = next(line for line in _SHARES.read_text().splitlines() if line.startswith("Pss:"))
+    return int(line.split()[1]) * 1024
 
 
 def _resident() -> int:

@@ -21,6 +21,7 @@ from side_by_side.traffic import c10d_calls, shardkit_events, socket_bytes
 from side_by_side.workloads import WORKLOADS
 
 _BATCHES = 4
+_HELD_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -119,6 +120,9 @@ class Trainer:
         if self.device.type == "cpu":
             counts["socket_bytes"] = socket_bytes(self._step)
         self._meet()
+        if (held := self._held()) is not None:
+            counts["held"] = held
+        self._meet()
         counts["calls"] = c10d_calls(self._step)
         if self.assignment.system == "shardkit":
             with shardkit_events() as counted:
@@ -138,6 +142,12 @@ class Trainer:
             with open(f"{path}.txt", "w") as file:  # noqa: PTH123
                 for order in ("tottime", "cumulative"):
                     pstats.Stats(f"{path}.prof", stream=file).strip_dirs().sort_stats(order).print_stats(60)
+
+    def _held(self) -> int | None:
+        if self.device.type == "cuda":
+            return None
+        peaks = [self.memory.held_during(self._step) for _ in range(_HELD_STEPS)]
+        return None if None in peaks else max(peaks)
 
     def _forward(self) -> torch.Tensor:
         tokens, targets = self.batches[self.steps_done % _BATCHES]

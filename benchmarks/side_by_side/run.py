@@ -135,8 +135,12 @@ def _largest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _per_rank(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of rank 0; socket bytes as the mean over the ranks, as a tree or ring loads them differently."""
+    """Counts of rank 0; socket bytes as the mean over the ranks, as a tree or ring loads them differently; peaks as the
+    largest.
+    """
     joined = dict(ranks[0])
     if joined.get("socket_bytes") is not None:
         joined["socket_bytes"] = sum(counts["socket_bytes"] for counts in ranks) // len(ranks)
+    if "held" in joined:
+        joined["held"] = max(counts["held"] for counts in ranks)
     return joined

@@ -10,7 +10,14 @@ from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReduceItem, ReducePlan, plan_gather, plan_reduce
 from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import C10dTransport, Transport, transport_for
+from shardkit.core.runtime.shared.segment import shared_copies
+from shardkit.core.runtime.transport import (
+    C10dTransport,
+    PairwiseTransport,
+    SharedTransport,
+    Transport,
+    transport_for,
+)
 from shardkit.core.runtime.transport.custom import CustomTransport
 from shardkit.core.sharding import ChunkLayout
 
@@ -61,11 +68,20 @@ def transport(kind: str) -> Transport:
     """The transport under test over the default group."""
     group = dist.group.WORLD
     assert group is not None
-    if kind == "asked":
-        return transport_for(group, CPU)
+    if kind in ("shared", "lent"):
+        shared = transport_for(group, CPU)
+        assert isinstance(shared, SharedTransport) or group.size() == 1
+        return shared
+    if kind == "pairwise":
+        return PairwiseTransport(group, CPU)
     if kind == "custom":
         return CustomTransport(group, CPU)
     return C10dTransport(group, CPU, direct=kind == "c10d_direct")
+
+
+def placed(kind: str, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The shards where `kind` looks for them: "lent" ones lie in shared memory, all others do not."""
+    return shared_copies(sources) if kind == "lent" else list(sources)
 
 
 def whole(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -117,7 +133,7 @@ def run_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
     output = torch.full((plan.output_numel,), torch.nan, dtype=plan.reduce_dtype)
-    program = reduce_scatter(plan, grads, output, predivide=predivide, postdivide=postdivide, op=op)
+    program = reduce_scatter(plan, list(grads), output, predivide=predivide, postdivide=postdivide, op=op)
     make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
     return plan.output_views(output)
 

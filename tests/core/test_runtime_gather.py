@@ -7,11 +7,11 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import raw_view
 from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
-from tests.core.runtime_cases import CASES, CPU, chunk_of, gather_plan, run_gather, transport, whole
+from tests.core.runtime_cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
 from tests.support import run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
-TRANSPORTS = ["asked", "c10d_packed", "c10d_direct", "custom"]
+TRANSPORTS = ["lent", "shared", "pairwise", "c10d_packed", "c10d_direct", "custom"]
 
 
 def _same(seen: torch.Tensor, expected: torch.Tensor) -> None:
@@ -25,6 +25,7 @@ def _gathers(rank: int, world_size: int, kind: str) -> None:
         plan = gather_plan(case, over)
         full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
+        sources = placed(kind, sources)
         for _ in range(2):
             for seen, expected, item in zip(run_gather(plan, sources), full, plan.items, strict=True):
                 assert torch.equal(seen.float(), expected.float()), (name, item)
@@ -37,23 +38,24 @@ def test_gather_restores_the_tensors(world_size: int, kind: str) -> None:
     run_ranks(world_size, _gathers, kind)
 
 
-def _casts(rank: int, world_size: int) -> None:
-    over = transport("asked")
+def _casts(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
     case = CASES["bfloat16"]
     plan = gather_plan(case, over)
     full = [whole(shape, torch.float32, i) for i, shape in enumerate(case.shapes)]
     sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
-    for seen, expected in zip(run_gather(plan, sources), full, strict=True):
+    for seen, expected in zip(run_gather(plan, placed(kind, sources)), full, strict=True):
         _same(seen, expected.bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_sources_are_cast_when_written(world_size: int) -> None:
-    run_ranks(world_size, _casts)
+def test_sources_are_cast_when_written(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _casts, kind)
 
 
-def _overlaps(rank: int, world_size: int) -> None:
-    over = transport("asked")
+def _overlaps(rank: int, world_size: int, kind: str) -> None:
+    over = transport(kind)
     lane = make_lane(CPU, "all-gather")
     running = []
     for seed, name in enumerate(["mixed_dims", "large_uneven", "small", "large_even"]):
@@ -63,7 +65,7 @@ def _overlaps(rank: int, world_size: int) -> None:
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
         sizes = [i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
         flats = [torch.empty(size) for size in sizes]
-        running.append((lane.start(gather(plan, sources, flats), name), flats, full))
+        running.append((lane.start(gather(plan, placed(kind, sources), flats), name), flats, full))
     for ticket, flats, full in reversed(running):
         assert not ticket.done or world_size == 1
         ticket.wait()
@@ -71,13 +73,14 @@ def _overlaps(rank: int, world_size: int) -> None:
             _same(flat[: expected.numel()].view(expected.shape), expected)
 
 
+@pytest.mark.parametrize("kind", ["lent", "shared", "pairwise"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gathers_overlap_and_may_be_waited_for_in_any_order(world_size: int) -> None:
-    run_ranks(world_size, _overlaps)
+def test_gathers_overlap_and_may_be_waited_for_in_any_order(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _overlaps, kind)
 
 
-def _leaves_version_counters(rank: int, world_size: int) -> int:
-    plan = gather_plan(CASES["mixed_dims"], transport("asked"))
+def _leaves_version_counters(rank: int, world_size: int, kind: str) -> int:
+    plan = gather_plan(CASES["mixed_dims"], transport(kind))
     unsharded = [torch.empty(i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel) for i in plan.items]
     flats = [raw_view(tensor) for tensor in unsharded]
     sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
@@ -89,15 +92,16 @@ def _leaves_version_counters(rank: int, world_size: int) -> int:
     return sum(int(t[: i.layout.numel].sum()) for t, i in zip(unsharded, plan.items, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["shared", "pairwise"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_raw_views_keep_version_counters_and_autograd_out(world_size: int) -> None:
+def test_raw_views_keep_version_counters_and_autograd_out(world_size: int, kind: str) -> None:
     expected = 241 * 250 + 13 + 45 + 6
-    assert run_ranks(world_size, _leaves_version_counters) == [expected] * world_size
+    assert run_ranks(world_size, _leaves_version_counters, kind) == [expected] * world_size
 
 
 def _events_of_a_gather(rank: int, world_size: int, kind: str) -> list[events.Event]:
     plan = gather_plan(CASES["mixed_dims"], transport(kind))
-    sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
+    sources = placed(kind, [torch.ones(item.layout.local_shape(rank)) for item in plan.items])
     heard: list[events.Event] = []
     with events.subscribe(heard.append):
         run_gather(plan, sources)
@@ -118,12 +122,18 @@ def test_pairwise_sends_the_actual_elements_and_no_more() -> None:
     own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
     total = 4 * (241 * 250 + 13 + 45 + 6)
     packed = 4 * (13 + 45 + 6)
-    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "asked")):
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "pairwise")):
         assert seen[:2] == [("blocks.0", total, own[rank] * 4 * 3, torch.float32)] * 2
         assert seen[2:] == [
             ("StorageAllocated", "blocks.0", packed, "packed"),
             ("StorageFreed", "blocks.0", packed, "packed"),
         ]
+
+
+def test_lent_shards_are_copied_once_and_need_no_buffer() -> None:
+    own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
+    for rank, seen in enumerate(run_ranks(4, _events_of_a_gather, "lent")):
+        assert [entry[2] for entry in seen] == [own[rank] * 4 * 3] * 2
 
 
 def test_a_collective_sends_padded_chunks() -> None:

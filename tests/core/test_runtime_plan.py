@@ -14,7 +14,7 @@ from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, ReduceItem, plan_gather, plan_reduce
 from shardkit.core.runtime.program import Holder, hold
 from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import C10dTransport, PairwiseTransport, transport_for
+from shardkit.core.runtime.transport import C10dTransport, SharedTransport, transport_for
 from shardkit.core.sharding import ChunkLayout
 from tests.core.runtime_cases import BF16, CASES, CPU, F32, flats_for, gather_plan, reduce_plan, transport
 from tests.support import run_ranks
@@ -37,7 +37,8 @@ def _decisions(rank: int, world_size: int, kind: str) -> tuple[list[int], list[i
 
 
 def test_large_dim_0_items_go_direct_where_the_transport_can() -> None:
-    assert run_ranks(2, _decisions, "asked") == [([0, 2], [0, 2], [0, 2])] * 2
+    assert run_ranks(2, _decisions, "pairwise") == [([0, 2], [0, 2], [0, 2])] * 2
+    assert run_ranks(2, _decisions, "shared") == [([0, 1, 2, 3],) * 3] * 2
     # A collective reads equal rows from the gradient itself: no padding, no cast.
     assert run_ranks(2, _decisions, "c10d_direct") == [([0, 2], [0], [])] * 2
     assert run_ranks(2, _decisions, "c10d_packed") == [([], [], [])] * 2
@@ -51,7 +52,8 @@ def _wire_dtypes(rank: int, world_size: int, kind: str) -> list[torch.dtype]:
 
 
 def test_wire_dtypes() -> None:
-    assert run_ranks(2, _wire_dtypes, "asked")[0] == [F32, BF16, BF16, BF16]
+    assert run_ranks(2, _wire_dtypes, "pairwise")[0] == [F32, BF16, BF16, BF16]
+    assert run_ranks(2, _wire_dtypes, "shared")[0] == [F32, BF16, BF16, BF16]
     assert run_ranks(2, _wire_dtypes, "c10d_packed")[0] == [F32, F32, BF16, BF16]
 
 
@@ -67,12 +69,12 @@ def _output_layout(rank: int, world_size: int, kind: str) -> None:
         # Every view has elements of its own.
         counts = [int((flat == i + 1).sum()) for i in range(len(views))]
         assert counts == [item.layout.local_numel(rank) for item in plan.items]
-        if kind == "asked":
+        if kind in ("shared", "pairwise"):
             assert plan.output_numel == sum(counts)
         assert plan.allocate_output().shape == flat.shape
 
 
-@pytest.mark.parametrize("kind", ["asked", "c10d_packed", "c10d_direct"])
+@pytest.mark.parametrize("kind", ["shared", "pairwise", "c10d_packed", "c10d_direct"])
 def test_output_views_partition_the_output(kind: str) -> None:
     run_ranks(3, _output_layout, kind)
 
@@ -81,7 +83,7 @@ def _asks(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     first = transport_for(group, CPU)
-    assert isinstance(first, PairwiseTransport)
+    assert isinstance(first, SharedTransport)
     assert transport_for(group, CPU) is first
     gone = weakref.ref(first)
     del first

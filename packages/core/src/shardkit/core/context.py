@@ -7,6 +7,7 @@ from collections import deque
 import torch
 
 from shardkit.core.runtime.lanes import Program, Ticket, make_lane
+from shardkit.core.runtime.transport import Transport
 
 __all__ = ["CommContext"]
 
@@ -22,6 +23,7 @@ class CommContext:
         self.gathers = make_lane(device, "all-gather", priority=-1)
         self.reductions = make_lane(device, "reduce-scatter", priority=-1)
         self.unsharded = 0
+        self._lenders: set[Transport] = set()
         self._in_flight: deque[Ticket] = deque()
 
     def reduce(self, program: Program, label: str, max_inputs: int) -> None:
@@ -35,6 +37,19 @@ class CommContext:
         self._in_flight.append(self.reductions.start(program, label))
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
+
+    def gathered_through(self, transport: Transport) -> None:
+        """Remembers what may have lent shards to peers."""
+        self._lenders.add(transport)
+
+    def settle_gathers(self) -> None:
+        """Waits until no peer reads this rank's shards any more, so that they may be written to.
+
+        For when control goes back to the user: the end of forward and of backward, an unshard of theirs, a hook that may
+        step an optimizer.
+        """
+        while self._lenders:
+            self._lenders.pop().settle()
 
     def finish_reductions(self) -> None:
         """Waits for every reduction: afterwards the compute stream may use all sharded gradients."""

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-StorageKind: TypeAlias = Literal["unsharded", "packed", "reduce_input", "reduce_output", "gradient"]
+StorageKind: TypeAlias = Literal["unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class _Storage:
     """`bytes` of memory that belong to `fqn` (a parameter or a group's label).
 
     `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and oddly cut items),
+    `outbox` (shared memory for gradients on their way to other ranks of this host, kept from step to step),
     `reduce_input` (gradient copies on their way out, terms of a sum on their way in), `reduce_output` (the sharded
     gradients), `gradient` (an unsharded gradient).
     """

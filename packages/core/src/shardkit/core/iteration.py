@@ -145,6 +145,8 @@ class Iteration:
             if group.prefetched:
                 group.reshard()
         self._prefetched.clear()
+        if not failed:
+            self.context.settle_gathers()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +181,7 @@ class Iteration:
             self._ran.clear()
             self.context.finish_reductions()
             self._wait_for_host_copies()
+        self.context.settle_gathers()
 
     def _wait_for_host_copies(self) -> None:
         """Gradients on their way to pinned memory: the optimizer reads them on the host."""

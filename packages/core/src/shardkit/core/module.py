@@ -31,6 +31,8 @@ class UnshardHandle(StockUnshardHandle):
         """Waits for the gather; afterwards the unsharded parameters are registered on the module. Idempotent."""
         for group in self._groups:
             group.wait_for_unshard()
+        for context in {group.context for group in self._groups}:
+            context.settle_gathers()
         self._groups = ()
 
 

@@ -30,6 +30,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
+from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import (
     like_dtensor,
@@ -198,6 +199,19 @@ class FSDPParam:
         self.free()
         self.flats = []
         self.unsharded_param = None
+
+    @property
+    def shard_to_share(self) -> torch.Tensor | None:
+        """The shard, if it could lie in memory that peers on this host can read, and does not."""
+        local = self._local
+        if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
+            return None
+        return None if self.aliased or self.subclass else local
+
+    def move_shard(self, local: torch.Tensor) -> None:
+        """Puts the shard into other memory with the same contents. Tensors over the old memory are cut off from it."""
+        replace_local(self.sharded_param, local)
+        self._local = local
 
     def check_ready(self) -> None:
         """Raises if the shard is not where training needs it.
@@ -407,6 +421,11 @@ class FSDPParam:
         if gradient is None or self.shape:
             return gradient
         return gradient.view(1)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether user code runs when the sharded gradient is delivered."""
+        return bool(post_accumulate_grad_hooks(self.sharded_param))
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in the original dtype, the sharded gradient, or adds it to the one that is there.

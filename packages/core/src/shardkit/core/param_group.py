@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -32,7 +32,8 @@ from shardkit.core.reduction import GradientReduction
 from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
-from shardkit.core.runtime.transport import Transport, transport_for
+from shardkit.core.runtime.shared.segment import shared_copies
+from shardkit.core.runtime.transport import Transport, may_share_memory, transport_for
 from shardkit.core.runtime.transport.custom import (
     CustomTransport,
     ProcessGroupAllocatedAllGather,
@@ -65,6 +66,13 @@ class Phase(enum.Enum):
     FORWARD = enum.auto()
     PRE_BACKWARD = enum.auto()
     POST_BACKWARD = enum.auto()
+
+
+class _Transports(NamedTuple):
+    """What moves the bytes of a group; None when there is nobody to send them to."""
+
+    gather: Transport | None
+    reduce: Transport | None
 
 
 _SETTINGS = (
@@ -148,6 +156,7 @@ class FSDPParamGroup:
         self._items: list[list[GatherItem]] = []
         self._kept_plan: GatherPlan | None = None
         self._choose_transports()
+        self._share_shards()
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
@@ -173,11 +182,19 @@ class FSDPParamGroup:
     # -- what moves the bytes ------------------------------------------------------------------------------------------
 
     def _choose_transports(self) -> None:
-        gather, reduce = self._all_gather_comm, self._reduce_scatter_comm
-        group = self.mesh.shard_group
-        self._gather_transport = self._transport(group, gather is not None)
-        self._reduce_transport = self._transport(self._reduce_group or group, reduce is not None)
+        self._transports: _Transports | None = None
         self._forget_plans()
+
+    @property
+    def _through(self) -> _Transports:
+        """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
+        if self._transports is None:
+            group = self.mesh.shard_group
+            self._transports = _Transports(
+                gather=self._transport(group, self._all_gather_comm is not None),
+                reduce=self._transport(self._reduce_group or group, self._reduce_scatter_comm is not None),
+            )
+        return self._transports
 
     def _transport(self, group: dist.ProcessGroup | None, custom: bool) -> Transport | None:
         if group is None or self.mesh.shard_size == 1:
@@ -185,6 +202,15 @@ class FSDPParamGroup:
         if custom:
             return CustomTransport(group, self.device, self._all_gather_comm, self._reduce_scatter_comm)
         return transport_for(group, self.device)
+
+    def _share_shards(self) -> None:
+        """Moves the shards into memory that peers on this host can read, where they are to be gathered from there."""
+        group = self.mesh.shard_group
+        if group is None or not may_share_memory(group, self.device):
+            return
+        shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
+        for param, copy in zip(shards, shared_copies(list(shards.values())), strict=True):
+            param.move_shard(copy)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """From now on gathers go through `comm` and its buffers."""
@@ -267,6 +293,7 @@ class FSDPParamGroup:
         if self._plan is None and not self._items:
             for param in self.params:
                 param.check_ready()
+            self._share_shards()
         self.stale = False
         sources = [param.sources() for param in self.params]
         self._drop_kept()
@@ -281,13 +308,15 @@ class FSDPParamGroup:
         targets = [target for param in self.params for target in param.targets()]
         if not targets:
             return None
-        if self._gather_transport is None:
+        transport = self._through.gather
+        if transport is None:
             for source, target in zip(flat_sources, targets, strict=True):
                 target[: source.numel()].copy_(source.reshape(-1), non_blocking=True)
             return None
         if self._plan is None:
             items_flat = [item for each in self._items for item in each]
-            self._plan = plan_gather(items_flat, self._gather_transport, self.label, self.mesh.shard_rank)
+            self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
+        self.context.gathered_through(transport)
         return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
@@ -302,7 +331,7 @@ class FSDPParamGroup:
             for param, items_of in zip(self.params, items, strict=True)
             if param.subclass is not None and param.layout.padded_numel != param.layout.numel
         ]
-        if not uneven or group is None or self._gather_transport is None:
+        if not uneven or group is None or self._through.gather is None:
             return
         if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
             return
@@ -437,16 +466,23 @@ class FSDPParamGroup:
         programs = self._reduction.programs(
             gradients,
             label=self.label,
-            transport=self._reduce_transport,
+            transport=self._through.reduce,
             reduce_dtype=self.mp_policy.reduce_dtype,
             divide_factor=self.gradient_divide_factor,
             force_sum=self.force_sum_reduction,
             all_reduce_now=self.all_reduce_grads,
             hook=self.all_reduce_hook,
             hook_stream=self.all_reduce_hook_stream,
+            settle=self._finish_gathers,
         )
         for program in programs:
             self.context.reduce(program, self.label, self.max_reduce_inputs)
+
+    def _finish_gathers(self) -> None:
+        """Before hooks on the sharded parameters, which may step an optimizer: nobody reads the shards any more."""
+        if self._ticket is not None:
+            self._ticket.wait()
+        self.context.settle_gathers()
 
     def abandon(self) -> None:
         """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""

@@ -45,6 +45,7 @@ __all__ = [
     "queue_end_of_backward",
     "register_with_stock",
     "replace_local",
+    "timeout_of",
     "version_of",
 ]
 
@@ -184,6 +185,13 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
         return group._get_backend(device)
     except (RuntimeError, AttributeError):
         return None
+
+
+def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+    """How many seconds an operation of `group` may take; c10d's default where the backend does not say."""
+    options = getattr(backend_of(group, device), "options", None)
+    timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(timeout.total_seconds())
 
 
 # 2.13 renamed both; the old names warn from then on.

@@ -11,6 +11,8 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
+from shardkit.core.runtime.shared.gather import shared_gather
+from shardkit.core.runtime.transport.shared import SharedTransport
 from shardkit.core.torch_compat import foreach_copy_
 
 
@@ -28,6 +30,8 @@ def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[to
     """
     if plan.transport.world_size == 1:
         return _copy_alone(plan, sources, flats)
+    if isinstance(plan.transport, SharedTransport):
+        return shared_gather(plan, sources, flats)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
@@ -61,7 +65,7 @@ def _gather(
         events.emit(events.GatherStarted(*_described(plan)))
     try:
         if buffers:
-            yield plan.transport.all_gather(buffers, plan.slots)
+            yield plan.collective.all_gather(buffers, plan.slots)
         _copy_out(plan, flats, pieces)
     finally:
         if packed is not None:

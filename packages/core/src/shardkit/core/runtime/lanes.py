@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from shardkit.core.runtime.program import Holder, Program
+from shardkit.core.runtime.program import Holder, Program, Waitable
 
 __all__ = ["CpuLane", "Lane", "Program", "StreamLane", "Ticket", "make_lane"]
 
@@ -84,7 +83,7 @@ class CpuTicket:
         self._label = label
         self._name = name
         self._keep_alive = keep_alive
-        self._pending: Sequence[dist.Work] = ()
+        self._pending: Sequence[Waitable] = ()
 
     def launch(self) -> None:
         """Run the program to its first yield."""

@@ -18,7 +18,7 @@ import torch
 
 from shardkit.core.runtime.packing import Packing, pack
 from shardkit.core.runtime.slots import Slots
-from shardkit.core.runtime.transport.interface import Exchange, Transport
+from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
 from shardkit.core.sharding import ChunkLayout
 
 SMALL_BYTES = 32 * 1024
@@ -43,7 +43,7 @@ class ReduceItem:
     layout: ChunkLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatherPlan:
     """How a group is gathered.
 
@@ -64,6 +64,12 @@ class GatherPlan:
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def collective(self) -> Collective:
+        """The transport, for programs that work on flat buffers."""
+        assert isinstance(self.transport, Collective)
+        return self.transport
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:
@@ -110,7 +116,7 @@ class GatherPlan:
         return own * (self.transport.world_size - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReducePlan:
     """How a group's gradients are reduced.
 
@@ -138,6 +144,23 @@ class ReducePlan:
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def collective(self) -> Collective:
+        """The transport, for programs that work on flat buffers."""
+        assert isinstance(self.transport, Collective)
+        return self.transport
+
+    @cached_property
+    def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the elements of its chunk of every item."""
+        world = self.transport.world_size
+        return tuple(tuple(item.layout.local_numel(rank) for item in self.items) for rank in range(world))
+
+    @cached_property
+    def row_numels(self) -> tuple[int, ...]:
+        """For each rank, the elements of all its chunks."""
+        return tuple(map(sum, self.piece_sizes))
 
     @cached_property
     def output_numel(self) -> int:
@@ -256,6 +279,8 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
 
 
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
+    if not transport.packs:
+        return True
     return transport.direct and layout.dim == 0 and layout.padded_local_numel * itemsize >= SMALL_BYTES
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Sequence
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 
-Program: TypeAlias = Generator[Sequence[dist.Work], None, None]
+
+class Waitable(Protocol):
+    """What a program waits on: c10d's works, and postings of the shared-memory transport."""
+
+    def wait(self) -> Any:
+        """Return when it is done; raise if it failed."""
+
+
+Program: TypeAlias = Generator[Sequence[Waitable], None, None]
 """Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
 yield again, then returns. Programs compose with `yield from`."""
 

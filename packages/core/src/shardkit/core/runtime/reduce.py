@@ -20,6 +20,8 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
+from shardkit.core.runtime.shared.reduce import shared_reduce
+from shardkit.core.runtime.transport.shared import SharedTransport
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div, foreach_zero_
 
 # Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
@@ -37,7 +39,7 @@ class _Scaling:
 @torch.no_grad()
 def reduce_scatter(
     plan: ReducePlan,
-    grads: Sequence[torch.Tensor],
+    grads: list[torch.Tensor],
     output: torch.Tensor,
     *,
     predivide: float | None,
@@ -47,7 +49,7 @@ def reduce_scatter(
     """The program that reduces `plan`'s gradients. Collective over the plan's group, in launch order.
 
     `grads[i]` is the full gradient, of shape `items[i].layout.shape` and of `grad_dtype`, of any strides; it is read
-    until the program is done and never written. `output` is a 1-D tensor of `reduce_dtype` with `output_numel`
+    until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of `reduce_dtype` with `output_numel`
     elements; afterwards `plan.output_views(output)` are the reduced chunks: the sum over ranks in `reduce_dtype`, each
     term divided by `predivide` and the sum by `postdivide` where they are given. `op` is SUM, or AVG (only without
     divisors) for the sum divided by the world size, or another operation that a collective backend knows.
@@ -60,6 +62,8 @@ def reduce_scatter(
     assert not average or (predivide is None and postdivide is None), "AVG takes no divisors"
     if world == 1:
         return _copy_alone(plan, grads, output, _Scaling(predivide, postdivide))
+    if isinstance(plan.transport, SharedTransport):
+        return shared_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
@@ -131,7 +135,7 @@ def _collective(
     _announce(plan)
     try:
         if inputs:
-            yield plan.transport.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, op)
+            yield plan.collective.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, op)
         _divide(output, scaling.after)
     finally:
         _note_dropped(plan, packed, None)

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
+from shardkit.core.runtime.shared.neighbours import neighbours_of, possible
 from shardkit.core.runtime.transport.c10d import C10dTransport
-from shardkit.core.runtime.transport.interface import Exchange, Transport
+from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
 from shardkit.core.runtime.transport.pairwise import PairwiseTransport
+from shardkit.core.runtime.transport.shared import SharedTransport
 
-__all__ = ["C10dTransport", "Exchange", "PairwiseTransport", "Transport", "transport_for"]
+__all__ = [
+    "C10dTransport",
+    "Collective",
+    "Exchange",
+    "PairwiseTransport",
+    "SharedTransport",
+    "Transport",
+    "may_share_memory",
+    "transport_for",
+]
+
+_BuiltIn: TypeAlias = C10dTransport | PairwiseTransport | SharedTransport
 
 # A transport holds its group, so the cache must not hold the transport: the plans that use it do.
-_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, weakref.ref[C10dTransport | PairwiseTransport]]]
+_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, weakref.ref[_BuiltIn]]]
 _cache = weakref.WeakKeyDictionary()
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as somebody uses it.
 
-    gloo on CPU exchanges pairwise; a backend that coalesces (NCCL) runs collectives in place; any other backend (MPI,
-    XCCL, the in-process threaded group, the fake group) runs plain collectives on packed buffers. Not collective.
+    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not; a backend that coalesces (NCCL)
+    runs collectives in place; any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs plain
+    collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks have to meet.
     """
     by_device = _cache.setdefault(group, {})
     reference = by_device.get(device)
@@ -34,8 +49,18 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return transport
 
 
-def _make_transport(group: dist.ProcessGroup, device: torch.device) -> C10dTransport | PairwiseTransport:
+def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `transport_for` would share memory if all ranks are on one host. Not collective."""
+    return possible() and group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device)
+
+
+def _is_gloo(backend: Any, device: torch.device) -> bool:
+    return backend is not None and device.type == "cpu" and backend.name() == "gloo"
+
+
+def _make_transport(group: dist.ProcessGroup, device: torch.device) -> _BuiltIn:
     backend = torch_compat.backend_of(group, device)
-    if backend is not None and device.type == "cpu" and backend.name() == "gloo":
-        return PairwiseTransport(group, device)
+    if _is_gloo(backend, device):
+        neighbours = neighbours_of(group) if group.size() > 1 else None
+        return PairwiseTransport(group, device) if neighbours is None else SharedTransport(group, device, neighbours)
     return C10dTransport(group, device, direct=bool(getattr(backend, "supports_coalescing", False)))

@@ -24,6 +24,7 @@ class C10dTransport:
     Raises `NotImplementedError` from a call with several buffers when `direct` is false.
     """
 
+    packs = True
     padded = True
     sums_locally = False
 
@@ -62,6 +63,9 @@ class C10dTransport:
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def settle(self) -> None:
+        """Nothing to wait for: peers get copies, or are done when a gather is."""
 
     def _require_direct(self, count: int) -> None:
         if not self.direct:

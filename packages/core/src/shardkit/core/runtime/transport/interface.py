@@ -12,11 +12,12 @@ from shardkit.core.runtime.slots import Slots
 
 
 class Transport(Protocol):
-    """Moves flat buffers over one process group. All calls that communicate are collective over the group.
+    """Moves the items of a plan between the ranks of one process group.
 
-    `direct`: can run a list of buffers in place in one launch; if not, a plan packs everything into one buffer.
+    `direct`: can move a list of tensors in place in one launch; if not, a plan packs everything into one buffer.
+    `packs`: what is small, or cut on another dim than 0, is packed into one buffer all the same.
     `padded`: the slots of a buffer must be of one size.
-    `sums_locally`: gradients are exchanged (`Exchange`) and summed by their owner, instead of `reduce_scatter`.
+    `sums_locally`: gradients go to their owner as they are, who sums them, instead of `reduce_scatter`.
     """
 
     group: dist.ProcessGroup
@@ -24,8 +25,23 @@ class Transport(Protocol):
     rank: int
     world_size: int
     direct: bool
+    packs: bool
     padded: bool
     sums_locally: bool
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D buffer for the packed items of a gather."""
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D buffer for the packed gradients of a reduction, or for its output."""
+
+    def settle(self) -> None:
+        """Wait until no peer reads the shards that this rank has lent it in gathers which are over here."""
+
+
+@runtime_checkable
+class Collective(Transport, Protocol):
+    """A transport that works on flat buffers. All calls are collective over the group."""
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
         """Fill every rank's slot of each 1-D buffer with what that rank has in its own slot, in place."""
@@ -35,15 +51,9 @@ class Transport(Protocol):
     ) -> Sequence[dist.Work]:
         """Reduce each 1-D input (world_size rows) over the ranks and write this rank's row to the 1-D output."""
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D buffer for the packed items of a gather."""
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A 1-D buffer for the packed gradients of a reduction, or for its output."""
-
 
 @runtime_checkable
-class Exchange(Transport, Protocol):
+class Exchange(Collective, Protocol):
     """A transport with which each rank sends its own data to each peer."""
 
     def exchange(

@@ -1,0 +1,79 @@
+"""What a rank lets its peers read: tensors in shared memory, and how a peer comes to see them.
+
+A table is sent once and named by its number from then on. Its description travels in a memory file of its own, so that
+its size knows no bound, and is JSON: what comes from another process is never executed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+from collections.abc import MutableMapping, Sequence
+
+import torch
+
+from shardkit.core.runtime.shared.segment import Segment, carve, locate
+
+_numbers = itertools.count(1)
+
+
+class Table:
+    """Tensors of this rank that its peers may read, in a fixed order; None stands for nothing.
+
+    `label` is the parameter group's name: the peers compare it with their own.
+    """
+
+    def __init__(self, label: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        self.number = next(_numbers)
+        self.label = label
+        self.segments: list[Segment] = []
+        self._entries: list[tuple[int, int, int, str]] = []
+        for tensor in tensors:
+            self._entries.append(self._entry(tensor))
+
+    def _entry(self, tensor: torch.Tensor | None) -> tuple[int, int, int, str]:
+        if tensor is None or not tensor.numel():
+            return 0, 0, 0, "uint8"
+        place = locate(tensor)
+        assert place is not None and tensor.is_contiguous(), self.label
+        segment, offset = place
+        known = [one is segment for one in self.segments]
+        if not any(known):
+            self.segments.append(segment)
+        index = known.index(True) if any(known) else len(self.segments) - 1
+        return index, offset, tensor.numel(), str(tensor.dtype).removeprefix("torch.")
+
+    def describe(self) -> int:
+        """The file descriptor of a new memory file that holds this table's description; the caller closes it."""
+        content = {
+            "label": self.label,
+            "segments": [segment.number for segment in self.segments],
+            "entries": self._entries,
+        }
+        fd = os.memfd_create("shardkit-table", os.MFD_CLOEXEC)
+        os.write(fd, json.dumps(content).encode())
+        return fd
+
+
+class PeerTable:
+    """A peer's table as this rank sees it: `label`, and 1-D `tensors` over the peer's own memory."""
+
+    def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, mmap.mmap]) -> None:
+        """Maps what the descriptors stand for: the description, then the segments. They may be closed afterwards.
+
+        `mapped` are the peer's segments that are mapped already, by number: one mapping serves all tables.
+        """
+        content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
+        self.label: str = content["label"]
+        memory = []
+        for number, fd in zip(content["segments"], fds[1:], strict=True):
+            mapping = mapped.get(number)
+            if mapping is None:
+                mapping = mapped[number] = mmap.mmap(fd, 0)
+            memory.append(mapping)
+        self.tensors: list[torch.Tensor] = []
+        for segment, offset, numel, name in content["entries"]:
+            dtype: torch.dtype = getattr(torch, name)
+            self.tensors.append(carve(memory[segment], offset, (numel,), dtype) if numel else torch.empty(0))
