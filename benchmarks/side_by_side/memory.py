@@ -22,8 +22,8 @@ class MemoryMeter:
     On a CPU: resident memory, as the kernel counts its peak. Where a peak cannot be reset (anywhere but on Linux),
     `restart` does nothing and the peak is that of the whole run. On CUDA: allocated and reserved device memory.
 
-    A page that several processes map is resident in each of them. `held_during` counts it by shares instead, so that the
-    ranks' figures add up to what the machine needs.
+    A page that several processes map is resident in each of them. `held_during` counts it by shares instead, so that
+    the ranks' figures add up to what the machine needs.
     """
 
     def __init__(self, device: torch.device) -> None:

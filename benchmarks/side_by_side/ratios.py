@@ -52,7 +52,8 @@ def rows_of(measured: dict[str, Measured], device: str) -> list[Row]:
         label = f"  with building and first steps ({kind})"
         rows.append(_single(f"build_{kind}", label, _MIB, measured, lambda one, k=kind: one.build_peaks[k]))
     if all("held" in one.traffic for one in measured.values()):
-        rows.append(_single("held", "peak memory, shared pages by shares", _MIB, measured, lambda one: one.traffic["held"]))
+        label = "peak memory, shared pages by shares"
+        rows.append(_single("held", label, _MIB, measured, lambda one: one.traffic["held"]))
     if all(one.traffic.get("socket_bytes") is not None for one in measured.values()):
         rows.append(_single("wire", "bytes a rank sends", _MIB, measured, lambda one: one.traffic["socket_bytes"]))
     rows.append(

@@ -30,7 +30,8 @@ def test_tiny_comparison(tmp_path):
     assert "agreement with shardkit" in done.stderr
 
     assert measured["alone"]["traffic"]["calls"] == {}
+    assert sum(measured["fsdp2"]["traffic"]["calls"].values()) > 0
+    assert measured["shardkit"]["traffic"]["events"]["gather_wire_bytes"] > 0  # through memory: no call of c10d
     for name in ("shardkit", "fsdp2"):
-        assert sum(measured[name]["traffic"]["calls"].values()) > 0, f"{name} has not communicated"
         for rank in measured[name]["agreement"]:
             assert rank["grad_norm"] > 0

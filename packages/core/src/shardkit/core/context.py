@@ -45,8 +45,9 @@ class CommContext:
     def settle_gathers(self) -> None:
         """Waits until no peer reads this rank's shards any more, so that they may be written to.
 
-        For when control goes back to the user: the end of forward and of backward, an unshard of theirs, a hook that may
-        step an optimizer.
+        For when control goes back to the user: the end of forward and of backward, an unshard of theirs. An optimizer
+        that steps in backward is not among these: a gradient is only delivered once every peer has sent its part, which
+        it computed from what it had read.
         """
         while self._lenders:
             self._lenders.pop().settle()

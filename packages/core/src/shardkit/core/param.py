@@ -422,11 +422,6 @@ class FSDPParam:
             return gradient
         return gradient.view(1)
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether user code runs when the sharded gradient is delivered."""
-        return bool(post_accumulate_grad_hooks(self.sharded_param))
-
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in the original dtype, the sharded gradient, or adds it to the one that is there.
 

@@ -473,16 +473,9 @@ class FSDPParamGroup:
             all_reduce_now=self.all_reduce_grads,
             hook=self.all_reduce_hook,
             hook_stream=self.all_reduce_hook_stream,
-            settle=self._finish_gathers,
         )
         for program in programs:
             self.context.reduce(program, self.label, self.max_reduce_inputs)
-
-    def _finish_gathers(self) -> None:
-        """Before hooks on the sharded parameters, which may step an optimizer: nobody reads the shards any more."""
-        if self._ticket is not None:
-            self._ticket.wait()
-        self.context.settle_gathers()
 
     def abandon(self) -> None:
         """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""

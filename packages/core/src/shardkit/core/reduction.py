@@ -94,7 +94,6 @@ class GradientReduction:
         all_reduce_now: bool,
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
-        settle: Callable[[], None],
     ) -> list[Program]:
         """One program for each dtype among the gradients, in an order that is the same on all ranks."""
         buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
@@ -108,7 +107,7 @@ class GradientReduction:
                 programs.append(_deliver_unreduced(bucket, dtype, division))
                 continue
             scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
-            finish = self._finish(scatter, label, division, all_reduce_now, hook, hook_stream, settle)
+            finish = self._finish(scatter, label, division, all_reduce_now, hook, hook_stream)
             programs.append(finish)
         return programs
 
@@ -159,7 +158,6 @@ class GradientReduction:
         all_reduce_now: bool,
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
-        settle: Callable[[], None],
     ) -> Program:
         hold(*scattered.gradients, scattered.output)
         if scattered.target is not None:
@@ -184,7 +182,7 @@ class GradientReduction:
             _run_hook(hook, scattered.output, hook_stream)
         if division.after_all is not None and division.after_all != 1:
             scattered.output.div_(division.after_all)
-        _deliver(scattered, settle)
+        _deliver(scattered)
 
 
 @dataclass
@@ -236,9 +234,7 @@ def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream
     lane.wait_stream(stream)
 
 
-def _deliver(scattered: _Scattered, settle: Callable[[], None]) -> None:
-    if any(param.has_hooks for param in scattered.params):
-        settle()
+def _deliver(scattered: _Scattered) -> None:
     if scattered.target is not None:
         scattered.target.copy_(scattered.output)
     for param, view in zip(scattered.params, scattered.targets, strict=True):

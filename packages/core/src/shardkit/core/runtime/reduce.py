@@ -49,10 +49,11 @@ def reduce_scatter(
     """The program that reduces `plan`'s gradients. Collective over the plan's group, in launch order.
 
     `grads[i]` is the full gradient, of shape `items[i].layout.shape` and of `grad_dtype`, of any strides; it is read
-    until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of `reduce_dtype` with `output_numel`
-    elements; afterwards `plan.output_views(output)` are the reduced chunks: the sum over ranks in `reduce_dtype`, each
-    term divided by `predivide` and the sum by `postdivide` where they are given. `op` is SUM, or AVG (only without
-    divisors) for the sum divided by the world size, or another operation that a collective backend knows.
+    until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of `reduce_dtype`
+    with `output_numel` elements; afterwards `plan.output_views(output)` are the reduced chunks: the sum over ranks in
+    `reduce_dtype`, each term divided by `predivide` and the sum by `postdivide` where they are given. `op` is SUM, or
+    AVG (only without divisors) for the sum divided by the world size, or another operation that a collective backend
+    knows.
 
     Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a wrong
     one.

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import array
 import contextlib
-import mmap
 import os
 import secrets
 import socket
 import struct
 import weakref
 from enum import IntEnum
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -65,9 +65,9 @@ class Neighbours:
         for one in sockets:
             if one is not None:
                 _limit_waiting(one, timeout)
-        self._next = {channel: 0 for channel in Channel}
+        self._next = dict.fromkeys(Channel, 0)
         self._tables: list[dict[int, PeerTable]] = [{} for _ in sockets]
-        self._mapped: list[weakref.WeakValueDictionary[int, mmap.mmap]]
+        self._mapped: list[weakref.WeakValueDictionary[int, segment.Mapping]]
         self._mapped = [weakref.WeakValueDictionary() for _ in sockets]
         self._posted: list[dict[Operation, PeerTable]] = [{} for _ in sockets]
         self._unreleased: dict[Operation, set[int]] = {}
@@ -252,9 +252,8 @@ def _invite(listener: socket.socket | None, world: int) -> tuple[bytes, bytes]:
     if listener is None:
         return b"", b""
     name = b"shardkit-" + secrets.token_hex(16).encode()
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        boot = file.read().strip()
-    place = b"%s/%d/%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    place = b"%s/%d/%d" % (boot, Path("/proc/self/ns/net").stat().st_ino, os.getuid())
     listener.bind(b"\0" + name)
     listener.listen(world)
     return place, name

@@ -11,7 +11,6 @@ from shardkit.core.runtime.shared.neighbours import Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve
 from shardkit.core.runtime.shared.tables import Table
 
-
 Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 """Elements and dtype of each tensor of a parcel."""
 

@@ -1,4 +1,4 @@
-"""The reduction among ranks of one host: each puts what its peers sum into its outbox, and sums what it finds in theirs.
+"""The reduction among ranks of one host: each puts what its peers sum into its outbox and sums what it finds in theirs.
 
 Gradients are read once, at the start, and let go of. The sum runs in rank order, see Note [Rank order] in
 `runtime/reduce.py`: this rank's own terms wait in the output.
@@ -48,9 +48,7 @@ def shared_reduce(
         events.emit(events.ReduceFinished(*described, time.perf_counter() - launched))
 
 
-def _post(
-    plan: ReducePlan, transport: SharedTransport, grads: list[torch.Tensor], output: torch.Tensor
-) -> Posting:
+def _post(plan: ReducePlan, transport: SharedTransport, grads: list[torch.Tensor], output: torch.Tensor) -> Posting:
     """Copies the peers' rows to the outbox, in `wire_dtype`, and this rank's own to the output."""
     specs = tuple((0 if rank == plan.rank else numel, plan.wire_dtype) for rank, numel in enumerate(plan.row_numels))
     parcel = transport.outbox.parcel(specs, plan.label)

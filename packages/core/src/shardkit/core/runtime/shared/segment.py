@@ -53,13 +53,25 @@ def available() -> bool:
     return hasattr(os, "memfd_create")
 
 
-def carve(memory: mmap.mmap, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def carve(memory: Segment, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A dense tensor over `memory` from byte `offset` on, which keeps `memory` alive and cannot be resized."""
     numel = math.prod(shape)
     if numel == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     raw = torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize, offset=offset)
     return raw.view(dtype).view(tuple(shape))
+
+
+class Mapping:
+    """A peer's segment as this process sees it, for as long as a tensor over it lives. It keeps no descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        nbytes = os.fstat(fd).st_size
+        self._bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor from byte `offset` on."""
+        return self._bytes.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
 
 def aligned(nbytes: int) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
 import os
 from collections.abc import MutableMapping, Sequence
 
 import torch
 
-from shardkit.core.runtime.shared.segment import Segment, carve, locate
+from shardkit.core.runtime.shared.segment import Mapping, Segment, locate
 
 _numbers = itertools.count(1)
 
@@ -60,20 +59,21 @@ class Table:
 class PeerTable:
     """A peer's table as this rank sees it: `label`, and 1-D `tensors` over the peer's own memory."""
 
-    def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, mmap.mmap]) -> None:
+    def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, Mapping]) -> None:
         """Maps what the descriptors stand for: the description, then the segments. They may be closed afterwards.
 
         `mapped` are the peer's segments that are mapped already, by number: one mapping serves all tables.
         """
         content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
         self.label: str = content["label"]
-        memory = []
+        memory: list[Mapping] = []
         for number, fd in zip(content["segments"], fds[1:], strict=True):
             mapping = mapped.get(number)
             if mapping is None:
-                mapping = mapped[number] = mmap.mmap(fd, 0)
+                mapping = mapped[number] = Mapping(fd)
             memory.append(mapping)
+        self._memory = memory  # so that `mapped` knows them as long as this table
         self.tensors: list[torch.Tensor] = []
         for segment, offset, numel, name in content["entries"]:
             dtype: torch.dtype = getattr(torch, name)
-            self.tensors.append(carve(memory[segment], offset, (numel,), dtype) if numel else torch.empty(0))
+            self.tensors.append(memory[segment].tensor(offset, numel, dtype) if numel else torch.empty(0))

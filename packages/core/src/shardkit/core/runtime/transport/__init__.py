@@ -36,9 +36,10 @@ _cache = weakref.WeakKeyDictionary()
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as somebody uses it.
 
-    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not; a backend that coalesces (NCCL)
-    runs collectives in place; any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs plain
-    collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks have to meet.
+    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not; a backend that coalesces
+    (NCCL) runs collectives in place; any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
+    plain collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks
+    have to meet.
     """
     by_device = _cache.setdefault(group, {})
     reference = by_device.get(device)

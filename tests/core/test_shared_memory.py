@@ -1,0 +1,253 @@
+"""Shared memory between ranks of one host: who may write when, what is left behind, what a missing peer looks like."""
+
+import ctypes
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.core import fully_shard
+from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.shared import segment
+from shardkit.core.runtime.shared.neighbours import neighbours_of
+from shardkit.core.runtime.transport import PairwiseTransport, SharedTransport, transport_for
+from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan, transport
+from tests.support import RankFailure, rank_mesh, run_ranks
+
+
+def _sharded(world_size: int, *widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    mesh = rank_mesh((world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _step(model: nn.Module, width: int) -> float:
+    loss = model(torch.ones(2, width)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    return loss.item()
+
+
+# -- where things lie --------------------------------------------------------------------------------------------------
+
+
+def _shards_in_segments(rank: int, world_size: int) -> list[bool]:
+    model = _sharded(world_size, 5, 7, 3)
+    placed = [segment.locate(p.to_local()) is not None for p in model.parameters() if p.to_local().numel()]
+    _step(model, 5)
+    return placed
+
+
+def test_shards_lie_in_shared_memory_from_the_start() -> None:
+    for placed in run_ranks(2, _shards_in_segments):
+        assert placed == [True] * 4
+
+
+def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int, int]:
+    before = len(segment._segments), _mappings()
+    model = _sharded(world_size, 64, 64, 64)
+    for _ in range(2):
+        _step(model, 64)
+    assert len(segment._segments) > before[0]
+    del model
+    dist.barrier()
+    return len(segment._segments) - before[0], _mappings() - before[1], _descriptors("shardkit"), before[1]
+
+
+def _mappings() -> int:
+    return sum("memfd:shardkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _descriptors(name: str) -> int:
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(name in link for link in links)
+
+
+def test_deleting_a_model_frees_its_shared_memory_at_once() -> None:
+    # The peers' mappings go with the next gather of this group: those are the `mapped` that may be left.
+    for segments, mapped, descriptors, _ in run_ranks(2, _leaves_nothing, isolated=True):
+        assert segments == 0
+        assert descriptors == 0
+        assert mapped <= 3  # two groups and an outbox of the peer
+
+
+def _drops_the_peers_mappings(rank: int, world_size: int) -> list[int]:
+    seen = []
+    kept = _sharded(world_size, 8, 8)
+    _step(kept, 8)
+    for _ in range(4):
+        model = _sharded(world_size, 64, 64, 64)
+        _step(model, 64)
+        del model
+        _step(kept, 8)
+        seen.append(_mappings())
+    return seen
+
+
+def test_mappings_of_deleted_models_do_not_pile_up() -> None:
+    for seen in run_ranks(2, _drops_the_peers_mappings, isolated=True):
+        assert seen[-1] <= seen[1]
+
+
+# -- who may write when ------------------------------------------------------------------------------------------------
+
+
+class _Slow(nn.Module):
+    """Comes late to what follows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        return x
+
+
+def _slow_model(world_size: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _Slow(), nn.Linear(64, 64, bias=False))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    return fully_shard(model, mesh=rank_mesh((world_size,)))
+
+
+@torch.no_grad()
+def _writes_after_forward(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _slow_model(world_size)
+    first = model(torch.ones(2, 64))  # teaches the order: from now on layers are gathered ahead
+    again = model(torch.ones(2, 64))
+    for parameter in model.parameters():
+        parameter.to_local().zero_()
+    return first, again
+
+
+@torch.no_grad()
+def _writes_after_unshard(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _slow_model(world_size)
+    layer = model[2]
+    expected = layer.weight.full_tensor()
+    handle = layer.unshard(async_op=True)
+    if rank == 1:
+        time.sleep(0.5)
+    handle.wait()
+    seen = layer.weight.clone()
+    layer.reshard()
+    layer.weight.to_local().zero_()
+    dist.barrier()
+    return expected, seen
+
+
+@pytest.mark.parametrize("body", [_writes_after_forward, _writes_after_unshard])
+def test_a_shard_may_be_written_to_as_soon_as_control_returns(
+    body: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    for expected, seen in run_ranks(2, body):
+        assert torch.equal(expected, seen)
+
+
+# -- when it is not to be had ------------------------------------------------------------------------------------------
+
+
+def _one_declines(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
+    group = dist.new_group()
+    kind = type(transport_for(group, CPU)).__name__
+    model = nn.Linear(6, 6)
+    fully_shard(model, mesh=torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu"))
+    assert _step(model, 6) > 0
+    return kind
+
+
+def test_one_rank_that_declines_makes_all_exchange_pairwise() -> None:
+    assert run_ranks(3, _one_declines, isolated=True) == [PairwiseTransport.__name__] * 3
+
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+
+
+def _one_is_elsewhere(rank: int, world_size: int) -> str:
+    group = dist.new_group()
+    # Another network namespace, as in a container of its own: its sockets cannot be reached.
+    if rank == 0 and ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        pytest.skip(f"may not make a network namespace: {os.strerror(ctypes.get_errno())}")
+    return type(transport_for(group, CPU)).__name__
+
+
+def test_ranks_in_containers_of_their_own_exchange_pairwise() -> None:
+    assert run_ranks(2, _one_is_elsewhere, isolated=True) == [PairwiseTransport.__name__] * 2
+
+
+# -- when a peer is not there ------------------------------------------------------------------------------------------
+
+
+def _dies(rank: int, world_size: int, directory: str) -> None:
+    model = _sharded(world_size, 8, 8, 8)
+    _step(model, 8)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        _step(model, 8)
+    Path(directory, "said").write_text(f"{time.monotonic() - began < 5} {error.value}")
+
+
+def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _dies, str(tmp_path), isolated=True)
+    in_time, said = (tmp_path / "said").read_text().split(" ", 1)
+    assert in_time == "True"
+    assert "all-gather (waiting for its peers" in said
+    assert "the process of rank 1 of the group has ended" in said
+
+
+def _another_group(rank: int, world_size: int) -> str:
+    over = transport("shared")
+    plan = gather_plan(CASES["small"], over, f"blocks.{rank}")
+    sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
+    with pytest.raises(RuntimeError) as error:
+        make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label).wait()
+    return str(error.value)
+
+
+def test_ranks_at_different_groups_are_told_so() -> None:
+    first, second = run_ranks(2, _another_group, isolated=True)
+    assert "rank 1 of the group is at 'blocks.1' where this rank is at 'blocks.0'" in first
+    assert "rank 0 of the group is at 'blocks.0' where this rank is at 'blocks.1'" in second
+
+
+def _another_size(rank: int, world_size: int) -> str:
+    over = transport("lent")
+    assert isinstance(over, SharedTransport)
+    case = CASES["large_even"] if rank == 0 else CASES["large_uneven"]
+    plan = gather_plan(case, over)
+    sources = segment.shared_copies([torch.ones(item.layout.local_shape(rank)) for item in plan.items])
+    with pytest.raises(RuntimeError) as error:
+        make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label).wait()
+    return str(error.value)
+
+
+def test_a_shard_of_another_size_is_refused() -> None:
+    first, _ = run_ranks(2, _another_size, isolated=True)
+    assert "rank 1 of the group shares 30000 elements of 'blocks.0.w0', expected 24000" in first
+
+
+def _meets_again(rank: int, world_size: int) -> bool:
+    group = dist.group.WORLD
+    return neighbours_of(group) is neighbours_of(group)
+
+
+def test_ranks_meet_once() -> None:
+    assert run_ranks(2, _meets_again) == [True, True]
