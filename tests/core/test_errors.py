@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardkit.core import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from tests.core.installed_adapters import no_installed_adapters
 from tests.support import RankFailure, rank_mesh, run_ranks
 from tests.support.models import MLP
 
@@ -84,7 +85,10 @@ def _bad_modules(rank: int, world_size: int) -> None:
     tensor_parallel = nn.Sequential(nn.Linear(4, 4))
     placed = distribute_tensor(torch.ones(4, 4), rank_mesh((2,)), [Replicate()])
     tensor_parallel[0].weight = nn.Parameter(placed)
-    with pytest.raises(TypeError, match=r"'0\.weight' is already a DTensor.*shardkit-tp-adapter"):
+    with (
+        no_installed_adapters(),
+        pytest.raises(TypeError, match=r"'0\.weight' is already a DTensor.*shardkit-tp-adapter"),
+    ):
         fully_shard(tensor_parallel)
     # A refused module is left as it was, so that the call can be made again once the input is repaired.
     assert type(tensor_parallel) is nn.Sequential

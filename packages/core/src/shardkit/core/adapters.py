@@ -1,33 +1,127 @@
-"""Parameters that are not plain tensors: tensor subclasses with a wire format of their own, and DTensors."""
+"""Parameters that are not plain tensors: tensor subclasses with a wire format of their own, and DTensors.
+
+Note [Forms]
+Data parallelism cuts, gathers and reduces plain tensors. What a parameter is around such a tensor, the `ParameterForm`
+knows: for a parameter that another parallelism has made a DTensor, the tensor is this rank's local one, and the form
+makes the sharded DTensor over both meshes, the unsharded DTensor that the module computes with, and a plain tensor of
+its gradient. Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point
+group `shardkit.dtensor_adapters`.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.torch_compat import like_dtensor, new_dtensor
 
-__all__ = ["SubclassGather", "refuse_dtensor"]
+__all__ = ["DTensorAdapter", "ParameterForm", "SubclassGather", "form_of"]
+
+_GROUP = "shardkit.dtensor_adapters"
 
 
-def refuse_dtensor(parameter: nn.Parameter, fqn: str) -> None:
-    """Raises for a parameter that another parallelism has already made a DTensor.
+class ParameterForm(Protocol):
+    """What a parameter is around the plain tensor that data parallelism cuts (see Note [Forms]). Not collective."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter, as state dicts have it."""
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The plain tensor inside the original parameter; data parallelism cuts it."""
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        """The sharded parameter around this rank's shard of the plain tensor."""
+
+    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
+        """The gradient of the sharded parameter around this rank's shard of it."""
+
+    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor that the module computes with, over the memory of the gathered plain tensor."""
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The plain gradient of the plain tensor, from that of the unsharded parameter.
+
+        It may communicate over axes that are not data-parallel.
+        """
+
+
+class DTensorAdapter(Protocol):
+    """Knows how parameters that are DTensors already, by tensor or expert parallelism, are sharded once more."""
+
+    def form(self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> ParameterForm:
+        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
+
+        Raises:
+            ValueError, TypeError: for meshes or placements that do not fit together, with the FQN.
+        """
+
+
+@dataclass(frozen=True)
+class _PlainForm:
+    """The form of a parameter that is a plain tensor, or a subclass other than DTensor."""
+
+    shape: torch.Size
+    mesh: DataParallelMesh
+    dim: int | None
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        return new_dtensor(shard, self.mesh.mesh, self.mesh.placements(self.dim), self.shape)
+
+    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
+        return like_dtensor(gradient, parameter)
+
+    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def form_of(parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> ParameterForm:
+    """The form of a parameter that is cut on tensor dim `dim` over `mesh`; None: replicated on it.
 
     Raises:
-        TypeError: with the FQN, its placements and the package that handles it.
+        TypeError: for a DTensor while no adapter is installed, with the FQN, its placements and the package to install.
+        ValueError, TypeError: from the adapter.
     """
-    if isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
+        return _PlainForm(parameter.shape, mesh, dim)
+    adapter = _dtensor_adapter()
+    if adapter is None:
         raise TypeError(
             f"parameter '{fqn}' is already a DTensor with placements {tuple(parameter.placements)} on "
             f"{parameter.device_mesh}; shardkit-core shards plain tensors. Tensor-parallel parameters need the package "
             "shardkit-tp-adapter; a parameter that fully_shard has sharded before cannot be sharded again"
         )
+    return adapter.form(parameter, fqn, mesh, dim)
+
+
+@functools.cache
+def _dtensor_adapter() -> DTensorAdapter | None:
+    """The adapter that an installed distribution provides, looked up when the first DTensor parameter is met.
+
+    Raises:
+        RuntimeError: if several distributions provide one.
+    """
+    found = list(entry_points(group=_GROUP))
+    if len(found) > 1:
+        names = ", ".join(sorted(f"{entry.name} = {entry.value}" for entry in found))
+        raise RuntimeError(f"several adapters for DTensor parameters are installed ({names}); uninstall all but one")
+    return cast(DTensorAdapter, found[0].load()) if found else None
 
 
 @dataclass

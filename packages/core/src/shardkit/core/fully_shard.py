@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from shardkit.core.adapters import form_of
 from shardkit.core.managed import (
     Managed,
     check_subclasses,
@@ -123,19 +124,26 @@ def fully_shard(
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placements = [placement_of(one, choose(one.parameter)) for one in managed.parameters]
     check_subclasses(managed)
+    replicated = data_parallel.fully_replicated
+    forms = [
+        form_of(one.parameter, one.fqn, replicated, None)
+        if placement is None
+        else form_of(one.parameter, one.fqn, data_parallel, placement.dim)
+        for one, placement in zip(managed.parameters, placements, strict=True)
+    ]
     _check_ties(managed, data_parallel, policy, offload)
     move_buffers(managed.buffers, device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
     main: list[FSDPParam] = []
     scalars: list[FSDPParam] = []
-    for one, placement in zip(managed.parameters, placements, strict=True):
-        on = data_parallel if placement is not None else data_parallel.fully_replicated
-        param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, device, policy, offload)
+    for one, placement, form in zip(managed.parameters, placements, forms, strict=True):
+        on = data_parallel if placement is not None else replicated
+        param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
         (main if placement is not None else scalars).append(param)
     if main:
         state.add_group(FSDPParamGroup(main, data_parallel, device, policy, reshard, smaller))
     if scalars:
-        state.add_group(FSDPParamGroup(scalars, data_parallel.fully_replicated, device, policy, reshard, None))
+        state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:

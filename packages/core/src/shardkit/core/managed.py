@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardkit.core.adapters import SubclassGather, refuse_dtensor
+from shardkit.core.adapters import SubclassGather
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
 
 __all__ = [
@@ -85,7 +85,6 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     """Walks the modules and collects what the call manages.
 
     Raises:
-        TypeError: for a parameter that is a DTensor already.
         ValueError: for a parameter that no module owns (one in a plain list or dict attribute).
     """
     managed = Managed()
@@ -105,7 +104,6 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
                 ties[id(elsewhere)].append(slot)
                 continue
             if id(parameter) not in by_id:
-                refuse_dtensor(parameter, fqn)
                 by_id[id(parameter)] = ManagedParameter(parameter, fqn, [])
                 managed.parameters.append(by_id[id(parameter)])
             by_id[id(parameter)].slots.append(slot)

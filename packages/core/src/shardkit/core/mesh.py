@@ -32,11 +32,13 @@ class DataParallelMesh:
         shard_axis: index of the axis that parameters are sharded over, None when they are only replicated.
         replicate_axes: the axes over which they are replicated, in the order in which gradients are all-reduced over
             them; empty for plain FSDP.
+        named: whether `dp_mesh_dims` named the axes, of a mesh that DTensor parameters may lie on as a whole.
     """
 
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axes: tuple[int, ...] = ()
+    named: bool = False
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -68,7 +70,7 @@ class DataParallelMesh:
     def fully_replicated(self) -> DataParallelMesh:
         """The same ranks with nothing sharded: what 0-dim parameters live on."""
         axes = () if self.shard_axis is None else (self.shard_axis,)
-        return DataParallelMesh(self.mesh, None, axes + self.replicate_axes)
+        return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named)
 
     @property
     def size(self) -> int:
@@ -146,11 +148,13 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
             f"dp_mesh_dims names an axis twice: shard {dims.shard_names}, replicate {dims.replicate_names}"
         )
     if not dims.shard_names:
-        return DataParallelMesh(flattened_axis(mesh, dims.replicate_names), shard_axis=None, replicate_axes=(0,))
+        return DataParallelMesh(
+            flattened_axis(mesh, dims.replicate_names), shard_axis=None, replicate_axes=(0,), named=True
+        )
     shard = flattened_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
-        return DataParallelMesh(shard, shard_axis=0)
-    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,))
+        return DataParallelMesh(shard, shard_axis=0, named=True)
+    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named=True)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

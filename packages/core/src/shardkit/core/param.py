@@ -3,9 +3,10 @@
 Tensors of a parameter, in the order of its life:
 
     original        the user's nn.Parameter; read once, then only remembered (weakly) by the mark that it carries
+    plain           the original itself, or the local tensor of one that is a DTensor already: what is cut and gathered
     sharded_param   nn.Parameter(DTensor) over this rank's chunk: what the optimizer and state dicts see
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
-    unsharded_param nn.Parameter over the same storage in the original shape: what forward and backward see
+    unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
     kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
 
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.core.adapters import SubclassGather
+from shardkit.core.adapters import ParameterForm, SubclassGather
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
@@ -33,9 +34,7 @@ from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import (
-    like_dtensor,
     local_of,
-    new_dtensor,
     post_accumulate_grad_hooks,
     replace_local,
     version_of,
@@ -86,11 +85,12 @@ class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
 
     Args:
-        original: the user's parameter, a plain tensor or a wrapper subclass, on any device.
+        original: the user's parameter, a plain tensor, a wrapper subclass or a DTensor, on any device.
         fqn: its name, for messages; refined when the root module is known.
         slots: every module attribute that holds it.
         mesh: the data-parallel mesh.
         placement: the dim to shard on; None for a 0-dim parameter, which is replicated.
+        form: what the parameter is around the plain tensor that is cut.
         device: where the unsharded parameter lives.
     """
 
@@ -101,6 +101,7 @@ class FSDPParam:
         slots: tuple[Slot, ...],
         mesh: DataParallelMesh,
         placement: Shard | None,
+        form: ParameterForm,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
@@ -113,15 +114,13 @@ class FSDPParam:
         self.mp_policy = mp_policy
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
-        self.shape = original.shape
+        self.form = form
+        plain = form.plain(original.detach())
+        self.shape = plain.shape
         dim = 0 if placement is None else placement.dim
         self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
-        placements = mesh.placements(placement.dim if placement is not None else None)
-        local = self._shard(original.detach())
-        self.sharded_param = nn.Parameter(
-            new_dtensor(local, mesh.mesh, placements, self.shape), requires_grad=original.requires_grad
-        )
+        self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(original.__dict__)
         setattr(original, _MARK, weakref.ref(self))
         setattr(self.sharded_param, _MARK, weakref.ref(self))
@@ -159,10 +158,10 @@ class FSDPParam:
                 f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
                 "shardkit.core.load_full_state_dict"
             )
-        if parameter.shape != self.shape or tuple(parameter.placements) != tuple(old.placements):
+        if parameter.shape != self.form.shape or tuple(parameter.placements) != tuple(old.placements):
             raise ValueError(
                 f"parameter '{self.fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
-                f"{tuple(parameter.placements)}; expected shape {tuple(self.shape)} with {tuple(old.placements)}"
+                f"{tuple(parameter.placements)}; expected shape {tuple(self.form.shape)} with {tuple(old.placements)}"
             )
         self.sharded_param = parameter
         setattr(parameter, _MARK, weakref.ref(self))
@@ -318,7 +317,7 @@ class FSDPParam:
             tensor = None
         if tensor is not None:
             with torch.inference_mode(False):
-                self.unsharded_param = nn.Parameter(tensor, requires_grad=requires_grad)
+                self.unsharded_param = nn.Parameter(self.form.unsharded(tensor), requires_grad=requires_grad)
             self.unsharded_param.__dict__.update(self.sharded_param.__dict__)
             setattr(self.unsharded_param, _MARK, weakref.ref(self))
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
@@ -406,7 +405,7 @@ class FSDPParam:
         parameter.grad = None
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
-        """The full gradient to reduce, which this object forgets; None if backward left none."""
+        """The plain full gradient to reduce, which this object forgets; None if backward left none."""
         parameter = self.unsharded_param
         if parameter is None:
             return None
@@ -416,7 +415,9 @@ class FSDPParam:
         elif parameter.grad is not None:
             gradient += parameter.grad
             parameter.grad = None
-        if gradient is None and zeros_if_unused and parameter.requires_grad:
+        if gradient is not None:
+            gradient = self.form.gradient(gradient)
+        elif zeros_if_unused and parameter.requires_grad:
             gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if gradient is None or self.shape:
             return gradient
@@ -436,7 +437,7 @@ class FSDPParam:
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
             gradient = target.copy_(gradient, non_blocking=overlap)
         if existing is None:
-            self.sharded_param.grad = like_dtensor(gradient, cast(DTensor, self.sharded_param))
+            self.sharded_param.grad = self.form.sharded_gradient(gradient, cast(DTensor, self.sharded_param))
         else:
             local_of(existing).add_(gradient)
         for hook in hooks:
