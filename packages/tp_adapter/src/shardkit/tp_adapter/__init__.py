@@ -1,0 +1,20 @@
+"""shardkit.tp_adapter: parameters that tensor or expert parallelism has made DTensors, sharded by shardkit.core.
+
+Nothing has to be imported for that: core finds the adapter when it is installed. What is here is for fused weights and
+for checkpoints.
+"""
+
+from shardkit.core.version import __version__
+from shardkit.tp_adapter.coverage import CheckedLoadPlanner
+from shardkit.tp_adapter.fused import FusedColwiseParallel
+from shardkit.tp_adapter.logical import logical_state_dict
+from shardkit.tp_adapter.sub_blocks import SubBlocks, declare_sub_blocks
+
+__all__ = [
+    "CheckedLoadPlanner",
+    "FusedColwiseParallel",
+    "SubBlocks",
+    "__version__",
+    "declare_sub_blocks",
+    "logical_state_dict",
+]

@@ -1,0 +1,133 @@
+"""How `fully_shard` shards a parameter that tensor or expert parallelism has made a DTensor already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.region import region_at
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
+from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
+from shardkit.tp_adapter.joint_mesh import joint_mesh
+from shardkit.tp_adapter.placing import order_of_cuts, region_held
+from shardkit.tp_adapter.sub_blocks import placements_in_whole
+from shardkit.tp_adapter.torch_compat import arrived_local_of
+
+__all__ = ["TensorParallelAdapter", "TensorParallelForm", "adapter"]
+
+
+@dataclass(frozen=True)
+class TensorParallelForm:
+    """The form of one DTensor parameter: see `shardkit.core.adapters.ParameterForm`.
+
+    Attributes:
+        fqn: for messages.
+        shape: of the whole parameter.
+        mesh, placements: of the sharded parameter.
+        model_mesh, model_placements: of the unsharded parameter, which is the DTensor that the user made.
+        data_axes: the axes of `model_mesh` that are data-parallel (when the user's DTensor is on the full mesh).
+        boxes: this rank's, if it holds several.
+    """
+
+    fqn: str
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    model_mesh: DeviceMesh
+    model_placements: tuple[Placement, ...]
+    data_axes: frozenset[int]
+    boxes: Boxes | None
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The local tensor."""
+        return local_of(parameter)
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        """The DTensor on the joint mesh."""
+        return new_dtensor(self._boxed(shard), self.mesh, self.placements, self.shape)
+
+    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
+        """The same for a gradient, which has the placements of its parameter."""
+        return like_dtensor(self._boxed(gradient), parameter)
+
+    def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
+        """The user's DTensor, over gathered memory."""
+        plain = whole.plain() if isinstance(whole, BoxedTensor) else whole
+        return new_dtensor(plain, self.model_mesh, self.model_placements, self.shape)
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The local gradient with the parameter's placements: a Partial one is summed over its axes.
+
+        Over data-parallel axes nothing is summed here, that is the reduction's part. Collective over model axes if
+        placements differ, which they do alike on all ranks.
+
+        Raises:
+            TypeError: for a gradient that is no DTensor, with the FQN.
+        """
+        if not isinstance(gradient, DTensor):
+            raise TypeError(
+                f"parameter '{self.fqn}' is a DTensor with placements {self.model_placements}, but its gradient is a "
+                f"plain {type(gradient).__name__}; let autograd compute it, or assign a DTensor"
+            )
+        wanted = tuple(
+            seen if axis in self.data_axes and (seen.is_partial() or seen.is_replicate()) else own
+            for axis, (seen, own) in enumerate(zip(gradient.placements, self.model_placements, strict=True))
+        )
+        if wanted != tuple(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        return arrived_local_of(gradient)
+
+    def _boxed(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard if self.boxes is None else BoxedTensor.of(shard, self.boxes)
+
+
+class TensorParallelAdapter:
+    """What core finds under the entry point group `shardkit.dtensor_adapters`."""
+
+    def form(self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> TensorParallelForm:
+        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
+
+        Raises:
+            ValueError: for a Partial or unknown placement, a mesh of another root, axes that overlap, and a local
+                tensor that is not what its placements say; with the FQN and the placements.
+        """
+        shape, cut = parameter.shape, 0 if dim is None else dim
+        placements = placements_in_whole(parameter, fqn)
+        joint = joint_mesh(parameter, placements, fqn, mesh)
+        order, in_order = order_of_cuts(shape, cut, joint.axes)
+        _check_local(parameter, placements, fqn)
+        region = region_held(fqn, shape, cut, joint.axes, joint.coordinate)
+        several = region.numel > 0 and len(list(region.boxes())) > 1
+        return TensorParallelForm(
+            fqn,
+            shape,
+            joint.ordered(order),
+            in_order,
+            parameter.device_mesh,
+            tuple(parameter.placements),
+            joint.data_axes,
+            Boxes(shape, region) if several else None,
+        )
+
+
+def _check_local(parameter: DTensor, placements: Sequence[Placement], fqn: str) -> None:
+    """A DTensor can be made around any local tensor; cut again, a wrong one would end up in wrong places."""
+    mesh, local = parameter.device_mesh, local_of(parameter)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, fqn
+    expected = region_at(fqn, parameter.shape, placements, mesh.mesh.shape, coordinate).shape
+    if tuple(local.shape) != expected and (local.numel() or math.prod(expected)):
+        raise ValueError(
+            f"parameter '{fqn}' of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} on "
+            f"{mesh} has a local tensor of shape {tuple(local.shape)} on this rank, expected {expected}; make it with "
+            "distribute_tensor"
+        )
+
+
+adapter = TensorParallelAdapter()

@@ -1,0 +1,92 @@
+"""Meshes and placements that do not fit together are refused at once, with the FQN and the placements."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from shardkit.core import DataParallelMeshDims, fully_shard
+from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, declare_sub_blocks
+from tests.support import rank_mesh, run_ranks
+
+
+def holding(parameter: torch.Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(parameter)
+    return model
+
+
+def distributed(mesh: DeviceMesh, *placements: Placement) -> nn.Module:
+    return holding(distribute_tensor(torch.ones(4, 4), mesh, list(placements)))
+
+
+def refusals(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements \(Shard\(dim=0\),\).*overlap.*mesh\['tp'\]"):
+        fully_shard(distributed(mesh["dp"], Shard(0)), mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axis 'dp'.*overlap.*dp_mesh_dims"):
+        fully_shard(distributed(mesh, Replicate(), Shard(0)), mesh=mesh["dp"])
+    other = rank_mesh((4,), ("all",))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axis 'all'.*overlap"):
+        fully_shard(distributed(other, Shard(0)), mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*overlap"):
+        fully_shard(distributed(other, Shard(0)), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+    dims = DataParallelMeshDims(shard="dp")
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements.*axis 0 is data-parallel.*Replicate"):
+        fully_shard(distributed(mesh, Shard(1), Shard(0)), mesh=mesh, dp_mesh_dims=dims)
+
+    partial = DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()], run_check=False)
+    with pytest.raises(ValueError, match=r"'0\.weight' with placements \(Partial.*pending sum.*redistribute"):
+        fully_shard(holding(partial), mesh=mesh["dp"])
+
+    wrong = DTensor.from_local(torch.ones(3, 4), mesh["tp"], [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
+    with pytest.raises(ValueError, match=r"'0\.weight'.*Shard\(dim=0\).*local tensor of shape \(3, 4\).*\(2, 4\)"):
+        fully_shard(holding(wrong), mesh=mesh["dp"])
+
+    # What stays after a refusal is the model as it was.
+    model = distributed(mesh, Replicate(), Shard(0))
+    with pytest.raises(ValueError, match="overlap"):
+        fully_shard(model, mesh=mesh["dp"])
+    assert type(model) is nn.Sequential
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+
+
+def foreign_roots(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    # The same ranks as mesh["tp"], but counted from another root, which holds the ranks in another order.
+    root = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("x", "y"))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight' with placements \(Shard.*not slices of one root mesh"):
+        fully_shard(distributed(root["y"], Shard(0)), mesh=mesh["dp"])
+    nameless = DeviceMesh.from_group(mesh["tp"].get_group(), "cpu")
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*no axis names.*init_device_mesh"):
+        fully_shard(distributed(nameless, Shard(0)), mesh=mesh["dp"])
+    twin = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "dp"))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axes are \['dp', 'dp'\].*name of its own"):
+        fully_shard(distributed(twin["dp"], Shard(0)), mesh=mesh["dp"])
+
+
+def fused_refusals(rank: int, world_size: int) -> None:
+    tensor = rank_mesh((2, 2), ("dp", "tp"))["tp"]
+    style = FusedColwiseParallel("gate", "up")
+    with pytest.raises(ValueError, match=r"'weight' of shape \(6, 4\) is made of \('gate', 'up'\).*2 ranks do not"):
+        style._apply(nn.Linear(4, 6), tensor)
+    with pytest.raises(ValueError, match=r"shape \(5, 4\) is not 2 logical tensors \('gate', 'up'\)"):
+        style._apply(nn.Linear(4, 5), tensor)
+    with pytest.raises(TypeError, match=r"nn\.Linear, got Embedding"):
+        style._apply(nn.Embedding(4, 4), tensor)
+    model = distributed(tensor, Shard(0))
+    declare_sub_blocks(model[0].weight, SubBlocks(("a", "b", "c", "d")))
+    with pytest.raises(ValueError, match=r"'0\.weight'.*\('a', 'b', 'c', 'd'\), of 1 each on dim 0.*2 ranks do not"):
+        fully_shard(model, mesh=rank_mesh((2, 2), ("dp", "tp"))["dp"])
+
+
+@pytest.mark.parametrize("body", [refusals, fused_refusals])
+def test_refusals(body):
+    run_ranks(4, body)
+
+
+def test_foreign_roots():
+    run_ranks(4, foreign_roots, isolated=True)

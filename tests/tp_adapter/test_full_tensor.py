@@ -1,0 +1,63 @@
+"""`full_tensor()` of a sharded parameter is the tensor that it was made of, for every cut of it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardkit.core import fully_shard
+from tests.support import rank_mesh, run_ranks
+
+NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
+MESHES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2), (4, 1), (1, 4), (1, 2, 2), (2, 1, 2)]}
+SHAPES = [(1,), (2,), (3,), (5,), (7,), (9,), (8, 3), (1, 6), (5, 7), (3, 1), (9, 5), (6, 4, 3), (0, 3)]
+
+
+class Holder(nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        local = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+        return (local * x).sum()
+
+
+def slices(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    mesh = rank_mesh(shape, NAMES[len(shape)])
+    return (mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]), mesh["tp"]
+
+
+def check(rank: int, world_size: int) -> int:
+    """Shard, look at what the rank holds, gather, compare; then through forward, backward and the gradient."""
+    count = 0
+    for mesh_shape, shape in itertools.product(MESHES[world_size], SHAPES):
+        data, tensor = slices(mesh_shape)
+        whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+        tp_placements = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+        for placement, dim in itertools.product(tp_placements, range(len(shape))):
+            holder = Holder(distribute_tensor(whole, tensor, [placement]))
+            local = holder.weight.to_local().clone()
+            fully_shard(holder, mesh=data, shard_placement_fn=lambda _, dim=dim: Shard(dim))
+            what = f"{shape} {placement} cut on {dim} over {mesh_shape}"
+            sharded = holder.weight
+            chunks = local.chunk(data.size(-1), dim)
+            mine = data.get_local_rank(data.ndim - 1)
+            expected = chunks[mine] if mine < len(chunks) else local.narrow(dim, 0, 0)
+            assert torch.equal(sharded.to_local().reshape(-1), expected.reshape(-1)), what
+            assert torch.equal(sharded.detach().full_tensor(), whole), what
+            holder(2.0).backward()
+            assert torch.equal(holder.weight.grad.full_tensor(), torch.full_like(whole, 2.0)), what
+            assert holder.weight.grad.placements == sharded.placements, what
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_cut(world_size: int):
+    counts = run_ranks(world_size, check, timeout=300.0)
+    assert set(counts) == {len(MESHES[world_size]) * sum(len(s) * (len(s) + 1) for s in SHAPES)}

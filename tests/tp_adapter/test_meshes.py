@@ -1,0 +1,135 @@
+"""Meshes: dp_mesh_dims on the full mesh as stock has it, and expert parallelism on a mesh of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+
+import shardkit.core as shardkit
+from tests.core.single_process import assert_close
+from tests.support import rank_mesh, run_ranks
+from tests.support.parity import sum_in_rank_order
+from tests.support.trace import Trace, assert_same
+
+FULL = {
+    (2, 2): ("dp", "tp"),
+    (1, 2, 2): ("dp_replicate", "dp_shard", "tp"),
+    (2, 2, 1): ("dp_shard", "cp", "tp"),
+}
+
+
+def dims(api: Any, shape: tuple[int, ...]) -> Any:
+    if len(shape) == 2:
+        return api.DataParallelMeshDims(shard="dp")
+    if "cp" in FULL[shape]:
+        return api.DataParallelMeshDims(shard=("dp_shard", "cp"))
+    return api.DataParallelMeshDims(shard="dp_shard", replicate="dp_replicate")
+
+
+def full_mesh_model(mesh: Any) -> nn.Module:
+    """Parameters are DTensors on the full mesh: up cut on rows and down on columns over tp."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def place(name: str, module: nn.Module, _: Any) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            cut = {"0": Shard(0), "2": Shard(1) if key == "weight" else Replicate()}[name]
+            placements = [Replicate()] * (mesh.ndim - 1) + [cut]
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, placements)))
+
+    return distribute_module(model, mesh, place)
+
+
+def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...]) -> Trace:
+    mesh = rank_mesh(shape, FULL[shape])
+    model = full_mesh_model(mesh)
+    api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims(api, shape))
+    if api is stock:
+        sum_in_rank_order(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace = Trace()
+    for step in range(2):
+        torch.manual_seed(step)
+        x = DTensor.from_local(
+            torch.randn(3, 4) + rank // mesh.size(-1), mesh, [Replicate()] * mesh.ndim, run_check=False
+        )
+        loss = model(x).square().mean()
+        loss.backward()
+        trace.add_gradients(f"step {step}", model, full=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.add_parameters(f"step {step}", model, full=True)
+    trace.add_tree("state dict", dict(model.state_dict()))
+    return trace
+
+
+def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+    assert_same(train_full_mesh(rank, stock, shape), train_full_mesh(rank, shardkit, shape))
+
+
+@pytest.mark.parametrize("shape", FULL, ids=str)
+def test_dp_mesh_dims_with_dtensors(shape: tuple[int, ...]):
+    run_ranks(4, compare_full_mesh, shape)
+
+
+class Experts(nn.Module):
+    """Four experts, two on each rank of "ep"; every rank computes with all tokens and sums over experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.weight, DTensor):
+            return torch.einsum("bi,eij->bj", x, self.weight)
+        mesh = self.weight.device_mesh
+        out = torch.einsum("bi,eij->bj", x, self.weight.to_local())
+        return DTensor.from_local(out, mesh, [Partial()], run_check=False).full_tensor()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.experts = nn.Linear(3, 3), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.inp(x))
+
+
+def expert_parallel(rank: int, world_size: int) -> None:
+    """Dense parameters over all four ranks, experts over "ep" and then over the two ranks that hold the same ones."""
+    mesh = rank_mesh((2, 2), ("dp_mod_ep", "ep"))
+    torch.manual_seed(5)
+    whole = Mixture()
+    torch.manual_seed(5)
+    model = Mixture()
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
+    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
+    shardkit.fully_shard(model, mesh=mesh)
+    # Two batches, and each rank of "ep" has a part of the gradient of what lies below its experts.
+    model.set_gradient_divide_factor(2.0)
+    assert model.experts.weight.device_mesh.mesh_dim_names == ("dp_mod_ep", "ep")
+    assert model.experts.weight.to_local().shape == (1, 3, 3)
+    # The ranks of "ep" share a batch, as each has only its own experts' part of the outputs.
+    for _ in range(2):
+        batches = [torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+        model(batches[rank // 2]).square().mean().backward()
+        for one in batches:
+            (whole(one).square().mean() / 2).backward()
+        expected = dict(whole.named_parameters())
+        for fqn, parameter in model.named_parameters():
+            assert_close(parameter.grad, expected[fqn].grad, fqn)
+        norm = shardkit.clip_grad_norm_(model.parameters(), 0.01)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01), rtol=1e-5, atol=0)
+        for module in (model, whole):
+            torch.optim.SGD(module.parameters(), lr=0.5).step()
+            module.zero_grad()
+        for fqn, parameter in model.named_parameters():
+            assert_close(parameter, expected[fqn], fqn)
+
+
+def test_expert_parallel():
+    run_ranks(4, expert_parallel)

@@ -1,0 +1,96 @@
+"""The arithmetic of two parallelisms on one dim, against torch.chunk applied twice, and against what stock says."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardkit.core.region import region_at
+from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def chunked_twice(whole: torch.Tensor, dim: int, axes: list[Axis], coordinate: tuple[int, ...]) -> torch.Tensor:
+    """What a rank holds, by torch.chunk: model axes first, the data-parallel one last."""
+    cut = sorted(range(len(axes)), key=lambda index: axes[index].placement is None)
+    for index in cut:
+        placement = axes[index].placement or Shard(dim)
+        if not isinstance(placement, Replicate):
+            chunks = torch.chunk(whole, axes[index].size, placement.dim)
+            empty = whole.narrow(placement.dim, 0, 0)
+            whole = (*chunks, *[empty] * axes[index].size)[coordinate[index]]
+    return whole
+
+
+@st.composite
+def layouts(draw):
+    shape = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))
+    dims = st.integers(0, len(shape) - 1)
+    model = [
+        Axis(draw(SIZES), Shard(draw(dims)) if draw(st.integers(0, 3)) else Replicate())
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    data = [Axis(draw(SIZES), None)]
+    if draw(st.booleans()):
+        data.insert(0, Axis(2, Replicate()))
+    axes = [*data, *model] if draw(st.integers(0, 4)) else [*model, *data]
+    return shape, draw(dims), axes
+
+
+@given(layouts())
+def test_placements_say_what_ranks_hold(layout):
+    shape, dim, axes = layout
+    order, placements = order_of_cuts(shape, dim, axes)
+    assert sorted(order) == list(range(len(axes)))
+    sizes = [axes[index].size for index in order]
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for coordinate in itertools.product(*(range(min(axis.size, 3)) for axis in axes)):
+        expected = chunked_twice(whole, dim, axes, coordinate)
+        held = region_held("", shape, dim, axes, coordinate)
+        described = region_at("", shape, placements, sizes, [coordinate[index] for index in order])
+        assert described.shape == held.shape
+        assert math.prod(held.shape) == expected.numel()
+        if expected.numel():
+            assert torch.equal(held.take(whole), expected)
+            assert torch.equal(described.take(whole), expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements"),
+    [
+        ([Axis(2, None), Axis(2, Shard(0))], (_StridedShard(0, split_factor=2), Shard(0))),
+        ([Axis(2, None), Axis(2, Shard(1))], (Shard(0), Shard(1))),
+        ([Axis(2, None), Axis(2, Replicate())], (Shard(0), Replicate())),
+        (
+            [Axis(2, Replicate()), Axis(2, None), Axis(4, Shard(0))],
+            (Replicate(), _StridedShard(0, split_factor=4), Shard(0)),
+        ),
+        ([Axis(2, Shard(0)), Axis(2, None)], (Shard(0), Shard(0))),
+    ],
+)
+def test_even_sizes_keep_the_order_of_stock(axes, placements):
+    assert order_of_cuts((16, 16), 0, axes) == (tuple(range(len(axes))), placements)
+
+
+def test_uneven_sizes_change_the_order_only_where_placements_would_lie():
+    axes = [Axis(4, None), Axis(2, Shard(0))]
+    assert order_of_cuts((10,), 0, axes) == ((0, 1), (_StridedShard(0, split_factor=2), Shard(0)))
+    assert order_of_cuts((9,), 0, axes) == ((1, 0), (Shard(0), Shard(0)))
+    # With the order kept, (dp 3, tp 1) would be said to hold nothing, while it holds row 8.
+    assert region_at("", (9,), (_StridedShard(0, split_factor=2), Shard(0)), (4, 2), (3, 1)).numel == 0
+    assert region_held("", (9,), 0, axes, (3, 1)).runs == (((8, 9),),)
+
+
+def test_a_strided_model_placement_comes_first():
+    """A fused weight: gate and up, each cut over two ranks, then halved by data parallelism."""
+    axes = [Axis(2, None), Axis(2, _StridedShard(0, split_factor=2))]
+    assert order_of_cuts((16,), 0, axes)[0] == (1, 0)
+    assert region_held("", (16,), 0, axes, (0, 0)).runs == (((0, 4),),)
+    assert region_held("", (16,), 0, axes, (1, 1)).runs == (((12, 16),),)
+    assert region_held("", (16,), 0, [Axis(1, None), axes[1]], (0, 0)).runs == (((0, 4), (8, 12)),)

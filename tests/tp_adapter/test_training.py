@@ -1,0 +1,125 @@
+"""Training in two and three dimensions, bit for bit as stock fully_shard does it, and as a single process does it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardkit.core as shardkit
+from tests.support import rank_mesh, run_ranks
+from tests.support.parity import sum_in_rank_order
+from tests.support.trace import Trace, assert_same
+from tests.tp_adapter.models import SPECS, build, shard
+
+NAMES = {2: ("dp", "tp"), 3: ("dp_replicate", "dp_shard", "tp")}
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (2, 1, 2), (1, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    model: str
+    mesh: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    frozen: bool = False
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+
+    def meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """The data-parallel mesh and the tensor-parallel one."""
+        whole = rank_mesh(self.mesh, NAMES[len(self.mesh)])
+        return whole["dp"] if len(self.mesh) == 2 else whole["dp_replicate", "dp_shard"], whole["tp"]
+
+    def arguments(self, api: Any) -> dict[str, Any]:
+        """The options, with names of policies turned into objects of this API."""
+        policies = {
+            "bf16": api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload": api.CPUOffloadPolicy(pin_memory=False),
+        }
+        return {name: policies.get(value, value) for name, value in self.options.items()}
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+def sharded(case: Case, api: Any) -> nn.Module:
+    model = build(case.model)
+    if case.frozen:
+        model.blocks[0].up.requires_grad_(False)
+        model.blocks[1].down.bias.requires_grad_(False)
+    data, tensor = case.meshes()
+    SPECS[case.model].parallelize(model, tensor)
+    shard(model, api, data, **case.arguments(api))
+    return model
+
+
+def train(rank: int, case: Case, api: Any, full: bool) -> Trace:
+    model = sharded(case, api)
+    if api is stock:
+        sum_in_rank_order(model)
+    optimizer = OPTIMIZERS[case.optimizer](p for p in model.parameters() if p.requires_grad)
+    data = case.meshes()[0]
+    data_rank = sum(i * s for i, s in zip(data.get_coordinate(), (data.size(-1), 1)[-data.ndim :], strict=True))
+    trace = Trace()
+    for step in range(3):
+        for micro in range(case.micro_batches):
+            last = micro == case.micro_batches - 1
+            model.set_requires_gradient_sync(last)
+            loss = SPECS[case.model].loss(model, 100 * step + 10 * micro + data_rank)
+            loss.backward()
+            trace.add(f"step {step}.{micro}: loss", loss)
+        trace.add_gradients(f"step {step}", model, full=full)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.add_parameters(f"step {step}", model, full=full)
+    trace.add_tree("state dict", dict(model.state_dict()))
+    trace.add_tree("optimizer", optimizer.state_dict())
+    return trace
+
+
+def compare_with_stock(rank: int, world_size: int, case: Case) -> None:
+    assert_same(train(rank, case, stock, full=True), train(rank, case, shardkit, full=True))
+
+
+def cases() -> Iterator[Case]:
+    for mesh in MESHES:
+        for model in ("tensor", "language"):
+            yield Case(model, mesh)
+    for mesh in ((2, 2), (1, 2, 2)):
+        yield Case("tied", mesh)
+        yield Case("tensor", mesh, frozen=True)
+        yield Case("language", mesh, {"mp_policy": "bf16"})
+        yield Case("language", mesh, {"mp_policy": "bf16"}, micro_batches=2)
+        yield Case("language", mesh, micro_batches=2, optimizer="sgd")
+        yield Case("language", mesh, {"offload_policy": "offload"})
+        yield Case("language", mesh, {"reshard_after_forward": False})
+    yield Case("uneven", (2, 2), optimizer="sgd")
+    yield Case("uneven_language", (2, 2))
+
+
+def world(case: Case) -> int:
+    size = 1
+    for axis in case.mesh:
+        size *= axis
+    return size
+
+
+def label(case: Case) -> str:
+    words = [case.model, "x".join(map(str, case.mesh)), *map(str, case.options.values()), case.optimizer]
+    return "-".join(
+        [*words, *(["frozen"] if case.frozen else []), *([f"{case.micro_batches}"] * (case.micro_batches > 1))]
+    )
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=label)
+def test_as_stock(case: Case):
+    run_ranks(world(case), compare_with_stock, case)
