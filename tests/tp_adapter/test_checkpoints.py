@@ -1,0 +1,183 @@
+"""Checkpoints without communication: weights and optimizer, bit for bit, over any change of (dp, tp)."""
+
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardkit.core as shardkit
+from shardkit.tp_adapter import CheckedLoadPlanner
+from tests.support import rank_mesh, run_ranks
+from tests.tp_adapter.models import SPECS, shard
+from tests.tp_adapter.test_training import NAMES, OPTIMIZERS
+
+
+@dataclass
+class Trainee:
+    """A sharded model, with an optimizer that has states."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(
+        cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, optimizer: str = "adamw"
+    ) -> "Trainee":
+        torch.manual_seed(seed)
+        model = SPECS[name].build()
+        mesh = rank_mesh(shape, NAMES[len(shape)])
+        SPECS[name].parallelize(model, mesh["tp"])
+        shard(model, api, mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"])
+        trainee = cls(model, OPTIMIZERS[optimizer](model.parameters()))
+        for step in range(2):
+            SPECS[name].loss(model, seed + step).backward()
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+        return trainee
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def save(self, path: Path) -> None:
+        with CommDebugMode() as communication:
+            dcp.save(self.state(), checkpoint_id=path)
+        functional = [str(op) for op in communication.get_comm_counts() if "functional" in str(op)]
+        assert not functional, f"saving redistributes: {functional}"
+
+    def load(self, path: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Everything, gathered (collective)."""
+        state = self.state()
+        tensors = {f"model.{fqn}": value for fqn, value in state["model"].items()}
+        for fqn, states in state["optimizer"]["state"].items():
+            tensors |= {f"optimizer.{fqn}.{key}": value for key, value in states.items()}
+        return {name: _full(value) for name, value in tensors.items()}
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    # Copies: what is not sharded would be the live tensor.
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def save(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...], how: dict[str, Any]) -> Any:
+    trainee = Trainee.of(name, shape, 1, **how)
+    trainee.save(path)
+    return trainee.full()
+
+
+def load(rank: int, world_size: int, path: Path, again: Path | None, name: str, shape: Any, how: dict[str, Any]) -> Any:
+    """Load into a model with other weights; save what was loaded `again` elsewhere; then train on."""
+    trainee = Trainee.of(name, shape, 2, **how)
+    trainee.load(path)
+    full = trainee.full()
+    if again is not None:
+        trainee.save(again)
+    SPECS[name].loss(trainee.model, 5).backward()
+    trainee.optimizer.step()
+    return full
+
+
+def assert_equal(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == expected.keys()
+    wrong = [name for name in expected if not torch.equal(seen[name], expected[name])]
+    assert not wrong
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["language", "tied", "uneven", "uneven_language", "fused"])
+def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str):
+    """2x2 -> 4x1 -> 1x2 -> 1x1 -> 1x4 -> 1x2x2 -> 2x2: what comes out is what went in."""
+    how = {"optimizer": optimizer}
+    expected = run_ranks(4, save, tmp_path / "0", name, (2, 2), how)[0]
+    chain = [(4, 1), (1, 2), (1, 1), (1, 4), (1, 2, 2), (2, 2)]
+    for number, shape in enumerate(chain):
+        again = tmp_path / str(number + 1)
+        for seen in run_ranks(math.prod(shape), load, tmp_path / str(number), again, name, shape, how):
+            assert_equal(expected, seen)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["language", "uneven"])
+def test_interchangeable_with_stock(tmp_path: Path, name: str, shape: tuple[int, ...]):
+    for number, (writer, reader) in enumerate([("stock", "ours"), ("ours", "stock")]):
+        path = tmp_path / str(number)
+        expected = run_ranks(4, save_with, path, name, shape, writer)[0]
+        assert_equal(expected, run_ranks(4, load_with, path, name, shape, reader)[0])
+
+
+def save_with(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...], who: str) -> Any:
+    return save(rank, world_size, path, name, shape, {"api": stock if who == "stock" else shardkit})
+
+
+def load_with(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ...], who: str) -> Any:
+    return load(rank, world_size, path, None, name, shape, {"api": stock if who == "stock" else shardkit})
+
+
+def disjoint(rank: int, world_size: int, path: Path) -> str:
+    """A fused weight's rows of one rank lie in two places: stock takes them for one box, and refuses to save."""
+    mesh = rank_mesh((1, 2), ("dp", "tp"))
+    whole = torch.arange(24.0).view(8, 3)
+    rows = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]])[rank]
+    spoken = [Replicate(), _StridedShard(0, split_factor=2)]
+    theirs = DTensor.from_local(whole[rows], mesh, spoken, run_check=False)
+    assert torch.equal(theirs.full_tensor(), whole)
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        dcp.save({"weight": theirs}, checkpoint_id=path / "stock")
+    trainee = Trainee.of("fused", (1, 2), 1)
+    weight = trainee.model.state_dict()["blocks.0.gate_up.weight"]
+    assert [tuple(chunk.offsets) for chunk in weight.__create_chunk_list__()] == [(rank * 4, 0), (8 + rank * 4, 0)]
+    trainee.save(path / "ours")
+    return str(refused.value)
+
+
+def test_the_disjoint_case_that_stock_refuses(tmp_path: Path):
+    for text in run_ranks(2, disjoint, tmp_path):
+        assert "Failed to validate global plan" in text or "overlapping" in text
+
+
+def holes(rank: int, world_size: int, path: Path) -> str:
+    """A checkpoint from which a rank's box is missing."""
+    trainee = Trainee.of("tensor", (2, 1), 1)
+    trainee.save(path)
+    dist.barrier()
+    if rank == 0:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata.state_dict_metadata["model.blocks.0.up.weight"].chunks.pop()
+        with (path / ".metadata").open("wb") as file:
+            pickle.dump(metadata, file)
+    dist.barrier()
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        trainee.load(path)
+    return str(refused.value)
+
+
+def test_a_checkpoint_with_holes_is_refused(tmp_path: Path):
+    for text in run_ranks(2, holes, tmp_path):
+        assert (
+            "model.blocks.0.up.weight: the checkpoint's boxes of shape (16, 8) leave holes: they hold 64 of its" in text
+        )
+        assert "placements (Shard(dim=0), Shard(dim=0))" in text or "placements (Shard(dim=0)," in text
