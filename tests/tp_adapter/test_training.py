@@ -123,3 +123,13 @@ def label(case: Case) -> str:
 @pytest.mark.parametrize("case", list(cases()), ids=label)
 def test_as_stock(case: Case):
     run_ranks(world(case), compare_with_stock, case)
+
+
+def compare_kept_parts(rank: int, world_size: int) -> None:
+    """Between forward and backward two neighbours keep the parameters; stock refuses that for DTensors."""
+    whole, kept = (Case("tensor", (4, 1), {"reshard_after_forward": value}) for value in (True, 2))
+    assert_same(train(rank, whole, shardkit, full=True), train(rank, kept, shardkit, full=True))
+
+
+def test_a_smaller_group_after_forward():
+    run_ranks(4, compare_kept_parts)

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as ShardedTensorShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor import TensorProperties as ShardedTensorProperties
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -25,6 +26,7 @@ __all__ = [
     "StridedShard",
     "arrived_local_of",
     "concatenated",
+    "group_of",
     "no_torch_function",
     "over_memory_of",
     "sharded_tensor",
@@ -57,6 +59,11 @@ def arrived_local_of(dtensor: DTensor) -> torch.Tensor:
 def over_memory_of(cls: type[_T], tensor: torch.Tensor) -> _T:
     """An object of a tensor subclass that is the memory of `tensor`, without autograd."""
     return torch.Tensor._make_subclass(cls, tensor.detach())
+
+
+def group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
+    """The process group that a ShardedTensor lies on."""
+    return tensor._process_group
 
 
 def sharded_tensor(

@@ -1,0 +1,208 @@
+"""The hooks by which FSDP1 handles parameters that are DTensors: flattening, chunks for state dicts, and back.
+
+Offsets and sizes of chunks are those of the layout, so they are right for uneven shards as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.region import region_at
+from shardkit.core.sharding import ChunkLayout
+from shardkit.core.torch_compat import local_of, new_dtensor
+from shardkit.tp_adapter.adapter import adapter
+from shardkit.tp_adapter.torch_compat import ShardedTensor, ShardedTensorShard, group_of, sharded_tensor
+
+__all__ = ["DTensorExtensions", "FlattenedDTensor"]
+
+
+@dataclass(frozen=True)
+class FlattenedDTensor:
+    """What `pre_flatten_transform` remembers of a DTensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class DTensorExtensions:
+    """Callable in place of `torch.distributed.tensor.parallel.fsdp.DTensorExtensions`, for 2-D FSDP1 and its callers.
+
+    Tensor-parallel meshes are 1-D, as FSDP1 has them.
+    """
+
+    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, FlattenedDTensor | None]:
+        """The local tensor of a DTensor, which goes into the flat parameter, and what is needed to make it again."""
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        local = local_of(tensor)
+        if tensor.requires_grad:
+            local.requires_grad_()
+        return local, FlattenedDTensor(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: FlattenedDTensor) -> torch.Tensor:
+        """The DTensor around a view of the flat parameter; gradients flow through it."""
+        extension = param_extension
+        return DTensor.from_local(
+            tensor,
+            extension.mesh,
+            extension.placements,
+            run_check=False,
+            shape=extension.shape,
+            stride=extension.stride,
+        )
+
+    def chunk_tensor(
+        self,
+        tensor: torch.Tensor,
+        rank: int,
+        world_size: int,
+        num_devices_per_node: int,
+        pg: dist.ProcessGroup,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """This rank's chunk on dim 0 over `pg`, as a ShardedTensor; not collective.
+
+        Of a DTensor: a ShardedTensor over its own mesh, whose local shard is the ShardedTensor over `pg` of its local
+        tensor. That is FSDP1's format of 2-D checkpoints.
+
+        Args:
+            tensor: whole over `pg`: a plain tensor, a DTensor on a 1-D mesh, or a ShardedTensor with one local shard.
+            rank: this rank in `pg`.
+            world_size: ranks of `pg`.
+            num_devices_per_node: not used; every chunk is where the tensor is.
+            pg: the data-parallel ranks.
+            device: not used.
+
+        Raises:
+            ValueError: for a DTensor whose local tensor is no single box, with its placements.
+        """
+        if isinstance(tensor, DTensor):
+            mesh, local = tensor.device_mesh, local_of(tensor)
+            pieces = _model_pieces(tensor)
+            inner = _chunked(local, rank, world_size, pg)
+            return sharded_tensor(pieces, tensor.shape, local, inner, mesh.get_group())
+        if isinstance(tensor, ShardedTensor):
+            (shard,) = tensor.local_shards()
+            metadata = tensor.metadata()
+            pieces = [
+                (tuple(one.shard_offsets), tuple(one.shard_sizes), _rank_of(one.placement))
+                for one in metadata.shards_metadata
+            ]
+            inner = _chunked(shard.tensor, rank, world_size, pg)
+            return sharded_tensor(pieces, metadata.size, shard.tensor, inner, group_of(tensor))
+        return _chunked(tensor, rank, world_size, pg)
+
+    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
+        """This rank's chunk on dim 0 over `device_mesh`, as a DTensor on it and the tensor's own mesh; not collective.
+
+        Args:
+            tensor: whole over `device_mesh`: a DTensor on a mesh of the same root, or a plain tensor.
+            rank: this rank's place on the axis that shards.
+            device_mesh: 1-D, or 2-D with the replicate axis first (HSDP).
+        """
+        axes = (0,) if device_mesh.ndim > 1 else ()
+        data = DataParallelMesh(device_mesh, device_mesh.ndim - 1, axes)
+        if not isinstance(tensor, DTensor):
+            layout = ChunkLayout(tuple(tensor.shape), 0, data.shard_size)
+            chunk = tensor.detach().narrow(0, layout.offset(rank), layout.length(rank)).clone()
+            return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
+        form = adapter.form(tensor, "tensor", data, 0)
+        local = form.plain(tensor.detach())
+        layout = ChunkLayout(tuple(local.shape), 0, data.shard_size)
+        return form.sharded(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
+
+    def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """The ShardedTensor over the data-parallel ranks, out of its outer one if it has one, and its local shards."""
+        assert isinstance(tensor, ShardedTensor)
+        shards: list[ShardedTensorShard] = tensor.local_shards()
+        if len(shards) == 1 and isinstance(shards[0].tensor, ShardedTensor):
+            inner = shards[0].tensor
+            return inner, inner.local_shards()
+        return tensor, shards
+
+    def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
+        """The local tensor of the tensor-parallel DTensor, gathered over the data-parallel axes (collective over them).
+
+        Args:
+            tensor: what `chunk_dtensor` makes of a DTensor; its tensor-parallel axis is the last of `parent_mesh`.
+            parent_mesh: the mesh that data and tensor parallelism were sliced from.
+
+        Raises:
+            ValueError: if the tensor lies on other ranks than `parent_mesh`.
+        """
+        mesh = tensor.device_mesh
+        if parent_mesh is None or set(mesh.mesh.flatten().tolist()) != set(parent_mesh.mesh.flatten().tolist()):
+            raise ValueError(f"the tensor lies on {mesh}, expected the ranks of {parent_mesh}")
+        names, model = mesh.mesh_dim_names or (), (parent_mesh.mesh_dim_names or ("",))[-1]
+        local = local_of(tensor)
+        for axis, name in enumerate(names):
+            if name != model and not tensor.placements[axis].is_replicate():
+                local = _gathered(local, mesh.get_group(axis), tensor.placements[axis])
+        return local
+
+
+def _model_pieces(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Offset, size and global rank of every rank's piece; of a replicated tensor this rank's alone."""
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(f"a DTensor with placements {tuple(tensor.placements)} lies on {mesh}; expected a 1-D mesh")
+    ranks = [dist.get_rank()] if tensor.placements[0].is_replicate() else mesh.mesh.tolist()
+    pieces = []
+    for index, rank in enumerate(ranks):
+        region = region_at("tensor", tensor.shape, tensor.placements, (mesh.size(),), (index,))
+        boxes = [box for box, _ in region.boxes()] if region.numel else []
+        if len(boxes) > 1:
+            raise ValueError(
+                f"a DTensor with placements {tuple(tensor.placements)} has {len(boxes)} boxes on a rank, which a "
+                "ShardedTensor cannot say; save it as a DTensor"
+            )
+        if boxes:
+            pieces.append((tuple(one.start for one in boxes[0]), region.shape, rank))
+        else:
+            pieces.append((_empty_at(tensor, region.shape), region.shape, rank))
+    return pieces
+
+
+def _rank_of(placement: Any) -> int:
+    rank = placement.rank()
+    assert isinstance(rank, int)
+    return rank
+
+
+def _empty_at(tensor: DTensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a piece without elements is said to lie: at the end of the dims in which it is empty."""
+    return tuple(whole if not size else 0 for whole, size in zip(tensor.shape, sizes, strict=True))
+
+
+def _chunked(tensor: torch.Tensor, rank: int, world_size: int, group: dist.ProcessGroup) -> ShardedTensor:
+    layout = ChunkLayout(tuple(tensor.shape), 0, world_size)
+    held = [index for index in range(world_size) if layout.length(index)] or [0]
+    zeros = (0,) * (tensor.ndim - 1)
+    pieces = [
+        ((layout.offset(index), *zeros), layout.local_shape(index), dist.get_global_rank(group, index))
+        for index in held
+    ]
+    local = tensor.detach().narrow(0, layout.offset(rank), layout.length(rank)).clone() if rank in held else None
+    return sharded_tensor(pieces, tensor.shape, tensor, local, group)
+
+
+def _gathered(local: torch.Tensor, group: dist.ProcessGroup, placement: Placement) -> torch.Tensor:
+    """The chunks of a group, one behind the other on the dim of `placement` (collective over the group)."""
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    lengths: list[Any] = [None] * group.size()
+    dist.all_gather_object(lengths, local.shape[dim], group=group)
+    longest = max(lengths)
+    padded = local.new_zeros(*local.shape[:dim], longest, *local.shape[dim + 1 :])
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    chunks = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(chunks, padded, group=group)
+    return torch.cat([chunk.narrow(dim, 0, length) for chunk, length in zip(chunks, lengths, strict=True)], dim)

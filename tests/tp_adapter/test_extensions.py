@@ -1,0 +1,121 @@
+"""FSDP1's hooks for DTensor parameters: chunks in the old 2-D format with the boxes of the layout, and the way back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as StockExtensions
+
+from shardkit.tp_adapter.extensions import DTensorExtensions
+from tests.support import rank_mesh, run_ranks
+
+OURS = DTensorExtensions()
+
+
+def boxes(tensor) -> list[tuple[list[int], list[int]]]:
+    return [(list(one.shard_offsets), list(one.shard_sizes)) for one in tensor.metadata().shards_metadata]
+
+
+def old_format(rank: int, world_size: int, path: Path) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    stock = StockExtensions(torch.get_device_module("cpu"))
+    arguments = (mesh.get_local_rank("dp"), 2, 1, mesh["dp"].get_group())
+    for placement in (Shard(0), Shard(1), Replicate()):
+        even = distribute_tensor(torch.arange(64.0).view(8, 8), mesh["tp"], [placement])
+        mine = OURS.chunk_tensor(even, *arguments)
+        if rank > 1:  # stock takes ranks of a group for global ones
+            with pytest.raises(ValueError, match=r"Global rank \d does not exist"):
+                stock.chunk_tensor(even, *arguments)
+            continue
+        theirs = stock.chunk_tensor(even, *arguments)
+        assert boxes(mine) == boxes(theirs)
+        inner, inner_theirs = mine.local_shards()[0].tensor, theirs.local_shards()[0].tensor
+        assert boxes(inner) == boxes(inner_theirs)
+        assert torch.equal(inner.local_tensor(), inner_theirs.local_tensor())
+
+    # Seven rows over two: four and three. Stock divides, so the second rank's would begin at row 3.
+    whole = torch.arange(35.0).view(7, 5)
+    uneven = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+    mine = OURS.chunk_tensor(uneven, *arguments)
+    assert boxes(mine) == [([0, 0], [4, 5]), ([4, 0], [3, 5])]
+    if rank < 2:
+        with pytest.raises(ValueError, match=r"(?i)overlap|volume"):
+            stock.chunk_tensor(uneven, *arguments)
+
+    dcp.save({"w": mine}, checkpoint_id=path)
+    plain = {"w": torch.zeros(7, 5)}
+    dcp.load(plain, checkpoint_id=path)
+    assert torch.equal(plain["w"], whole)
+    empty = OURS.chunk_tensor(distribute_tensor(torch.zeros(7, 5), mesh["tp"], [Shard(0)]), *arguments)
+    dcp.load({"w": empty}, checkpoint_id=path)
+    tensor, shards = OURS.pre_load_state_dict_transform(empty)
+    assert tensor.size() == uneven.to_local().size()
+    assert torch.equal(shards[0].tensor, mine.local_shards()[0].tensor.local_tensor())
+    flat, (only,) = OURS.pre_load_state_dict_transform(tensor)
+    assert flat is tensor and only is shards[0]
+
+    again = OURS.chunk_tensor(mine_whole(uneven, mesh), *arguments)
+    assert boxes(again) == boxes(mine)
+    assert torch.equal(again.local_shards()[0].tensor.local_tensor(), shards[0].tensor)
+
+    strided = OURS.chunk_dtensor(distribute_tensor(whole, mesh["tp"], [Shard(0)]), arguments[0], mesh["dp"])
+    with pytest.raises(ValueError, match=r"placements \(_?Strided.*1-D mesh"):
+        OURS.chunk_tensor(strided, *arguments)
+
+
+def mine_whole(dtensor: DTensor, mesh):
+    """The ShardedTensor over tp that FSDP1 may hold instead of a DTensor."""
+    from shardkit.tp_adapter.extensions import _model_pieces
+    from shardkit.tp_adapter.torch_compat import sharded_tensor
+
+    local = dtensor.to_local()
+    return sharded_tensor(_model_pieces(dtensor), dtensor.shape, local, local, mesh["tp"].get_group())
+
+
+def test_the_old_format(tmp_path: Path):
+    run_ranks(4, old_format, tmp_path)
+
+
+def dtensors(rank: int, world_size: int) -> None:
+    for shape, names in (((2, 2), ("dp", "tp")), ((1, 2, 2), ("dp_replicate", "dp_shard", "tp"))):
+        mesh = rank_mesh(shape, names)
+        data = mesh[names[:-1]] if len(shape) > 2 else mesh["dp"]
+        place = data.get_local_rank(data.ndim - 1)
+        for size in ((8, 4), (7, 5), (3, 2), (1, 3)):
+            whole = torch.arange(float(size[0] * size[1])).view(size)
+            for placement in (Shard(0), Shard(1), Replicate()):
+                dtensor = distribute_tensor(whole, mesh["tp"], [placement])
+                chunk = OURS.chunk_dtensor(dtensor, place, data)
+                assert torch.equal(chunk.full_tensor(), whole), (shape, size, placement)
+                assert torch.equal(OURS.all_gather_dtensor(chunk, mesh), dtensor.to_local())
+            assert torch.equal(OURS.chunk_dtensor(whole, place, data).full_tensor(), whole)
+        with pytest.raises(ValueError, match="expected the ranks of"):
+            OURS.all_gather_dtensor(chunk, None)
+
+
+def test_dtensors():
+    run_ranks(4, dtensors)
+
+
+def flattening(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2,), ("tp",))
+    dtensor = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)]).requires_grad_()
+    local, extension = OURS.pre_flatten_transform(dtensor)
+    assert local.requires_grad and not isinstance(local, DTensor)
+    view = (local * 1.0).view_as(local)
+    view.retain_grad()
+    again = OURS.post_unflatten_transform(view, extension)
+    assert again.shape == dtensor.shape and again.placements == dtensor.placements
+    assert torch.equal(again.detach().full_tensor(), dtensor.detach().full_tensor())
+    (again * 3).sum().backward()
+    assert torch.equal(view.grad, torch.full_like(view, 3.0))
+    plain = torch.ones(2)
+    assert OURS.pre_flatten_transform(plain) == (plain, None)
+    dist.barrier()
+
+
+def test_flattening():
+    run_ranks(2, flattening)
