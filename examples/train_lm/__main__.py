@@ -41,8 +41,11 @@ def check(settings: Settings) -> int:
     """The number of processes to start. Raises `UserError` for bad input here, before any process waits for another."""
     kind = device_type(settings.device)
     available = torch.cuda.device_count() if kind == "cuda" else CPU_PROCESSES
-    processes = settings.nproc or min(available, settings.batch)
-    if processes > settings.batch:
+    data_parallel = available // settings.tp if kind == "cuda" else CPU_PROCESSES
+    processes = settings.nproc or settings.tp * max(1, min(data_parallel, settings.batch))
+    if processes % settings.tp:
+        raise UserError(f"--tp {settings.tp} must divide --nproc {processes}")
+    if processes // settings.tp > settings.batch:
         raise UserError(f"--nproc {processes} with --batch {settings.batch} leaves processes without work")
     if kind == "cuda" and processes > available:
         raise UserError(f"--nproc {processes}, but there are {available} GPUs; use fewer processes, or --device cpu")

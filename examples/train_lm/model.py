@@ -58,9 +58,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # As many heads as there are here: with tensor parallelism, this process's part of them.
+        q, k, v = self.qkv(x).view(batch, time, 3, -1, width // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 class Block(nn.Module):

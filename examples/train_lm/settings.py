@@ -27,6 +27,7 @@ class Settings:
     out: Path
     resume: bool
     nproc: int | None
+    tp: int
     device: str
     model: ModelConfig
     steps: int
@@ -119,6 +120,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to start; without it, one for each GPU, or 2 where there is none. Unused under torchrun",
     )
+    add(
+        "--tp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="tensor parallelism (shardkit-tp-adapter): each block's matrices are cut over N processes, which share "
+        "their sequences; must divide --nproc and --heads. Checkpoints fit any value",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes GPUs where there are some")
     add(
         "--precision",
@@ -171,4 +180,6 @@ def parse(argv: Sequence[str]) -> Settings:
         model = ModelConfig(**{name: values.pop(name) for name in ("layers", "width", "heads", "context")})
     except ValueError as error:
         raise UserError(str(error)) from error
+    if model.heads % values["tp"]:
+        raise UserError(f"--tp {values['tp']} must divide --heads {model.heads}: each process computes whole heads")
     return Settings(model=model, data=tuple(values.pop("data")), **values)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import checkpointing
 from data import IGNORED, Corpus, held_out_batches, load_corpus, train_batch
@@ -30,16 +31,18 @@ def main(argv: Sequence[str]) -> None:
             device = local_device(settings.device)
             corpus = load_corpus(settings.data, settings.model.context)
             found = checkpointing.newest(settings.out, settings.model) if settings.resume else None
-            if dist.get_world_size() > settings.batch:
-                raise UserError(
-                    f"--batch {settings.batch} leaves some of {dist.get_world_size()} processes without work"
-                )
+            world = dist.get_world_size()
+            if world % settings.tp:
+                raise UserError(f"--tp {settings.tp} must divide the {world} processes")
+            if world // settings.tp > settings.batch:
+                raise UserError(f"--batch {settings.batch} leaves some of {world} processes without work")
         train(settings, device, corpus, found)
 
 
 def train(settings: Settings, device: torch.device, corpus: Corpus, found: checkpointing.Checkpoint | None) -> None:
     """Build the sharded model, take the steps that are left, report. Collective."""
-    model = build_model(settings, device)
+    mesh = process_mesh(settings, device)
+    model = build_model(settings, device, mesh)
     optimizer = build_optimizer(model, settings)
     training = settings.training() | {"text": corpus.fingerprint}
     with failing_together():
@@ -49,14 +52,14 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
             checkpointing.load(found, model, optimizer)
     start = found.step if found else 0
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    # Ranks take samples in turn; a batch that does not divide is split unevenly and still weighted right.
+    rank, world = mesh.get_local_rank("shard"), mesh["shard"].size()
+    # Data-parallel ranks take samples in turn; a batch that does not divide is split unevenly and still weighted right.
     samples = range(rank, settings.batch, world)
     tokens_a_step = settings.batch * settings.model.context
     report = Report(settings.out, start, settings.steps, tokens_a_step, device)
     report.introduce(model, corpus, found, training)
     if start == 0:
-        report.validation(0, validate(model, settings, corpus, device))
+        report.validation(0, validate(model, settings, corpus, device, mesh))
 
     for step in range(start, settings.steps):
         set_learning_rate(optimizer, step, settings)
@@ -64,17 +67,17 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
         logits = model(tokens.to(device))
         # This rank's part of the mean over the global batch.
         loss = cross_entropy_sum(logits, targets.to(device)) / tokens_a_step
-        # fully_shard averages gradients over the ranks; the gradient of the global mean is their sum.
+        # fully_shard averages gradients over the data-parallel ranks; the gradient of the global mean is their sum.
         (loss * world).backward()
         clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
 
         done = step + 1
-        report.step(done, loss)
+        report.step(done, loss / settings.tp)  # summed over all ranks, of which --tp have the same
         if done % settings.val_every == 0 or done == settings.steps:
             report.flush()
-            report.validation(done, validate(model, settings, corpus, device))
+            report.validation(done, validate(model, settings, corpus, device, mesh))
         if done % settings.save_every == 0 or done == settings.steps:
             report.flush()
             checkpointing.save(settings.out, done, model, optimizer, training)
@@ -82,17 +85,39 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
     report.finish(generate(model, settings, corpus, device) if settings.sample else "")
 
 
-def build_model(settings: Settings, device: torch.device) -> GPT:
-    """A fresh GPT, each block and the rest sharded over all ranks; no rank ever holds it whole."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+def process_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
+    """All ranks: data-parallel ones that shard the model, and for each of them `--tp` ranks that cut its matrices."""
+    shape = (dist.get_world_size() // settings.tp, settings.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tp"))
+
+
+def cut_matrices(model: GPT, mesh: DeviceMesh) -> None:
+    """Tensor parallelism of every block: two matrices by their rows, two by their columns, one sum after each pair."""
+    from shardkit.tp_adapter import FusedColwiseParallel
+
+    for block in model.blocks:
+        plan = {
+            "attention.qkv": FusedColwiseParallel("q", "k", "v"),
+            "attention.out": RowwiseParallel(),
+            "mlp_in": ColwiseParallel(),
+            "mlp_out": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def build_model(settings: Settings, device: torch.device, mesh: DeviceMesh) -> GPT:
+    """A fresh GPT, each block and the rest sharded over the data-parallel ranks; no rank ever holds it whole."""
     policy = MixedPrecisionPolicy()
     if settings.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = GPT(settings.model)
+    if settings.tp > 1:
+        cut_matrices(model, mesh["tp"])
+    data = mesh["shard"]
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+    fully_shard(model, mesh=data, mp_policy=policy)
     model.to_empty(device=device)
     model.reset_parameters(settings.seed)
     return model
@@ -124,10 +149,11 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, settings: Settings, corpus: Corpus, device: torch.device) -> float:
+def validate(model: GPT, settings: Settings, corpus: Corpus, device: torch.device, mesh: DeviceMesh) -> float:
     """Mean loss (nats a byte) over the held-out sequences. Collective."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    rank, world, size = dist.get_rank(), dist.get_world_size(), max(1, settings.batch // dist.get_world_size())
+    rank, world = mesh.get_local_rank("shard"), mesh["shard"].size()
+    size = max(1, settings.batch // world)
     for tokens, targets in held_out_batches(corpus, rank, world, size, settings.model.context):
         sums[0] += cross_entropy_sum(model(tokens.to(device)), targets.to(device))
         sums[1] += (targets != IGNORED).sum()

@@ -135,6 +135,28 @@ def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path
         assert seen[2] == pytest.approx(expected[2], rel=1e-5)
 
 
+def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
+    """On a 2x2 mesh the losses are those of two processes, and checkpoints fit both, either way."""
+    out = tmp_path / "tp"
+    printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", out)
+    assert "on 4 processes" in printed
+    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / ".step-000006.incomplete")
+    run_job(*SMALL, "--nproc", "2", "--data", text, "--out", out, "--resume")
+    printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", broken_off, "--resume")
+    assert "step-000003" in printed and "note:" not in printed
+    for run in (out, broken_off):
+        for seen, expected in zip(losses(run), losses(finished), strict=True):
+            assert seen[:2] == expected[:2]
+            assert seen[2] == pytest.approx(expected[2], rel=1e-4)
+    seen, expected = (weights(run / "checkpoints" / "step-000003", tmp_path) for run in (out, finished))
+    assert seen.keys() - {name for name in seen if ".rng." in name} == expected.keys() - {
+        name for name in expected if ".rng." in name
+    }
+    for name in expected:
+        if ".model." in name:
+            torch.testing.assert_close(seen[name], expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> None:
     script = tmp_path / "one_rank_fails.py"
     script.write_text(
@@ -172,6 +194,8 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> No
         (["--lr", "fast"], "argument --lr: invalid number value: 'fast'"),
         (["--width", "100"], "--width 100 must be a multiple of twice --heads 6"),
         (["--nproc", "9"], "--nproc 9 with --batch"),
+        (["--tp", "4", "--nproc", "4"], "--tp 4 must divide --heads 6"),
+        (["--tp", "2", "--nproc", "3"], "--tp 2 must divide --nproc 3"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
     ],
