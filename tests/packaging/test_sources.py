@@ -13,7 +13,8 @@ SOURCES = [source for package in packages() for source in package.sources()]
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_LINES = 600
 TORCH_COMPAT = "shardkit.core.torch_compat"
-PRIVATE_NAMES = {f"{package.import_name}.torch_compat" for package in packages()}
+# Each package keeps the private names that it uses in a file of that name.
+TORCH_COMPATS = {package.import_name + ".torch_compat" for package in packages()}
 # Other software recognises a sharded module by stock FSDP2's public names, so torch_compat may touch those and no more.
 STOCK_FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 RECOGNITION = re.compile(
@@ -48,7 +49,7 @@ def stock_fsdp_uses(source: Source) -> list[str]:
 
 
 def private_torch_uses(source: Source) -> list[str]:
-    if source.module in PRIVATE_NAMES:
+    if source.module in TORCH_COMPATS:
         return []
     return [f"{source}:{line}: {name}" for name, line in torch_names(source) if private_parts(name)]
 

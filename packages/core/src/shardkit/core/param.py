@@ -212,6 +212,14 @@ class FSDPParam:
         replace_local(self.sharded_param, local)
         self._local = local
 
+    def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
+        """Takes other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
+        waiting = self.unsharded_param.grad if self.unsharded_param is not None else None
+        if waiting is not None:
+            self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
+        self.mp_policy = policy
+        self._adopt_local(self._local)
+
     def check_ready(self) -> None:
         """Raises if the shard is not where training needs it.
 

@@ -84,6 +84,7 @@ _SETTINGS = (
     "max_reduce_inputs",
     "gradient_divide_factor",
     "force_sum_reduction",
+    "native_all_reduce",
     "all_reduce_hook",
     "all_reduce_hook_stream",
     "_all_gather_comm",
@@ -137,6 +138,7 @@ class FSDPParamGroup:
         self.max_reduce_inputs = 1
         self.gradient_divide_factor: float | None = None
         self.force_sum_reduction = False
+        self.native_all_reduce = True  # False: the hook brings replicas together by itself
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
         # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
@@ -247,6 +249,16 @@ class FSDPParamGroup:
         """Reductions run on `group`, which has the ranks of the shard group; None: on the shard group itself."""
         self._reduce_group = group
         self._choose_transports()
+
+    def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
+        """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""
+        self.reshard()
+        self.mp_policy = policy
+        self._accumulating = self._accumulating or self.has_gradients
+        for param in self.params:
+            param.set_mixed_precision(policy)
+        self._forget_plans()
+        self._items = []
 
     def _forget_plans(self) -> None:
         self._plan = None
@@ -470,6 +482,7 @@ class FSDPParamGroup:
             reduce_dtype=self.mp_policy.reduce_dtype,
             divide_factor=self.gradient_divide_factor,
             force_sum=self.force_sum_reduction,
+            native_all_reduce=self.native_all_reduce,
             all_reduce_now=self.all_reduce_grads,
             hook=self.all_reduce_hook,
             hook_stream=self.all_reduce_hook_stream,

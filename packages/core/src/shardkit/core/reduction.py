@@ -91,6 +91,7 @@ class GradientReduction:
         reduce_dtype: torch.dtype | None,
         divide_factor: float | None,
         force_sum: bool,
+        native_all_reduce: bool,
         all_reduce_now: bool,
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
@@ -107,7 +108,8 @@ class GradientReduction:
                 programs.append(_deliver_unreduced(bucket, dtype, division))
                 continue
             scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
-            finish = self._finish(scatter, label, division, all_reduce_now, hook, hook_stream)
+            groups = self.mesh.replicate_groups if native_all_reduce else ()
+            finish = self._finish(scatter, label, division, groups, all_reduce_now, hook, hook_stream)
             programs.append(finish)
         return programs
 
@@ -155,6 +157,7 @@ class GradientReduction:
         scattered: _Scattered,
         label: str,
         division: Division,
+        groups: tuple[dist.ProcessGroup, ...],
         all_reduce_now: bool,
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
@@ -164,7 +167,6 @@ class GradientReduction:
             hold(scattered.target)
         yield from scattered.program
         del scattered.program, scattered.gradients
-        groups = self.mesh.replicate_groups
         if groups and not all_reduce_now:
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 if param in self._partial:

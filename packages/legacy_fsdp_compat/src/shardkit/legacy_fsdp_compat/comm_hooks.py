@@ -1,0 +1,66 @@
+"""Communication hooks: a user's function in the place of a unit's gradient reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core import ReduceScatter
+from shardkit.core.param_group import FSDPParamGroup
+
+__all__ = ["install_hook"]
+
+
+def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable[..., None]) -> None:
+    """Reduces the gradients of `groups` with `hook`, which divides as it sees fit: nothing is divided after it.
+
+    Sharded parameters: `hook(state, gradient, output)` with the flat padded gradient, world_size times the elements of
+    `output`. Replicated ones: `hook(state, gradient)`, in place.
+    """
+    for group in groups:
+        group.gradient_divide_factor = 1.0
+        if group.mesh.shard_group is not None:
+            group.set_custom_reduce_scatter(_HookedReduceScatter(state, hook))
+        elif group.mesh.shard_axis is None and not _is_scalar_companion(group, groups):
+            group.native_all_reduce = False
+            group.all_reduce_hook = lambda gradient: _call(hook, state, gradient)
+        else:
+            group.gradient_divide_factor = None
+
+
+def _is_scalar_companion(group: FSDPParamGroup, groups: Sequence[FSDPParamGroup]) -> bool:
+    """0-dim parameters beside sharded ones: a hook for shards cannot reduce them, so core goes on doing so."""
+    return any(other.mesh.shard_group is not None for other in groups if other is not group)
+
+
+class _HookedReduceScatter(ReduceScatter):
+    def __init__(self, state: object, hook: Callable[..., None]) -> None:
+        self._state = state
+        self._hook = hook
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        # Compressing hooks put other memory under the tensors that they are given (`tensor.data = ...`).
+        gradient, output = input_tensor.detach(), output_tensor.detach()
+        self._hook(self._state, gradient, output)
+        if output.data_ptr() != output_tensor.data_ptr():
+            output_tensor.copy_(output)
+
+
+def _call(hook: Callable[..., None], state: Any, gradient: torch.Tensor) -> None:
+    given = gradient.detach()
+    hook(state, given)
+    if given.data_ptr() != gradient.data_ptr():
+        gradient.copy_(given)

@@ -1,0 +1,90 @@
+"""Before a unit is sharded: gives parameters on the meta device their values, and copies the first rank's to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.legacy_fsdp_compat.ignored import Ignored
+
+__all__ = ["materialize_unit", "own_modules", "sync_from_first_rank"]
+
+
+def own_modules(
+    root: nn.Module, ignored: Ignored, is_wrapped: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of one unit: down to FSDP modules and ignored ones, each once, with their names."""
+    seen: set[nn.Module] = set()
+
+    def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module in ignored.modules or is_wrapped(module):
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from below(f"{name}.{child_name}" if name else child_name, child)
+
+    yield from below("", root)
+
+
+def materialize_unit(
+    root: nn.Module,
+    ignored: Ignored,
+    is_wrapped: Callable[[nn.Module], bool],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> bool:
+    """Gives every module of the unit that owns meta tensors its values; returns whether there were any.
+
+    That is `param_init_fn(module)`, or `module.to_empty()` and `module.reset_parameters()`.
+
+    Raises:
+        RuntimeError: a module without `reset_parameters()`, or one whose tensors are on the meta device afterwards.
+    """
+    found = False
+    for name, module in list(own_modules(root, ignored, is_wrapped)):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta and tensor not in ignored.parameters for tensor in tensors):
+            continue
+        found = True
+        where = f"'{name or 'the wrapped module'}' ({type(module).__name__})"
+        if param_init_fn is not None:
+            param_init_fn(module)
+        else:
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                raise RuntimeError(
+                    f"{where} has meta tensors and no reset_parameters(); write one, or pass param_init_fn"
+                )
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+        left = [name for name, tensor in module.named_parameters(recurse=False) if tensor.is_meta]
+        if left:
+            raise RuntimeError(f"param_init_fn left {left} of {where} on the meta device; it must call to_empty()")
+    return found
+
+
+@torch.no_grad()
+def sync_from_first_rank(
+    root: nn.Module,
+    ignored: Ignored,
+    is_wrapped: Callable[[nn.Module], bool],
+    groups: list[dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Copies parameters and buffers of one unit from the first rank of each group to the others (collective)."""
+    tensors: dict[int, torch.Tensor] = {}
+    for _, module in own_modules(root, ignored, is_wrapped):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor not in ignored.parameters:
+                tensors[id(tensor)] = tensor
+    for tensor in tensors.values():
+        there = tensor.detach().to(device).contiguous()
+        for group in groups:
+            dist.broadcast(there, group=group, group_src=0)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(there)

@@ -1,0 +1,485 @@
+"""FullyShardedDataParallel: the module wrapper of FSDP1, sharded by core."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardkit.core import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard
+from shardkit.core.order_check import OrderCheck
+from shardkit.core.param import sharded_counterpart
+from shardkit.core.state import FSDPState, state_of
+from shardkit.legacy_fsdp_compat.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    own,
+)
+from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
+from shardkit.legacy_fsdp_compat.comm_hooks import install_hook
+from shardkit.legacy_fsdp_compat.deferred_init import materialize_unit, own_modules, sync_from_first_rank
+from shardkit.legacy_fsdp_compat.ignored import resolve_ignored
+from shardkit.legacy_fsdp_compat.meshes import Placement, ProcessGroups, placement_for
+from shardkit.legacy_fsdp_compat.mixed_precision import UnitPrecision, core_policy
+from shardkit.legacy_fsdp_compat.optim_api import OptimizerStateApi
+from shardkit.legacy_fsdp_compat.state_dict_hooks import register_state_dict_hooks
+from shardkit.legacy_fsdp_compat.state_dict_types import StateDictApi
+from shardkit.legacy_fsdp_compat.summon import SummonOptions, summoned
+from shardkit.legacy_fsdp_compat.torch_compat import checkpoint_wrapped, detailed_debugging
+from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, clean_name
+from shardkit.legacy_fsdp_compat.wrap import Policy
+
+__all__ = ["FullyShardedDataParallel", "TrainingState"]
+
+
+class TrainingState(enum.Enum):
+    """What an FSDP module is doing."""
+
+    IDLE = enum.auto()
+    FORWARD_BACKWARD = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
+    """Shards a module's parameters over data-parallel ranks: the API of stock FSDP1 on core's `fully_shard`.
+
+    A module that is wrapped, with what lies below it down to other FSDP modules, is one *unit*: its parameters are
+    gathered together before its forward and backward, and freed after. Parameters stay separate: outside forward,
+    backward and `summon_full_params` each is a DTensor with this rank's rows, also with `use_orig_params=False`.
+
+    Args:
+        module: the module to wrap.
+        process_group: the ranks to shard over, by default all; for hybrid strategies (shard group, replicate group).
+        sharding_strategy: see `ShardingStrategy`; default FULL_SHARD.
+        cpu_offload: `CPUOffload(offload_params=True)` keeps shards and gradients in host memory.
+        auto_wrap_policy: which modules below become units of their own; see `wrap`.
+        backward_prefetch: None turns gathering ahead off, unless `forward_prefetch` turns it on.
+        mixed_precision: dtypes of computation, reduction and buffers; shards keep the original dtype.
+        ignored_modules: modules to leave alone, with everything below them.
+        param_init_fn: gives a module whose parameters are on the meta device its values.
+        device_id: the device to compute on; default: where the parameters are, else the accelerator, else the CPU.
+        sync_module_states: copy rank 0's parameters and buffers to all ranks first.
+        forward_prefetch: gather the next unit during forward.
+        limit_all_gathers: accepted; gathers are always limited to the unit that runs and the next one.
+        use_orig_params: FSDP1's flag. Parameters are always the original ones here; the flag decides the layout of
+            LOCAL state dicts, and False asks for uniform `requires_grad` in each unit and gives parameters that a
+            unit's backward did not reach zero gradients, as a flat parameter does.
+        ignored_states: like `ignored_modules`, or parameters.
+        device_mesh: instead of `process_group`; 2-D (replicate, shard) for hybrid strategies. Sharded state dicts then
+            hold DTensors.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: for arguments that cannot be used; the text says what was expected.
+
+    Collective if it synchronises states or makes process groups; every rank makes the same calls.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"FSDP wraps a module, got {type(module).__name__}")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                f"a {type(module).__name__} has no forward, so FSDP will not gather its parameters; wrap its modules",
+                stacklevel=2,
+            )
+        strategy = own(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
+        self.cpu_offload = own(CPUOffload, cpu_offload or CPUOffload(), "cpu_offload")
+        self.mixed_precision = own(MixedPrecision, mixed_precision or MixedPrecision(), "mixed_precision")
+        self.backward_prefetch = backward_prefetch and own(BackwardPrefetch, backward_prefetch, "backward_prefetch")
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._is_root: bool | None = None
+        self._summoned = False
+        self._comm_hook: Callable[..., None] | None = None
+        ignored = self._ignored = resolve_ignored(module, ignored_modules, ignored_states, _is_wrapped)
+        place = self._placement = placement_for(
+            module, process_group, strategy, device_id, device_mesh, auto_wrap_policy is not None
+        )
+        self.compute_device = place.device
+        if auto_wrap_policy is not None:
+            groups = None if device_mesh is not None else process_group
+            if strategy.is_hybrid and device_mesh is None:
+                groups = (place.group, cast(dist.ProcessGroup, place.replicate_group))
+            arguments = {
+                "process_group": groups,
+                "sharding_strategy": strategy,
+                "cpu_offload": self.cpu_offload,
+                "backward_prefetch": self.backward_prefetch,
+                "mixed_precision": None if mixed_precision is None else self.mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": ignored.parameters,
+                "device_mesh": device_mesh,
+            }
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                ignored.modules,
+                ignored.parameters,
+                arguments,
+                FullyShardedDataParallel,
+                _is_wrapped,
+            )
+        materialize_unit(module, ignored, _is_wrapped, param_init_fn, place.device)
+        if sync_module_states:
+            groups_to_sync = [place.group, *([place.replicate_group] if place.replicate_group else [])]
+            sync_from_first_rank(module, ignored, _is_wrapped, groups_to_sync, place.device)
+        self._precision = UnitPrecision(module, self.mixed_precision, ignored, _is_wrapped)
+        self._fsdp_wrapped_module = module
+        self._shard(place)
+        if not use_orig_params:
+            self._check_uniform_requires_grad()
+        self.init_state_dict_type()
+        register_state_dict_hooks(self)
+        self.register_forward_pre_hook(FullyShardedDataParallel._before_forward, prepend=True)
+
+    def _shard(self, place: Placement) -> None:
+        offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
+        fully_shard(
+            self,
+            mesh=place.mesh,
+            dp_mesh_dims=place.dims,
+            reshard_after_forward=None if place.strategy.frees_after_forward else False,
+            mp_policy=core_policy(self.mixed_precision),
+            offload_policy=offload,
+            ignored_params=self._ignored.parameters,
+        )
+        mine = {param for group in self._state.groups if len(group.users) == 1 for param in group.params}
+        self._unit = Unit(
+            self._fsdp_wrapped_module,
+            place,
+            self._use_orig_params,
+            self.mixed_precision.param_dtype,
+            lambda param: param in mine,
+        )
+        self._precision.keep_low_precision_gradients(self._unit)
+
+    def _check_uniform_requires_grad(self) -> None:
+        frozen = [one.name for one in self._unit.parameters if not one.sharded.requires_grad]
+        if frozen and len(frozen) < len(self._unit.parameters):
+            trainable = [one.name for one in self._unit.parameters if one.sharded.requires_grad]
+            raise ValueError(
+                f"use_orig_params=False asks for uniform requires_grad in one FSDP module, but {frozen} are frozen and "
+                f"{trainable} are not; wrap the frozen modules separately, or pass use_orig_params=True"
+            )
+
+    # -- what scripts read ---------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; inside an activation-checkpoint wrapper, what that wraps."""
+        return checkpoint_wrapped(self._fsdp_wrapped_module)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that shards; with NO_SHARD, that replicates."""
+        return self._unit.placement.group
+
+    @property
+    def rank(self) -> int:
+        """This rank in `process_group`."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in `process_group`."""
+        return self.process_group.size()
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """As passed, but NO_SHARD where the process group has one rank."""
+        return self._unit.placement.strategy
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this module is doing."""
+        if self._summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.FORWARD_BACKWARD if self._state.in_forward else TrainingState.IDLE
+
+    @property
+    def _state(self) -> FSDPState:
+        state = state_of(self)
+        assert state is not None
+        return state
+
+    @property
+    def _flat_param(self) -> NoReturn:
+        raise _no_flat_parameter("_flat_param")
+
+    @property
+    def _handle(self) -> NoReturn:
+        raise _no_flat_parameter("_handle")
+
+    def __getattr__(self, name: str) -> Any:
+        """What this wrapper does not have comes from the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """The wrapped module's item, as of `nn.Sequential`."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters; the names are those of the model before it was wrapped.
+
+        Outside `summon_full_params` they are the sharded parameters, also while a unit is gathered.
+        """
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            param = None if self._summoned else sharded_counterpart(parameter)
+            yield name.replace(f"{WRAPPED}.", ""), parameter if param is None else param.sharded_param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and buffers; the names are those of the model before it was wrapped."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield name.replace(f"{WRAPPED}.", ""), buffer
+
+    def _buffer_names(self) -> list[str]:
+        """Names below the wrapped module of this unit's buffers."""
+        return [
+            clean_name(f"{prefix}.{name}" if prefix else name)
+            for prefix, module in own_modules(self._fsdp_wrapped_module, self._ignored, _is_wrapped)
+            for name in module._buffers
+        ]
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The FSDP modules at and below `module`, outermost first; with `root_only` those inside no other."""
+        found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inner = {below for one in found for below in one.modules() if below is not one}
+        return [one for one in found if one not in inner]
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost FSDP module; decides it if that is still open."""
+        self._lazy_init()
+        return bool(self._is_root)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _lazy_init(self) -> None:
+        """The first FSDP module that runs, or is asked, is the root of those below it."""
+        if self._is_root is not None:
+            return
+        below = self.fsdp_modules(self)
+        for one in below:
+            if one is not self and one._is_root:
+                raise RuntimeError(
+                    f"the FSDP module around {type(one.module).__name__} became a root before the one around "
+                    f"{type(self.module).__name__} that contains it; run forward through the outermost one first"
+                )
+            one._is_root = one is self
+        self._is_root = True
+        if not self.forward_prefetch and self.backward_prefetch is None:
+            self._state.iteration.prefetch_depth = 0
+
+    def _before_forward(self, args: Any) -> None:
+        self._lazy_init()
+        if self._is_root:
+            for one in self.fsdp_modules(self):
+                one._precision.enter(one._state, one.training)
+        if not self._use_orig_params and torch.is_grad_enabled():
+            self._reduce_unused()
+
+    def _reduce_unused(self) -> None:
+        """The gradient of a flat parameter is whole: parameters that backward does not reach get zeros."""
+        if self._is_root:
+            for one in self.fsdp_modules(self):
+                for group in one._state.groups:
+                    group.reduce_unused_params = False
+        for group in self._state.groups:
+            group.reduce_unused_params = not self._use_orig_params
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module with gathered parameters and cast inputs."""
+        if self._is_root:
+            self._finish_root()
+        args, kwargs = self._precision.cast_inputs(bool(self._is_root), args, kwargs)
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def _finish_root(self) -> None:
+        """Once, after core has made this the root: clean names in messages, the order check that stock has."""
+        if self.__dict__.get("_root_finished"):
+            return
+        self._root_finished = True
+        check = OrderCheck() if detailed_debugging() else None
+        for state in self._state.iteration.all_states:
+            state.fqn = clean_name(f"{state.fqn}.").removesuffix(".")
+            for group in state.groups:
+                group.label = clean_name(f"{group.label}.").removesuffix(".")
+                group.order_check = group.order_check or check
+                for param in group.params:
+                    param.fqn = clean_name(param.fqn)
+
+    # -- whole parameters ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, the modules hold whole parameters, in their original dtype (collective: every rank enters).
+
+        Args:
+            module: an FSDP module or any module with some below it.
+            recurse: also for the FSDP modules below `module`; False: for `module` only.
+            writeback: at the end, each rank's rows of what the modules then hold go into its shards.
+            rank0_only: only the first rank of the process group gets whole parameters.
+            offload_to_cpu: they are CPU tensors.
+            with_grads: gradients too, where there are any.
+
+        Raises:
+            NotImplementedError: `writeback` with `rank0_only`, which would leave ranks different.
+            AssertionError: inside forward, backward or another `summon_full_params`.
+            RuntimeError: at the end, for a parameter whose shape was changed.
+        """
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        chosen = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            chosen = [one for one in chosen if one is module]
+        if any(one._summoned for one in chosen):
+            raise AssertionError("summon_full_params inside another summon_full_params of the same module")
+        with summoned([(one._unit, one._state) for one in chosen], options):
+            for one in chosen:
+                one._summoned = True
+            try:
+                yield
+            finally:
+                for one in chosen:
+                    one._summoned = False
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """`nn.Module.apply` with whole parameters, which are written back (collective)."""
+        with self.summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep whole gradients on each rank; the next one outside reduces them together with its own.
+
+        Raises:
+            RuntimeError: on an FSDP module that is not the root.
+        """
+        self._require_root("no_sync")
+        modules = self.fsdp_modules(self)
+        for one in modules:
+            cast(FSDPModule, one).set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for one in modules:
+                cast(FSDPModule, one).set_requires_gradient_sync(True, recurse=False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales gradients so that the norm of all of them together is at most `max_norm` (collective); on the root.
+
+        Returns:
+            The norm before, 0-dim, in the widest dtype of the gradients.
+
+        Raises:
+            RuntimeError: on an FSDP module that is not the root.
+        """
+        self._require_root("clip_grad_norm_")
+        named = list(self.named_parameters())
+        gradients = [parameter.grad for _, parameter in named if parameter.grad is not None]
+        norm = clip_grad_norm_(named, max_norm, norm_type)
+        if not gradients:
+            warnings.warn(
+                f"clip_grad_norm_ on rank {dist.get_rank()} found no gradients; the norm is that of the other ranks",
+                stacklevel=2,
+            )
+            return norm
+        return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients)))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduces gradients with `hook` from now on; on the root, once, before the first forward.
+
+        Args:
+            state: the hook's first argument.
+            hook: `hook(state, gradient, output)` for sharded parameters: `gradient` is flat and padded, `world_size`
+                times as long as `output`, which gets this rank's part. `hook(state, gradient)` with NO_SHARD, in place.
+                It divides by the world size itself, as torch's `default_hooks` do.
+
+        Raises:
+            AssertionError: not on the root, a second hook, or a hybrid strategy.
+            ValueError: a hook that cannot be called.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on the root FSDP module")
+        if not callable(hook):
+            raise ValueError(f"the communication hook must be callable, got {hook!r}")
+        for one in self.fsdp_modules(self):
+            if one.sharding_strategy.is_hybrid:
+                raise AssertionError(f"communication hooks are not supported with {one.sharding_strategy}")
+            if one._comm_hook is not None:
+                raise AssertionError("a communication hook is already registered")
+        for one in self.fsdp_modules(self):
+            one._comm_hook = hook
+            install_hook(one._state.groups, state, hook)
+
+    def _require_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(f"{method}() must be called on the root FSDP module, this one is below another")
+
+
+def _no_flat_parameter(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"there is no flat parameter here, so no '{name}': parameters stay separate DTensors. Read whole values inside "
+        "FSDP.summon_full_params(module), this rank's rows with parameter.to_local(), and FSDP1's flat format with "
+        "StateDictType.LOCAL_STATE_DICT"
+    )

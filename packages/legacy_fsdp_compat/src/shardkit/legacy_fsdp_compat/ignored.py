@@ -1,0 +1,62 @@
+"""Which modules and parameters the user told FSDP to leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+__all__ = ["Ignored", "resolve_ignored"]
+
+
+class Ignored:
+    """Ignored modules (with everything below them), their parameters and buffers."""
+
+    def __init__(self, modules: set[nn.Module], parameters: set[nn.Parameter]) -> None:
+        self.modules = modules
+        self.parameters = parameters
+        self.buffers: set[torch.Tensor] = {buffer for module in modules for buffer in module.buffers()}
+
+
+def resolve_ignored(
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    is_wrapped: Callable[[nn.Module], bool],
+) -> Ignored:
+    """Checks the arguments and adds what lies below, and what FSDP modules below `root` already ignore.
+
+    Raises:
+        ValueError: if both arguments are passed, the ignored states mix modules and parameters, or the root is ignored.
+        TypeError: for anything that is neither a module nor a parameter, or an ignored FSDP module.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("pass ignored_modules or ignored_states, not both at the same time")
+    states = list(ignored_states or ())
+    modules = list(ignored_modules or ())
+    parameters: set[nn.Parameter] = set()
+    if states and isinstance(states[0], nn.Module):
+        modules = [one for one in states if isinstance(one, nn.Module)]
+    else:
+        parameters = {one for one in states if isinstance(one, nn.Parameter)}
+    if ignored_states is not None and len(modules) + sum(isinstance(one, nn.Parameter) for one in states) != len(
+        states
+    ):
+        kinds = sorted({type(one).__name__ for one in states})
+        raise ValueError(f"ignored_states must be all modules or all parameters, got {kinds}")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ignored_modules must hold modules, got a {type(module).__name__}")
+        if is_wrapped(module):
+            raise ValueError(f"ignored_modules must not hold FSDP modules, got one around {type(module).__name__}")
+        if module is root:
+            raise ValueError(f"the module to wrap ({type(root).__name__}) is itself in ignored_modules")
+    below = {one for module in modules for one in module.modules() if not is_wrapped(one)}
+    parameters |= {parameter for module in below for parameter in module.parameters(recurse=False)}
+    for module in root.modules():
+        inherited = module.__dict__.get("_ignored")
+        if is_wrapped(module) and isinstance(inherited, Ignored):
+            parameters |= inherited.parameters
+            below |= inherited.modules
+    return Ignored(below, parameters)

@@ -1,0 +1,102 @@
+"""LOCAL state dicts: a unit's parameters as this rank's part of FSDP1's flat parameter, both ways."""
+
+from __future__ import annotations
+
+import torch
+
+from shardkit.core.torch_compat import local_of
+from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, intersection
+from shardkit.legacy_fsdp_compat.reshuffle import reshuffle
+from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts, new_sharded_tensor
+from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
+
+__all__ = ["FLAT_NAME", "flat_shard", "from_flat", "to_flat"]
+
+FLAT_NAME = "_flat_param"
+
+
+def flat_shard(unit: Unit) -> torch.Tensor:
+    """This rank's part of the flat parameter, 1-D, with padding inside but none at its end (collective)."""
+    layout, rank = unit.layout, unit.group.rank()
+    start, stop = layout.shard(rank)
+    first = local_of(unit.parameters[0].sharded)
+    shard = torch.full((stop - start,), PADDING_VALUE, dtype=first.dtype, device=first.device)
+    for index, parameter in enumerate(unit.parameters):
+        low, high = layout.within_shard(index, rank)
+        shard[low:high] = _to_pieces(unit, index, parameter)
+    return shard
+
+
+def _to_pieces(unit: Unit, index: int, parameter: UnitParameter) -> torch.Tensor:
+    local = local_of(parameter.sharded).detach().contiguous().view(-1)
+    if parameter.is_replicated:
+        low, high = unit.layout.piece(index, unit.group.rank())
+        return local[low:high]
+    return reshuffle(local, parameter.rows, unit.layout.pieces(index), unit.group)
+
+
+def to_flat(unit: Unit, *, offload: bool) -> ShardedTensor:
+    """The unit's entry of a LOCAL state dict: a 1-D ShardedTensor whose parts are the ranks' (collective)."""
+    layout, shard = unit.layout, flat_shard(unit)
+    boxes = [
+        ([layout.shard(rank)[0]], [stop - start])
+        for rank in range(layout.world_size)
+        if (start := layout.shard(rank)[0]) < (stop := layout.shard(rank)[1])
+    ]
+    return new_sharded_tensor(
+        shard.cpu() if offload else shard,
+        [layout.shard(unit.group.rank())[0]],
+        torch.Size([layout.numel]),
+        boxes,
+        unit.group,
+    )
+
+
+def local_views(unit: Unit, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With use_orig_params=True stock lists each parameter's 1-D piece beside the flat one, also an empty one."""
+    rank = unit.group.rank()
+    return {
+        name: shard[slice(*unit.layout.within_shard(index, rank))]
+        for index, parameter in enumerate(unit.parameters)
+        for name in parameter.aliases
+    }
+
+
+def from_flat(unit: Unit, value: object, name: str) -> list[torch.Tensor]:
+    """This rank's rows of every parameter of the unit, from its entry of a LOCAL state dict (collective).
+
+    Raises:
+        TypeError: for anything but a ShardedTensor.
+        ValueError: for one of another length, or another part than this rank's: of another world size or wrapping.
+    """
+    layout, rank = unit.layout, unit.group.rank()
+    if not isinstance(value, ShardedTensor):
+        raise TypeError(f"'{name}' is a {type(value).__name__}; LOCAL_STATE_DICT takes ShardedTensors")
+    parts = local_parts(value)
+    start, stop = layout.shard(rank)
+    seen = parts[0][0][0] if parts else start, parts[0][1].numel() if parts else 0
+    if value.size().numel() != layout.numel or ((stop > start or parts) and seen != (start, stop - start)):
+        raise ValueError(
+            f"'{name}' has {value.size().numel()} elements and on this rank {seen[1]} from {seen[0]} on; this FSDP "
+            f"module has {layout.numel} and {stop - start} from {start} on. A LOCAL state dict loads into the same "
+            f"wrapping and use_orig_params on as many ranks only, here {layout.world_size}; migrate it instead"
+        )
+    device = local_of(unit.parameters[0].sharded).device
+    shard = parts[0][1].detach().to(device) if parts else torch.empty(0, dtype=value.dtype, device=device)
+    return [_from_pieces(unit, index, parameter, shard) for index, parameter in enumerate(unit.parameters)]
+
+
+def _from_pieces(unit: Unit, index: int, parameter: UnitParameter, shard: torch.Tensor) -> torch.Tensor:
+    layout, rank = unit.layout, unit.group.rank()
+    low, high = layout.within_shard(index, rank)
+    piece = shard[low:high].contiguous()
+    wanted = parameter.rows
+    if parameter.is_replicated:
+        numel = parameter.shape.numel()
+        wanted = tuple((0, numel) for _ in range(layout.world_size))
+    return reshuffle(piece, _cover(layout.pieces(index)), wanted, unit.group).view(parameter.param.local_shape)
+
+
+def _cover(pieces: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Empty pieces stay empty wherever they are counted from."""
+    return tuple(intersection(piece, piece) for piece in pieces)

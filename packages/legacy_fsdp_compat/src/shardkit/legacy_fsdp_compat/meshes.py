@@ -1,0 +1,183 @@
+"""From process groups, or a mesh, to the mesh that core shards over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardkit.core import DataParallelMeshDims
+from shardkit.legacy_fsdp_compat.api import ShardingStrategy
+
+__all__ = ["Placement", "ProcessGroups", "placement_for"]
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+_REPLICATE, _SHARD = "fsdp_replicate", "fsdp_shard"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one unit lives.
+
+    Attributes:
+        mesh: 1-D, or 2-D with the replicate axis first.
+        dims: which axes of it shard and replicate.
+        group: the process group that shards (with NO_SHARD: that replicates); FSDP1's `process_group`.
+        replicate_group: hybrid strategies: the group that replicates.
+        device: of the mesh on this rank.
+        user_mesh: whether the user passed the mesh, which makes sharded state dicts hold DTensors.
+        strategy: as given, but NO_SHARD where the shard group has one rank.
+    """
+
+    mesh: DeviceMesh
+    dims: DataParallelMeshDims
+    group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None
+    device: torch.device
+    user_mesh: bool
+    strategy: ShardingStrategy
+
+
+_flat_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], DeviceMesh]] = WeakKeyDictionary()
+_hybrid_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
+_intra_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def placement_for(
+    module: nn.Module,
+    process_group: ProcessGroups | None,
+    strategy: ShardingStrategy,
+    device_id: int | torch.device | None,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+) -> Placement:
+    """Reads the placement off FSDP's arguments (collective for hybrid strategies: it may make process groups).
+
+    Raises:
+        ValueError: for a process group and a mesh together, or a pair or mesh that does not fit the strategy.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise ValueError("pass process_group or device_mesh, not both")
+        return _from_mesh(device_mesh, strategy)
+    device = _device(module, device_id, process_group)
+    if strategy.is_hybrid:
+        if process_group is None and not has_policy:
+            # Each call would make groups of its own, and nested modules must share theirs.
+            raise ValueError(
+                f"{strategy} without an auto_wrap_policy needs process_group=(shard group, replicate group) or a 2-D "
+                "device_mesh, so that all FSDP modules share them"
+            )
+        shard, replicate = _pair(process_group, strategy)
+        mesh = _hybrid_mesh(shard, replicate, device.type)
+        names = mesh.mesh_dim_names or ()
+        dims = DataParallelMeshDims(shard=names[1], replicate=names[0])
+        return Placement(mesh, dims, shard, replicate, device, False, strategy)
+    if isinstance(process_group, tuple):
+        raise ValueError(f"a pair of process groups is for hybrid strategies, got it with {strategy}; pass one group")
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("FSDP needs a process group: call torch.distributed.init_process_group() first")
+    strategy = ShardingStrategy.NO_SHARD if group.size() == 1 else strategy
+    return _flat(group, strategy, device)
+
+
+def _flat(group: dist.ProcessGroup, strategy: ShardingStrategy, device: torch.device) -> Placement:
+    name = _REPLICATE if strategy is ShardingStrategy.NO_SHARD else _SHARD
+    known = _flat_meshes.setdefault(group, {})
+    if (device.type, name) not in known:
+        known[device.type, name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+    return Placement(known[device.type, name], _flat_dims(strategy, name), group, None, device, False, strategy)
+
+
+def _flat_dims(strategy: ShardingStrategy, name: str) -> DataParallelMeshDims:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return DataParallelMeshDims(replicate=name)
+    return DataParallelMeshDims(shard=name)
+
+
+def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Placement:
+    device = _current(mesh.device_type)
+    if strategy.is_hybrid:
+        if mesh.ndim != 2:
+            raise ValueError(f"{strategy} needs a 2-D device_mesh (replicate, shard), got {mesh.ndim}-D {mesh}")
+        replicate, shard = mesh.get_group(0), mesh.get_group(1)
+        named = mesh if mesh.mesh_dim_names else _hybrid_mesh(shard, replicate, mesh.device_type)
+        names = cast(tuple[str, ...], named.mesh_dim_names)
+        dims = DataParallelMeshDims(shard=names[1], replicate=names[0])
+        return Placement(named, dims, shard, replicate, device, True, strategy)
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{strategy} needs a 1-D device_mesh, got {mesh.ndim}-D {mesh}; pass a slice, or use HYBRID_SHARD"
+        )
+    group = mesh.get_group()
+    strategy = ShardingStrategy.NO_SHARD if group.size() == 1 else strategy
+    if mesh.mesh_dim_names is None:
+        placed = _flat(group, strategy, device)
+        return Placement(placed.mesh, placed.dims, group, None, device, True, strategy)
+    return Placement(mesh, _flat_dims(strategy, mesh.mesh_dim_names[0]), group, None, device, True, strategy)
+
+
+def _pair(groups: ProcessGroups | None, strategy: ShardingStrategy) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    if groups is None:
+        return _node_groups()
+    if not (isinstance(groups, tuple) and len(groups) == 2 and all(isinstance(g, dist.ProcessGroup) for g in groups)):
+        raise ValueError(f"{strategy} needs process_group=(shard group, replicate group), got {groups!r}")
+    return groups
+
+
+def _node_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Ranks of one machine shard, ranks with the same place on their machines replicate (collective at first)."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", count or world))
+    local = local if local and world % local == 0 else world
+    if local not in _intra_groups:
+        shard = [dist.new_group(list(range(first, first + local))) for first in range(0, world, local)]
+        replicate = [dist.new_group(list(range(place, world, local))) for place in range(local)]
+        _intra_groups[local] = (
+            cast(dist.ProcessGroup, shard[rank // local]),
+            cast(dist.ProcessGroup, replicate[rank % local]),
+        )
+    return _intra_groups[local]
+
+
+def _hybrid_mesh(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    known = _hybrid_meshes.setdefault(shard, {})
+    key = (id(replicate), kind)
+    if key not in known:
+        rows: list[list[int]] = [[] for _ in range(replicate.size())]
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        known[key] = DeviceMesh.from_group(
+            [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=(_REPLICATE, _SHARD)
+        )
+    return known[key]
+
+
+def _device(module: nn.Module, device_id: int | torch.device | None, group: ProcessGroups | None) -> torch.device:
+    """`device_id`, else where the parameters are, else (they are on the CPU or meta) what the backend serves best."""
+    if isinstance(device_id, torch.device):
+        return device_id if device_id.index is not None or device_id.type == "cpu" else _current(device_id.type)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_id is not None:
+        if accelerator is None:
+            raise ValueError(f"device_id={device_id}, but this process has no accelerator; pass torch.device('cpu')")
+        return torch.device(accelerator.type, device_id)
+    kinds = {parameter.device.type for parameter in module.parameters()} - {"meta", "cpu"}
+    if kinds:
+        return _current(kinds.pop())
+    one = group[0] if isinstance(group, tuple) else group
+    if accelerator is not None and accelerator.type in dist.get_backend_config(one):
+        return _current(accelerator.type)
+    return torch.device("cpu")
+
+
+def _current(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

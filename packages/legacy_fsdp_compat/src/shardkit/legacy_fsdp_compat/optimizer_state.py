@@ -1,0 +1,275 @@
+"""Optimizer state by parameter name, whole or sharded, from and to what an optimizer holds."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import local_of
+from shardkit.legacy_fsdp_compat.optimizer_names import NamedParameter, ParameterNames, key_of_each
+from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
+from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor
+from shardkit.legacy_fsdp_compat.units import UnitParameter
+
+__all__ = ["Shape", "named_state", "state_to_load"]
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The form of a named optimizer state dict.
+
+    Attributes:
+        full: whole tensors; else each rank's rows.
+        rank0_only: with `full`, on the first rank only.
+        offload: tensors on the CPU.
+        as_dtensor: rows as DTensors instead of ShardedTensors.
+    """
+
+    full: bool
+    rank0_only: bool = False
+    offload: bool = True
+    as_dtensor: bool = False
+
+
+@torch.no_grad()
+def named_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state_dict: State,
+    optim_input: Iterable[Any] | None,
+    shape: Shape,
+    group: dist.ProcessGroup | None,
+) -> State:
+    """An optimizer's state dict with names for numbers and whole or sharded values (collective over `group`).
+
+    Every parameter group keeps its hyper-parameters, also an empty one. Parameters without state are listed in their
+    group and have no entry in "state".
+    """
+    names = ParameterNames(model)
+    is_named = any(isinstance(key, str) and key in names.by_fqn for key in state_dict["state"])
+    keys = key_of_each(names, optimizer, optim_input, by_name=is_named)
+    states = {fqn: dict(state_dict["state"][key]) for fqn, key in keys.items() if key in state_dict["state"]}
+    _check_ranks_agree(names, states, group)
+    _fill_flat_units(names, keys, states)
+    keep = not shape.rank0_only or dist.get_rank(group) == 0
+    result: State = {}
+    for fqn, state in states.items():
+        named = names.by_fqn[fqn]
+        values = {name: _value(named, value, shape) for name, value in state.items()}
+        if keep:
+            result[fqn] = values
+    if not keep:
+        return {}
+    for key, value in state_dict["state"].items():
+        if key not in keys.values():
+            warnings.warn(
+                f"the optimizer state has an entry {key!r} of no parameter; it is copied as it is", stacklevel=4
+            )
+            result[str(key) if isinstance(key, int) else key] = value
+    named_dict: State = {"state": result}
+    if "param_groups" in state_dict:
+        fqn_of = {key: fqn for fqn, key in keys.items()}
+        named_dict["param_groups"] = [
+            {
+                **copy.deepcopy({k: v for k, v in one.items() if k != "params"}),
+                "params": [fqn_of[key] for key in one["params"]],
+            }
+            for one in state_dict["param_groups"]
+        ]
+    return named_dict
+
+
+def _check_ranks_agree(names: ParameterNames, states: dict[str, State], group: dist.ProcessGroup | None) -> None:
+    """Sharded state is gathered value by value, so every rank must have the same (collective)."""
+    mine = {fqn: sorted(state) for fqn, state in states.items() if names.by_fqn[fqn].unit is not None}
+    everyone: list[dict[str, list[str]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for fqn in everyone[0] | theirs:
+            if everyone[0].get(fqn) != theirs.get(fqn):
+                raise RuntimeError(
+                    f"the optimizer state of '{fqn}' is {everyone[0].get(fqn)} on rank 0 and {theirs.get(fqn)} on rank "
+                    f"{rank}; every rank must step its optimizer on the same parameters"
+                )
+
+
+def _fill_flat_units(names: ParameterNames, keys: Mapping[str, object], states: dict[str, State]) -> None:
+    """With use_orig_params=False a unit has state as a whole: parameters without get zeros, which is what a flat
+    parameter's state holds for elements that never had a gradient.
+    """
+    by_unit: dict[int, list[NamedParameter]] = {}
+    for named in names.distinct:
+        if named.unit is not None and not named.unit.use_orig_params and named.fqn in keys:
+            by_unit.setdefault(id(named.unit), []).append(named)
+    for members in by_unit.values():
+        model = next((states[one.fqn] for one in members if one.fqn in states), None)
+        if model is None:
+            continue
+        for one in members:
+            if one.fqn not in states:
+                states[one.fqn] = {name: _zeros_like(value, one) for name, value in model.items()}
+
+
+def _zeros_like(value: Any, named: NamedParameter) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return torch.zeros_like(named.parameter, dtype=value.dtype, requires_grad=False)
+    return copy.deepcopy(value)
+
+
+def _value(named: NamedParameter, value: Any, shape: Shape) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    unit, managed = named.unit, named.managed
+    if unit is None or managed is None or not isinstance(value, DTensor) or value.shape != managed.shape:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+        return whole.cpu() if shape.offload else whole
+    if not shape.full:
+        return to_sharded(unit, managed, value, as_dtensor=shape.as_dtensor, offload=shape.offload)
+    full = unit.full(managed, value, everywhere=not shape.rank0_only)
+    return full.cpu() if full is not None and shape.offload else full
+
+
+@torch.no_grad()
+def state_to_load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state_dict: State,
+    optim_input: Iterable[Any] | None,
+    *,
+    full: bool,
+    from_rank0: bool,
+    by_name: bool,
+    group: dist.ProcessGroup | None,
+) -> State:
+    """The reverse of `named_state`: what `optimizer.load_state_dict` takes on this rank (collective).
+
+    With `full` the values are whole tensors, else ShardedTensors or DTensors. With `from_rank0` only the first rank of
+    `group` has `state_dict`, and each tensor is broadcast, one at a time. With `by_name` the optimizer's own state dict
+    has names for keys.
+
+    Raises:
+        ValueError: for values that do not fit their parameter, or a group that lists an unknown name.
+    """
+    names = ParameterNames(model)
+    keys = key_of_each(names, optimizer, optim_input, by_name=by_name)
+    source = _Broadcast(state_dict, group) if from_rank0 else None
+    outline = state_dict if source is None else source.outline
+    if "state" not in outline:
+        raise ValueError(f"an optimizer state dict needs the key 'state', got {sorted(outline)}")
+    result: dict[Any, Any] = {}
+    for fqn, state in outline["state"].items():
+        named = names.by_fqn.get(fqn)
+        values = state if source is None else source.tensors(fqn)
+        if named is None:
+            result[fqn] = copy.copy(values)
+            continue
+        loaded = {name: _loaded(named, name, value, full) for name, value in values.items()}
+        if named.fqn in keys and loaded:
+            result[keys[named.fqn]] = loaded
+    loadable: State = {"state": result}
+    if "param_groups" in outline:
+        loadable["param_groups"] = [_group_to_load(names, keys, one) for one in outline["param_groups"]]
+    return loadable
+
+
+def _group_to_load(names: ParameterNames, keys: Mapping[str, int | str], group: State) -> State:
+    numbers: set[Any] = set()
+    for fqn in group["params"]:
+        named = names.by_fqn.get(fqn)
+        if named is None or named.fqn not in keys:
+            where = "model" if named is None else "optimizer"
+            raise ValueError(
+                f"a parameter group of the optimizer state dict lists '{fqn}', which is not in the {where}"
+            )
+        numbers.add(keys[named.fqn])
+    return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": sorted(numbers)}
+
+
+def _loaded(named: NamedParameter, name: str, value: Any, full: bool) -> Any:
+    unit, managed = named.unit, named.managed
+    if not isinstance(value, torch.Tensor | ShardedTensor) or unit is None or managed is None:
+        return copy.deepcopy(value)
+    what = f"{named.fqn}: {name}"
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return _scalar(managed, name, value)
+    if not full or isinstance(value, DTensor | ShardedTensor):
+        rows = from_sharded(unit, managed, value, what)
+    elif tuple(value.shape) != tuple(managed.shape):
+        raise ValueError(f"'{what}' has shape {tuple(value.shape)}, the parameter has {tuple(managed.shape)}")
+    else:
+        rows = managed.own_rows(value)
+    return _like(managed, rows)
+
+
+def _scalar(managed: UnitParameter, name: str, value: torch.Tensor) -> torch.Tensor:
+    """State of a 0-dim parameter is a DTensor like it; a counter of steps is a plain tensor whatever the parameter."""
+    plain = local_of(value) if isinstance(value, DTensor) else value
+    return plain.detach().clone() if managed.shape or name == "step" else _like(managed, plain)
+
+
+def _like(managed: UnitParameter, rows: torch.Tensor) -> torch.Tensor:
+    home = local_of(managed.sharded).device
+    return managed.like(rows.to(home).clone(memory_format=torch.contiguous_format))
+
+
+@dataclass(frozen=True)
+class _Stub:
+    """A tensor that is on its way."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Broadcast:
+    """An optimizer state dict that rank 0 has: its outline at once, its tensors when they are asked for."""
+
+    def __init__(self, state_dict: State, group: dist.ProcessGroup | None) -> None:
+        self._own = state_dict
+        self._group = group
+        self._first = dist.get_rank(group) == 0
+        box = [self._outline(state_dict) if self._first else None]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        self.outline = cast(State, box[0])
+
+    def _outline(self, state_dict: State) -> State:
+        outline = dict(state_dict)
+        outline["state"] = {
+            fqn: {
+                name: _Stub(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
+            if isinstance(state, Mapping)
+            else state
+            for fqn, state in state_dict.get("state", {}).items()
+        }
+        return outline
+
+    def tensors(self, fqn: str) -> State:
+        """The state of one parameter; every rank asks in the order of the outline (collective)."""
+        state = self.outline["state"][fqn]
+        return {name: self._tensor(fqn, name, value) for name, value in state.items()}
+
+    def _tensor(self, fqn: str, name: str, value: Any) -> Any:
+        if not isinstance(value, _Stub):
+            return value
+        wire = torch.device("cpu")
+        backends = dist.get_backend_config(self._group)
+        if "cpu" not in backends:
+            wire = torch.device(torch.accelerator.current_accelerator() or "cpu")
+        if self._first:
+            tensor = self._own["state"][fqn][name].detach().to(wire).contiguous()
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=wire)
+        if tensor.numel():
+            dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor

@@ -1,0 +1,88 @@
+"""A value that is cut like a parameter (itself, its optimizer state), as SHARDED state dicts show it, both ways."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import local_of
+from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts, new_sharded_tensor
+from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
+
+__all__ = ["from_sharded", "to_sharded"]
+
+
+def to_sharded(
+    unit: Unit, parameter: UnitParameter, value: torch.Tensor, *, as_dtensor: bool, offload: bool
+) -> torch.Tensor:
+    """The rank's rows of `value`, a DTensor cut like `parameter`, as a DTensor or ShardedTensor. Not collective.
+
+    Replicated values (0-dim parameters) become plain tensors, as FSDP1 has no sharded form for them.
+    """
+    local = local_of(value).detach()
+    if parameter.is_replicated:
+        return local.cpu() if offload else local.clone()
+    local = local.cpu() if offload else local
+    if as_dtensor:
+        return parameter.like(local)
+    layout, rank = parameter.param.layout, unit.group.rank()
+    rest = [0] * (len(parameter.shape) - 1)
+    boxes = [
+        ([layout.offset(one), *rest], list(layout.local_shape(one)))
+        for one in range(layout.world_size)
+        if layout.length(one)
+    ]
+    return cast(
+        torch.Tensor,
+        new_sharded_tensor(local, [layout.offset(rank), *rest], parameter.shape, boxes, unit.group),
+    )
+
+
+def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str) -> torch.Tensor:
+    """This rank's rows, from what a SHARDED state dict holds (collective for a DTensor that is cut differently).
+
+    Raises:
+        ValueError: for a value of another shape, or one that is sharded over other ranks.
+        TypeError: for a value that is neither a ShardedTensor nor a DTensor.
+    """
+    if isinstance(value, ShardedTensor):
+        return _from_sharded_tensor(parameter, value, name)
+    if isinstance(value, DTensor):
+        _check_shape(parameter, value.shape, name)
+        own = cast(DTensor, parameter.sharded)
+        if tuple(value.placements) == tuple(own.placements) and value.device_mesh.shape == own.device_mesh.shape:
+            return local_of(value).detach()
+        return parameter.own_rows(value.full_tensor())
+    if isinstance(value, torch.Tensor) and parameter.is_replicated:
+        _check_shape(parameter, value.shape, name)
+        return value.detach()
+    kind = f"a plain tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise TypeError(
+        f"'{name}' is {kind}; SHARDED_STATE_DICT takes ShardedTensors or DTensors. For plain whole tensors set "
+        "StateDictType.FULL_STATE_DICT"
+    )
+
+
+def _from_sharded_tensor(parameter: UnitParameter, value: ShardedTensor, name: str) -> torch.Tensor:
+    _check_shape(parameter, value.size(), name)
+    layout = parameter.param.layout
+    rank = parameter.param.mesh.shard_rank
+    expected = layout.local_shape(rank)
+    parts = local_parts(value)
+    if not layout.length(rank) and not parts:
+        return torch.empty(expected, dtype=value.dtype)
+    if len(parts) == 1 and parts[0][0][0] == layout.offset(rank) and tuple(parts[0][1].shape) == expected:
+        return parts[0][1].detach()
+    seen = [(offsets, tuple(part.shape)) for offsets, part in parts]
+    raise ValueError(
+        f"'{name}' of shape {tuple(parameter.shape)} has on this rank the parts (offsets, shape) {seen}; expected one "
+        f"at row {layout.offset(rank)} of shape {expected}, for {layout.world_size} ranks. A checkpoint of another "
+        "world size is loaded through torch.distributed.checkpoint into this model's own sharded state dict"
+    )
+
+
+def _check_shape(parameter: UnitParameter, shape: torch.Size, name: str) -> None:
+    if tuple(shape) != tuple(parameter.shape):
+        raise ValueError(f"'{name}' has shape {tuple(shape)}, the model expects {tuple(parameter.shape)}")

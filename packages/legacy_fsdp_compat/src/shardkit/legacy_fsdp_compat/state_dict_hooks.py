@@ -1,0 +1,210 @@
+"""What happens around `state_dict()` and `load_state_dict()` of an FSDP module: names, and values by type.
+
+Core's state dicts hold DTensors under names with wrapper prefixes. A hook behind `state_dict()` of each FSDP module
+takes the prefix out and turns the unit's own values into what the chosen type has; a hook before loading does the
+reverse. Units do this one after the other, so a rank that does not keep whole parameters holds one at most.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import local_of
+from shardkit.legacy_fsdp_compat.api import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from shardkit.legacy_fsdp_compat.local_values import FLAT_NAME, from_flat, local_views, to_flat
+from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
+from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts
+from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, UnitParameter, clean_name
+
+if TYPE_CHECKING:
+    from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = ["register_state_dict_hooks"]
+
+
+def register_state_dict_hooks(module: FullyShardedDataParallel) -> None:
+    """Hooks into the state dicts of one FSDP module."""
+    hooks: Any = module  # torch does not annotate these
+    hooks.register_state_dict_pre_hook(_before_save)
+    hooks.register_state_dict_post_hook(_after_save)
+    hooks.register_load_state_dict_pre_hook(_before_load)
+    hooks.register_load_state_dict_post_hook(_after_load)
+
+
+def _settings(module: Any) -> StateDictSettings:
+    settings: StateDictSettings = module.effective_settings()
+    if module.sharding_strategy is ShardingStrategy.NO_SHARD:
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            warnings.warn(f"with NO_SHARD the state dict is full, not {settings.state_dict_type}", stacklevel=4)
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), settings.optim_state_dict_config)
+    return settings
+
+
+def _before_save(module: Any, prefix: str, keep_vars: bool) -> None:
+    """Refuses what cannot be saved, before anything is gathered; resharding is core's hook."""
+    settings = _settings(module)
+    unit: Unit = module._unit
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.parameters:
+        _ = unit.layout  # raises for parameters of several dtypes
+
+
+@torch.no_grad()
+def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    _rename(state_dict, f"{prefix}{WRAPPED}.", prefix)
+    settings, unit = _settings(module), module._unit
+    if module._summoned and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        raise RuntimeError(
+            f"state_dict() of type {settings.state_dict_type} inside summon_full_params, where parameters are whole; "
+            "leave it first, or use FULL_STATE_DICT"
+        )
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        _save_local(unit, state_dict, prefix, settings)
+    else:
+        for parameter in unit.parameters:
+            _save(unit, parameter, state_dict, prefix, settings)
+    _save_buffers(module, state_dict, prefix, settings)
+
+
+def _save(
+    unit: Unit, parameter: UnitParameter, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings
+) -> None:
+    config = settings.state_dict_config
+    names = [prefix + name for name in parameter.aliases if prefix + name in state_dict]
+    value = state_dict[names[0]] if names else None
+    if not isinstance(value, torch.Tensor):
+        return
+    result: torch.Tensor | None
+    if not isinstance(value, DTensor):  # inside summon_full_params
+        result = value.detach().clone()
+    elif isinstance(config, ShardedStateDictConfig):
+        as_dtensor = config._use_dtensor
+        result = to_sharded(unit, parameter, value, as_dtensor=as_dtensor, offload=config.offload_to_cpu)
+    else:
+        everywhere = not (isinstance(config, FullStateDictConfig) and config.rank0_only)
+        result = unit.full(parameter, value, everywhere=everywhere)
+        result = result.cpu() if result is not None and config.offload_to_cpu else result
+    for name in names:
+        if result is None:
+            del state_dict[name]
+        else:
+            state_dict[name] = result
+
+
+def _save_local(unit: Unit, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
+    if not unit.parameters:
+        return
+    flat = to_flat(unit, offload=settings.state_dict_config.offload_to_cpu)
+    parts = local_parts(flat)
+    empty = local_of(unit.parameters[0].sharded)
+    shard = parts[0][1] if parts else torch.empty(0, dtype=empty.dtype, device=empty.device)
+    if unit.use_orig_params:
+        state_dict.update({prefix + name: view for name, view in local_views(unit, shard).items()})
+    else:
+        for name in (name for parameter in unit.parameters for name in parameter.aliases):
+            state_dict.pop(prefix + name, None)
+    state_dict[prefix + FLAT_NAME] = flat
+
+
+def _save_buffers(module: Any, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
+    config = settings.state_dict_config
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return
+    dropped = isinstance(config, FullStateDictConfig) and config.rank0_only and module.rank != 0
+    original = module._precision.original_buffer_dtypes()
+    for name in module._buffer_names():
+        value = state_dict.get(prefix + name)
+        if value is None:
+            continue
+        if dropped:
+            del state_dict[prefix + name]
+            continue
+        moved = value.cpu() if config.offload_to_cpu else value
+        state_dict[prefix + name] = moved.to(original[name]) if name in original else moved
+
+
+@torch.no_grad()
+def _before_load(
+    module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    settings, unit = _settings(module), module._unit
+    if module._summoned and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        raise RuntimeError("load_state_dict inside summon_full_params takes FULL_STATE_DICT only; leave it first")
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.parameters:
+        _load_local(unit, state_dict, prefix)
+    elif not module._summoned:
+        for parameter in unit.parameters:
+            for name in (prefix + name for name in parameter.aliases):
+                if name in state_dict:
+                    state_dict[name] = _loaded(unit, parameter, state_dict[name], name, settings, error_messages)
+    _rename(state_dict, prefix, f"{prefix}{WRAPPED}.")
+
+
+def _loaded(
+    unit: Unit,
+    parameter: UnitParameter,
+    value: object,
+    name: str,
+    settings: StateDictSettings,
+    error_messages: list[str],
+) -> torch.Tensor:
+    """What a state dict holds, as a DTensor; the parameter itself, and a message, if it does not fit."""
+    sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    try:
+        rows = from_sharded(unit, parameter, value, name) if sharded else _from_full(parameter, value, name)
+    except (TypeError, ValueError) as error:
+        error_messages.append(str(error))
+        return parameter.sharded
+    return parameter.like(rows.to(local_of(parameter.sharded).device).contiguous())
+
+
+def _from_full(parameter: UnitParameter, value: object, name: str) -> torch.Tensor:
+    if isinstance(value, DTensor | ShardedTensor) or not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"'{name}' is a {type(value).__name__}; FULL_STATE_DICT takes plain whole tensors. For sharded ones set "
+            "StateDictType.SHARDED_STATE_DICT"
+        )
+    if tuple(value.shape) != tuple(parameter.shape):
+        raise ValueError(f"'{name}' has shape {tuple(value.shape)}, the model expects {tuple(parameter.shape)}")
+    return parameter.own_rows(value)
+
+
+def _load_local(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    flat = state_dict.pop(prefix + FLAT_NAME, None)
+    if flat is None:
+        raise RuntimeError(
+            f"the LOCAL state dict has no '{prefix}{FLAT_NAME}', but the FSDP module there has parameters "
+            f"{[one.name for one in unit.parameters]}; was it saved with another wrapping, or as another type?"
+        )
+    rows = from_flat(unit, flat, prefix + FLAT_NAME)
+    for parameter, piece in zip(unit.parameters, rows, strict=True):
+        for name in parameter.aliases:
+            state_dict[prefix + name] = parameter.like(piece)
+
+
+def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    for names in incompatible_keys:
+        names[:] = [clean_name(name) for name in names]
+
+
+def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    """Every name that starts with `old` starts with `new` afterwards; their order stays."""
+    for name in [name for name in state_dict if name.startswith(old)]:
+        state_dict[new + name.removeprefix(old)] = state_dict.pop(name)

@@ -1,0 +1,107 @@
+"""`summon_full_params`: whole parameters in place of the sharded ones, for as long as a context lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardkit.core.state import FSDPState
+from shardkit.core.torch_compat import in_backward, like_dtensor, local_of
+from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
+
+__all__ = ["SummonOptions", "refuse_while_running", "summoned"]
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """The arguments of `summon_full_params`, which it documents. Raises what stock raises for the same combinations."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.writeback and self.rank0_only:
+            raise NotImplementedError(
+                "writeback=True and rank0_only=True: ranks without the full parameters cannot write back; pass "
+                "writeback=False, or rank0_only=False"
+            )
+
+
+def refuse_while_running(state: FSDPState, action: str) -> None:
+    """Raises AssertionError inside forward or backward, where parameters belong to the computation."""
+    if state.in_forward or in_backward():
+        raise AssertionError(f"{action} of '{state.fqn}' inside forward or backward; call it before or after")
+
+
+@contextmanager
+def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) -> Iterator[None]:
+    """Registers full parameters, in their original dtype, on the modules of `units` (collective: gathers each once).
+
+    A failure on the way in leaves the sharded parameters registered.
+    """
+    shown: list[tuple[Unit, UnitParameter, nn.Parameter]] = []
+    finished = False
+    try:
+        for unit, state in units:
+            refuse_while_running(state, "summon_full_params")
+            state.to_sharded()
+            for parameter in unit.parameters:
+                full = _show(unit, parameter, options)
+                if full is not None:
+                    shown.append((unit, parameter, full))
+        yield
+        finished = True
+    finally:
+        for _, parameter, full in shown:
+            try:
+                if options.writeback and finished:
+                    _write_back(parameter, full, options)
+            finally:
+                parameter.param.register(parameter.sharded)
+
+
+def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> nn.Parameter | None:
+    everywhere = not options.rank0_only
+    parameter.param.refresh()
+    value = unit.full(parameter, parameter.sharded, everywhere=everywhere)
+    gradient = parameter.sharded.grad if options.with_grads else None
+    full_gradient = None if gradient is None else unit.full(parameter, gradient, everywhere=everywhere)
+    if value is None:
+        return None
+    if options.offload_to_cpu:
+        value = value.cpu()
+    full = nn.Parameter(value, requires_grad=parameter.sharded.requires_grad)
+    if full_gradient is not None:
+        full.grad = full_gradient.to(full.device)
+    parameter.param.register(full)
+    return full
+
+
+@torch.no_grad()
+def _write_back(parameter: UnitParameter, full: nn.Parameter, options: SummonOptions) -> None:
+    current = parameter.param.slots[0].get()
+    if current is None:  # deleted by the user: the sharded one comes back as it was
+        return
+    if current.shape != parameter.shape:
+        raise RuntimeError(
+            f"'{parameter.name}' has shape {tuple(current.shape)} at the end of summon_full_params, expected "
+            f"{tuple(parameter.shape)}: its values cannot be written back to the shards; change values, not shapes"
+        )
+    sharded = parameter.sharded
+    local_of(sharded).copy_(parameter.own_rows(current.detach()))
+    sharded.requires_grad_(current.requires_grad)
+    if options.with_grads:
+        gradient = current.grad
+        if gradient is None:
+            sharded.grad = None
+        elif sharded.grad is not None:
+            local_of(sharded.grad).copy_(parameter.own_rows(gradient))
+        else:
+            local = parameter.own_rows(gradient).to(local_of(sharded).device).clone()
+            sharded.grad = like_dtensor(local, sharded)  # type: ignore[arg-type]

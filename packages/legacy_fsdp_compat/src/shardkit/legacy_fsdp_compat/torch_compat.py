@@ -1,0 +1,111 @@
+"""Every private name of torch that this package uses; checked on torch 2.13.
+
+ShardedTensor and the activation-checkpoint wrapper are part of FSDP1's file format and of its names, but torch keeps
+both in private modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorPart
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+__all__ = [
+    "CHECKPOINT_PREFIX",
+    "ShardedTensor",
+    "allow_any_grad_dtype",
+    "checkpoint_wrapped",
+    "detailed_debugging",
+    "local_parts",
+    "new_sharded_tensor",
+    "shard_boxes",
+    "unscale_and_check_",
+]
+
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+"""What the activation-checkpoint wrapper adds to names; its own hooks take it out of state dicts again."""
+
+
+def checkpoint_wrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside an activation-checkpoint wrapper, any other module itself."""
+    if isinstance(module, ActivationWrapper):
+        inner: torch.nn.Module = module._checkpoint_wrapped_module
+        return inner
+    return module
+
+
+def new_sharded_tensor(
+    local: torch.Tensor,
+    offset: Sequence[int],
+    shape: torch.Size,
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    group: dist.ProcessGroup,
+) -> ShardedTensor:
+    """A ShardedTensor over this rank's `local` at `offset`; no communication.
+
+    Args:
+        local: this rank's part; no part is recorded if it is empty.
+        offset: where it starts, one number a dim.
+        shape: of the whole.
+        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, which are those that hold something.
+        group: the process group.
+    """
+    kind = local.device.type
+    devices = [
+        f"{kind}:{rank % torch.get_device_module(kind).device_count()}" if kind != "cpu" else kind
+        for rank in range(len(boxes))
+    ]
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[
+            ShardMetadata(list(offsets), list(sizes), f"rank:{dist.get_global_rank(group, rank)}/{devices[rank]}")
+            for rank, (offsets, sizes) in enumerate(boxes)
+        ],
+        size=shape,
+        tensor_properties=TensorProperties(
+            dtype=local.dtype,
+            layout=torch.strided,
+            requires_grad=False,
+            memory_format=torch.contiguous_format,
+            pin_memory=False,
+        ),
+    )
+    parts = []
+    if group.rank() < len(boxes):
+        parts.append(ShardedTensorPart.from_tensor_and_offsets(local, list(offset), dist.get_rank()))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        parts, sharded_tensor_metadata=metadata, process_group=group
+    )
+
+
+def detailed_debugging() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG=DETAIL is set, which asks stock FSDP1 to check the order of execution."""
+    level: Any = torch.distributed
+    return bool(level.get_debug_level() == level.DebugLevel.DETAIL)
+
+
+def local_parts(tensor: ShardedTensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """This rank's parts of a ShardedTensor: offsets and values."""
+    return [(tuple(part.metadata.shard_offsets), part.tensor) for part in tensor.local_shards()]
+
+
+def shard_boxes(tensor: ShardedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of every rank's part."""
+    return [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in tensor.metadata().shards_metadata]
+
+
+def allow_any_grad_dtype(parameter: torch.Tensor) -> None:
+    """Lets `parameter.grad` have another dtype than the parameter (torch 2.10 and later know the attribute)."""
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = None
+
+
+def unscale_and_check_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiplies gradients of one device and dtype by `inv_scale`, in place; sets `found_inf` to 1 for inf or nan."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)

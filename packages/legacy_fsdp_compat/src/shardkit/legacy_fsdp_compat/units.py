@@ -1,0 +1,159 @@
+"""What one FSDP module manages: its parameters under FSDP1's names, in the order of its flat parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from shardkit.core.param import FSDPParam, sharded_counterpart
+from shardkit.core.torch_compat import local_of, new_dtensor
+from shardkit.legacy_fsdp_compat.api import ShardingStrategy
+from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, Interval, aligned_numel, row_intervals
+from shardkit.legacy_fsdp_compat.meshes import Placement as Place
+from shardkit.legacy_fsdp_compat.reshuffle import reshuffle
+from shardkit.legacy_fsdp_compat.torch_compat import CHECKPOINT_PREFIX
+
+__all__ = ["WRAPPED", "Unit", "UnitParameter", "clean_name"]
+
+WRAPPED = "_fsdp_wrapped_module"
+"""Attribute of an FSDP module that holds what it wraps; it stands in names as FSDP1 has it."""
+
+
+def clean_name(name: str) -> str:
+    """A name without what wrappers add to it."""
+    return name.replace(f"{WRAPPED}.", "").replace(CHECKPOINT_PREFIX, "")
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """One parameter of a unit.
+
+    Attributes:
+        name: below the wrapped module, clean.
+        aliases: every name of it there, `name` first; tied parameters have several.
+        param: core's object for it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    param: FSDPParam
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The sharded parameter, a DTensor: what optimizers hold."""
+        return self.param.sharded_param
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.param.shape
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it: NO_SHARD, and 0-dim parameters."""
+        return self.param.mesh.shard_size == 1
+
+    @cached_property
+    def rows(self) -> tuple[Interval, ...]:
+        """The elements that each rank of the shard group holds of it, or of anything cut like it."""
+        return row_intervals(tuple(self.shape), self.param.mesh.shard_size)
+
+    def like(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor over `local`, cut like the parameter: its optimizer state, or a new value."""
+        return new_dtensor(local.view(self.param.local_shape), self.param.mesh.mesh, self._placements(), self.shape)
+
+    def _placements(self) -> tuple[Placement, ...]:
+        placement = 0 if self.shape and not self.is_replicated else None
+        return self.param.mesh.placements(placement)
+
+    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a full tensor: a view."""
+        layout = self.param.layout
+        if self.is_replicated:
+            return full
+        rank = self.param.mesh.shard_rank
+        return full.narrow(0, layout.offset(rank), layout.length(rank))
+
+
+class Unit:
+    """The parameters of one FSDP module, and how FSDP1 would lay them out.
+
+    Args:
+        wrapped: the wrapped module, after sharding.
+        placement: the process groups.
+        use_orig_params: FSDP1's flag; it decides the layout of LOCAL state dicts.
+        compute_dtype: `param_dtype` of mixed precision, which alignment follows.
+        belongs: whether a core parameter is of this unit, rather than tied to one of another unit.
+    """
+
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        placement: Place,
+        use_orig_params: bool,
+        compute_dtype: torch.dtype | None,
+        belongs: Callable[[FSDPParam], bool],
+    ) -> None:
+        self.placement = placement
+        self.use_orig_params = use_orig_params
+        self._compute_dtype = compute_dtype
+        self.parameters = _find_parameters(wrapped, belongs)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that shards."""
+        return self.placement.group
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts."""
+        return self.placement.strategy is not ShardingStrategy.NO_SHARD
+
+    @cached_property
+    def layout(self) -> FlatLayout:
+        """FSDP1's flat layout.
+
+        Raises:
+            ValueError: for parameters of several dtypes, which no flat parameter can hold.
+        """
+        dtypes = {str(one.sharded.dtype): one.name for one in self.parameters}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"LOCAL_STATE_DICT keeps one flat tensor per FSDP module, but this one has parameters of several "
+                f"dtypes: {dtypes}. Wrap them separately, or use SHARDED_STATE_DICT"
+            )
+        dtype = self._compute_dtype or self.parameters[0].sharded.dtype
+        alignment = aligned_numel(dtype.itemsize) if self.use_orig_params else 1
+        shapes = tuple(tuple(one.shape) for one in self.parameters)
+        return FlatLayout(shapes, self.group.size(), alignment)
+
+    def full(self, parameter: UnitParameter, value: torch.Tensor, *, everywhere: bool = True) -> torch.Tensor | None:
+        """All of `value`, a DTensor cut like `parameter`: a new plain tensor (collective over the shard group).
+
+        Without `everywhere` rank 0 of the group alone gets it and other ranks get None.
+        """
+        local = local_of(value).detach()
+        if parameter.is_replicated:
+            return local.clone() if everywhere or self.group.rank() == 0 else None
+        numel = parameter.shape.numel()
+        wanted = [(0, numel if everywhere or rank == 0 else 0) for rank in range(self.group.size())]
+        flat = reshuffle(local.contiguous().view(-1), parameter.rows, wanted, self.group)
+        return flat.view(parameter.shape) if everywhere or self.group.rank() == 0 else None
+
+
+def _find_parameters(wrapped: nn.Module, belongs: Callable[[FSDPParam], bool]) -> tuple[UnitParameter, ...]:
+    names: dict[FSDPParam, list[str]] = {}
+    for prefix, module in wrapped.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            param = sharded_counterpart(parameter) if parameter is not None else None
+            if param is not None and belongs(param):
+                fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+                if fqn not in names.setdefault(param, []):
+                    names[param].append(fqn)
+    return tuple(UnitParameter(found[0], tuple(found), param) for param, found in names.items())

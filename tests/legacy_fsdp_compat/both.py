@@ -1,0 +1,140 @@
+"""The same FSDP1 script on stock and on ours: how to build, wrap, train and look at a model with either."""
+
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock_fsdp
+import torch.distributed.fsdp.wrap as stock_wrap
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardkit.legacy_fsdp_compat as our_fsdp
+import shardkit.legacy_fsdp_compat.wrap as our_wrap
+
+STOCK, OURS = "stock", "ours"
+CPU = torch.device("cpu")
+
+
+def api(engine: str) -> Any:
+    """Every public name of stock's or our FSDP1 and of its wrap module."""
+    package, wrapping = (stock_fsdp, stock_wrap) if engine == STOCK else (our_fsdp, our_wrap)
+    names = {name: getattr(package, name) for name in dir(package) if not name.startswith("__")}
+    names |= {name: getattr(wrapping, name) for name in dir(wrapping) if not name.startswith("_")}
+    return SimpleNamespace(**names, FSDP=package.FullyShardedDataParallel)
+
+
+class Block(nn.Module):
+    """A residual block whose dims no world size but 1 divides, with a buffer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, hidden), nn.Linear(hidden, 5)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class Model(nn.Module):
+    """Blocks between a layer of one row and a norm; rank 2 of 3 holds nothing of some parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 5)
+        self.blocks = nn.ModuleList([Block(7), Block(2)])
+        self.norm = nn.LayerNorm(5)
+        self.out = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to wrap and train. Everything pickles, so that settings travel to the ranks."""
+
+    strategy: str = "FULL_SHARD"
+    use_orig_params: bool = True
+    optimizer: str = "sgd"
+    policy: bool = True
+    steps: int = 3
+
+
+def build(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def wrap(engine: str, setting: Setting, model: nn.Module | None = None, **arguments: Any) -> nn.Module:
+    """The model as an FSDP module, blocks as units of their own if the setting says so."""
+    names = api(engine)
+    arguments.setdefault("sharding_strategy", names.ShardingStrategy[setting.strategy])
+    if setting.policy:
+        arguments.setdefault("auto_wrap_policy", names.ModuleWrapPolicy({Block}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return names.FSDP(model or build(), use_orig_params=setting.use_orig_params, device_id=CPU, **arguments)
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, amsgrad=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+}
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(3, 4, generator=generator), torch.randn(3, 1, generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    inputs, target = batch(rank, step)
+    return F.mse_loss(model(inputs).float(), target)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    """Plain steps; the losses, averaged over ranks so that every rank has the same list."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def whole_state(engine: str, model: nn.Module) -> dict[str, Tensor]:
+    """The full state dict, on every rank."""
+    names = api(engine)
+    with names.FSDP.state_dict_type(model, names.StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def whole_gradients(engine: str, model: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients by clean name, whole."""
+    names = api(engine)
+    with names.FSDP.summon_full_params(model, with_grads=True):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): None if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+        }
+
+
+def assert_same_tensors(expected: dict[str, Any], seen: dict[str, Any], **tolerance: Any) -> None:
+    assert list(expected) == list(seen)
+    for name, value in expected.items():
+        torch.testing.assert_close(seen[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)

@@ -1,0 +1,201 @@
+"""Files of every FSDP1 state dict type between stock and ours, weights and optimizer: training goes on the same."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+
+from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    Setting,
+    api,
+    assert_same_tensors,
+    build,
+    train,
+    whole_state,
+    wrap,
+)
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # stock warns of its own retirement at every call
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+TYPES = ["FULL", "SHARDED", "LOCAL"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file of type `kind`, written by one engine with one setting."""
+
+    kind: str
+    setting: Setting
+    writer: str
+
+    def __str__(self) -> str:
+        flat = "orig" if self.setting.use_orig_params else "flat"
+        return f"{self.kind}-{self.setting.optimizer}-{flat}-by-{self.writer}"
+
+
+def state_of(engine: str, kind: str, model: Any, optimizer: Any) -> dict[str, Any]:
+    names = api(engine)
+    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+        return {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
+
+
+def load(engine: str, kind: str, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    names = api(engine)
+    # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
+    strict = not (kind == "LOCAL" and engine == STOCK)
+    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+        model.load_state_dict(state["model"], strict=strict)
+        loadable = names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+        optimizer.load_state_dict(loadable)
+
+
+def start(engine: str, setting: Setting, seed: int) -> tuple[Any, Any]:
+    model = wrap(engine, setting, build(seed))
+    return model, OPTIMIZERS[setting.optimizer](model.parameters())
+
+
+def write(rank: int, case: Case, directory: Path) -> list[float]:
+    """Trains, writes this rank's file, trains on; returns the losses after the file."""
+    model, optimizer = start(case.writer, case.setting, 0)
+    train(model, optimizer, rank, range(2))
+    torch.save(state_of(case.writer, case.kind, model, optimizer), directory / f"rank{rank}.pt")
+    return train(model, optimizer, rank, range(2, 4))
+
+
+def read(rank: int, case: Case, reader: str, directory: Path) -> list[float]:
+    model, optimizer = start(reader, case.setting, 1)
+    state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
+    load(reader, case.kind, model, optimizer, state)
+    return train(model, optimizer, rank, range(2, 4))
+
+
+def goes_on_alike(rank: int, world_size: int, case: Case, directory: Path) -> None:
+    expected = write(rank, case, directory)
+    dist.barrier()
+    ours, stock = (read(rank, case, reader, directory) for reader in (OURS, STOCK))
+    # What stock makes of the file is what the file says, also where the file is wrong (see the test below).
+    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    if case.writer == OURS:
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+CASES = [
+    Case(kind, Setting(use_orig_params=use_orig, optimizer=optimizer), writer)
+    for kind, use_orig, optimizer, writer in itertools.product(
+        TYPES, [True, False], ["momentum", "adamw"], [STOCK, OURS]
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_files_go_both_ways(world_size: int, case: Case, tmp_path: Path):
+    run_ranks(world_size, goes_on_alike, case, tmp_path)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+def test_other_optimizers(kind: str, optimizer: str, tmp_path: Path):
+    for use_orig, writer in itertools.product([True, False], [STOCK, OURS]):
+        if optimizer == "adagrad" and use_orig and writer == STOCK:
+            continue  # stock's Adagrad has state for empty shards, which its own optim_state_dict refuses
+        case = Case(kind, Setting(use_orig_params=use_orig, optimizer=optimizer), writer)
+        run_ranks(2, goes_on_alike, case, tmp_path)
+
+
+def same_local_file(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Element by element, padding included."""
+    setting = Setting(use_orig_params=use_orig_params)
+    stock, ours = (state_of(engine, "LOCAL", *start(engine, setting, 0))["model"] for engine in (STOCK, OURS))
+    assert set(stock) == set(ours)
+    for name, value in stock.items():
+        if not name.endswith("_flat_param"):
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
+            continue
+        assert ours[name].metadata() == value.metadata()
+        for mine, theirs in zip(ours[name].local_shards(), value.local_shards(), strict=True):
+            assert mine.metadata == theirs.metadata
+            torch.testing.assert_close(mine.tensor, theirs.tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_local_state_dict_is_that_of_stock(world_size: int, use_orig_params: bool):
+    run_ranks(world_size, same_local_file, use_orig_params)
+
+
+def optimizer_values_are_right(rank: int, world_size: int) -> None:
+    """Stock's gathered exp_avg holds exp_avg_sq when nothing has to be moved to the CPU; ours does not."""
+    setting = Setting(optimizer="adam")
+    states = {}
+    for engine in (STOCK, OURS):
+        model, optimizer = start(engine, setting, 0)
+        train(model, optimizer, rank, range(2))
+        names = api(engine)
+        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+            sharded = names.FSDP.optim_state_dict(model, optimizer)["state"]["inp.weight"]["exp_avg"]
+        full = state_of(engine, "FULL", model, optimizer)["optim"]["state"]["inp.weight"]
+        row = sharded.local_shards()[0]
+        offset, length = row.metadata.shard_offsets[0], row.metadata.shard_sizes[0]
+        states[engine] = full, full["exp_avg"][offset : offset + length], row.tensor
+    full, from_full, from_local = states[OURS]
+    torch.testing.assert_close(from_full, from_local, rtol=0, atol=0)
+    assert not torch.equal(full["exp_avg"], full["exp_avg_sq"])
+    torch.testing.assert_close(full["exp_avg_sq"], states[STOCK][0]["exp_avg_sq"], **TOLERANCE)
+
+
+def test_full_optimizer_state_is_right_where_stock_is_not():
+    run_ranks(2, optimizer_values_are_right)
+
+
+def save_distributed(rank: int, world_size: int, writer: str, setting: Setting, directory: Path) -> dict[str, Any]:
+    model, optimizer = start(writer, setting, 0)
+    train(model, optimizer, rank, range(2))
+    state = state_of(writer, "SHARDED", model, optimizer)
+    dcp.save(state, checkpoint_id=directory)
+    return whole_state(writer, model)
+
+
+def load_distributed(
+    rank: int, world_size: int, reader: str, setting: Setting, directory: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = api(reader)
+    model, optimizer = start(reader, setting, 1)
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=directory)
+        model.load_state_dict(state["model"])
+        found = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"], optimizer_key="optim", storage_reader=dcp.FileSystemReader(directory)
+        )
+        loadable = names.FSDP.optim_state_dict_to_load(model, optimizer, found["optim"])
+        optimizer.load_state_dict(loadable)
+    full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    return whole_state(reader, model), {name: state["momentum_buffer"] for name, state in full["state"].items()}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(STOCK, OURS), (OURS, STOCK), (OURS, OURS)])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 4)], ids=str)
+def test_distributed_checkpoints_on_another_world_size(
+    writer: str, reader: str, sizes: tuple[int, int], tmp_path: Path
+):
+    setting = Setting(optimizer="momentum")
+    saved = run_ranks(sizes[0], save_distributed, writer, setting, tmp_path)[0]
+    loaded, momentum = run_ranks(sizes[1], load_distributed, reader, setting, tmp_path)[0]
+    assert_same_tensors(saved, loaded, rtol=0, atol=0)
+    again, reference = run_ranks(sizes[0], load_distributed, STOCK, setting, tmp_path)[0]
+    assert_same_tensors(saved, again, rtol=0, atol=0)
+    assert set(reference) == set(momentum)
+    for name, value in reference.items():
+        torch.testing.assert_close(momentum[name], value, rtol=0, atol=0)

@@ -1,0 +1,106 @@
+"""docs/legacy_fsdp.md lists every argument, method and public name of stock FSDP1, and what it says holds."""
+
+import inspect
+import re
+
+import pytest
+import torch.distributed.fsdp as stock
+import torch.distributed.fsdp.sharded_grad_scaler as stock_scaler
+import torch.distributed.fsdp.wrap as stock_wrap
+
+import shardkit.legacy_fsdp_compat as ours
+import shardkit.legacy_fsdp_compat.wrap as our_wrap
+from tests.packaging.workspace import ROOT
+
+STATUSES = {"same", "mapped", "refused"}
+FSDP2 = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+}
+SUBMODULES = {"api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"}
+
+
+def table(heading: str) -> dict[str, str]:
+    """First and second column of the table below a heading."""
+    text = (ROOT / "docs" / "legacy_fsdp.md").read_text()
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE))
+
+
+def arguments_of(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def methods() -> dict[str, object]:
+    return {name: value for name, value in vars(stock.FullyShardedDataParallel).items() if not name.startswith("_")}
+
+
+def test_arguments():
+    expected = arguments_of(stock.FullyShardedDataParallel.__init__)
+    assert arguments_of(ours.FullyShardedDataParallel.__init__) == expected
+    listed = table("Arguments of FullyShardedDataParallel")
+    assert list(listed) == expected[1:]
+    assert set(listed.values()) <= STATUSES
+
+
+def test_defaults():
+    theirs = inspect.signature(stock.FullyShardedDataParallel.__init__).parameters
+    for name, parameter in inspect.signature(ours.FullyShardedDataParallel.__init__).parameters.items():
+        assert str(getattr(parameter.default, "name", parameter.default)) == str(
+            getattr(theirs[name].default, "name", theirs[name].default)
+        ), name
+
+
+def test_methods():
+    listed = table("Methods and properties")
+    assert set(methods()) == {name for name in listed if not name.startswith("_")}
+    assert {name for name, status in listed.items() if status == "refused"} == {"_flat_param", "_handle"}
+
+
+@pytest.mark.parametrize("name", sorted(set(methods()) - {"module", "named_buffers", "named_parameters", "forward"}))
+def test_method_arguments(name: str):
+    expected = arguments_of(getattr(stock.FullyShardedDataParallel, name))
+    assert arguments_of(getattr(ours.FullyShardedDataParallel, name)) == expected
+
+
+def test_public_names():
+    exported = {name for name in dir(stock) if not name.startswith("_")} - FSDP2 - SUBMODULES
+    expected = exported | set(stock_wrap.__all__ if hasattr(stock_wrap, "__all__") else ()) | {"ShardedGradScaler"}
+    listed = table("Public names")
+    assert set(listed) >= expected
+    for name, status in listed.items():
+        module = our_wrap if hasattr(our_wrap, name) else ours
+        if status == "refused":
+            with pytest.raises(ImportError, match="there is no"):
+                getattr(module, name)
+        else:
+            assert hasattr(module, name), name
+
+
+@pytest.mark.parametrize("name", ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])
+def test_enums(name: str):
+    assert {one.name: one.value for one in getattr(ours, name)} == {one.name: one.value for one in getattr(stock, name)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in table("Public names") if name.endswith("Config")] + ["MixedPrecision", "CPUOffload"],
+)
+def test_configurations(name: str):
+    mine, theirs = getattr(ours, name)(), getattr(stock, name)()
+    for field in vars(theirs):
+        if field != "_module_classes_to_ignore":
+            assert getattr(mine, field) == getattr(theirs, field)
+    assert set(vars(mine)) == set(vars(theirs))
+
+
+def test_scaler_arguments():
+    theirs = inspect.signature(stock_scaler.ShardedGradScaler.__init__).parameters
+    assert list(inspect.signature(ours.ShardedGradScaler.__init__).parameters) == list(theirs)

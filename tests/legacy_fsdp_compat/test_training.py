@@ -1,0 +1,55 @@
+"""Training with our FSDP and with stock FSDP1, on the same batches: losses, gradients, parameters."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    Setting,
+    assert_same_tensors,
+    loss_of,
+    train,
+    whole_gradients,
+    whole_state,
+    wrap,
+)
+from tests.support import run_ranks
+
+SETTINGS = [
+    Setting(strategy, use_orig, optimizer)
+    for strategy, use_orig, optimizer in itertools.product(
+        ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], [True, False], ["sgd", "adamw"]
+    )
+]
+# Three ranks and more add in an order of gloo's own.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def trains_alike(rank: int, world_size: int, setting: Setting) -> None:
+    runs = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, setting)
+        optimizer = OPTIMIZERS[setting.optimizer](model.parameters())
+        losses = train(model, optimizer, rank, range(setting.steps))
+        loss_of(model, rank, 99).backward()
+        gradients = whole_gradients(engine, model) if setting.use_orig_params else None
+        runs[engine] = (losses, whole_state(engine, model), gradients)
+    torch.testing.assert_close(runs[OURS][0], runs[STOCK][0], **TOLERANCE)
+    assert_same_tensors(runs[STOCK][1], runs[OURS][1], **TOLERANCE)
+    if setting.use_orig_params:
+        assert_same_tensors(runs[STOCK][2], runs[OURS][2], **TOLERANCE)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.strategy}-{one.use_orig_params}-{one.optimizer}")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_is_that_of_stock(world_size: int, setting: Setting):
+    run_ranks(world_size, trains_alike, setting)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_training_on_one_rank_and_with_empty_shards(world_size: int):
+    run_ranks(world_size, trains_alike, Setting(optimizer="momentum"))
