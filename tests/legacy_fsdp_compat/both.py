@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x))) * self.scale
+        return x + self.down(torch.tanh(self.up(x))) * self.scale.to(x.dtype)
 
 
 class Model(nn.Module):

@@ -76,8 +76,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         forward_prefetch: gather the next unit during forward.
         limit_all_gathers: accepted; gathers are always limited to the unit that runs and the next one.
         use_orig_params: FSDP1's flag. Parameters are always the original ones here; the flag decides the layout of
-            LOCAL state dicts, and False asks for uniform `requires_grad` in each unit and gives parameters that a
-            unit's backward did not reach zero gradients, as a flat parameter does.
+            LOCAL state dicts, and False asks for uniform `requires_grad` in each unit.
         ignored_states: like `ignored_modules`, or parameters.
         device_mesh: instead of `process_group`; 2-D (replicate, shard) for hybrid strategies. Sharded state dicts then
             hold DTensors.
@@ -325,7 +324,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         if self._is_root:
             for one in self.fsdp_modules(self):
                 one._precision.enter(one._state, one.training)
-        if not self._use_orig_params and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._reduce_unused()
 
     def _reduce_unused(self) -> None:
@@ -335,7 +334,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
                 for group in one._state.groups:
                     group.reduce_unused_params = False
         for group in self._state.groups:
-            group.reduce_unused_params = not self._use_orig_params
+            group.reduce_unused_params = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module with gathered parameters and cast inputs."""

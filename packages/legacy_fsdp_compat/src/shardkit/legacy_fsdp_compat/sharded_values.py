@@ -45,7 +45,7 @@ def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str)
 
     Raises:
         ValueError: for a value of another shape, or one that is sharded over other ranks.
-        TypeError: for a value that is neither a ShardedTensor nor a DTensor.
+        TypeError: for a value that is no tensor.
     """
     if isinstance(value, ShardedTensor):
         return _from_sharded_tensor(parameter, value, name)
@@ -55,14 +55,10 @@ def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str)
         if tuple(value.placements) == tuple(own.placements) and value.device_mesh.shape == own.device_mesh.shape:
             return local_of(value).detach()
         return parameter.own_rows(value.full_tensor())
-    if isinstance(value, torch.Tensor) and parameter.is_replicated:
+    if isinstance(value, torch.Tensor):  # whole, as distributed checkpoints give tensors of one element
         _check_shape(parameter, value.shape, name)
-        return value.detach()
-    kind = f"a plain tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise TypeError(
-        f"'{name}' is {kind}; SHARDED_STATE_DICT takes ShardedTensors or DTensors. For plain whole tensors set "
-        "StateDictType.FULL_STATE_DICT"
-    )
+        return parameter.own_rows(value.detach())
+    raise TypeError(f"'{name}' is a {type(value).__name__}; SHARDED_STATE_DICT takes ShardedTensors or DTensors")
 
 
 def _from_sharded_tensor(parameter: UnitParameter, value: ShardedTensor, name: str) -> torch.Tensor:

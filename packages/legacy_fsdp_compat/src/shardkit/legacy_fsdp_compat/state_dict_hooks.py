@@ -47,7 +47,8 @@ def _settings(module: Any) -> StateDictSettings:
     if module.sharding_strategy is ShardingStrategy.NO_SHARD:
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             warnings.warn(f"with NO_SHARD the state dict is full, not {settings.state_dict_type}", stacklevel=4)
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), settings.optim_state_dict_config)
+            config = FullStateDictConfig()
+            settings = StateDictSettings(StateDictType.FULL_STATE_DICT, config, settings.optim_state_dict_config)
     return settings
 
 

@@ -58,12 +58,12 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
         yield
         finished = True
     finally:
-        for _, parameter, full in shown:
-            try:
-                if options.writeback and finished:
-                    _write_back(parameter, full, options)
-            finally:
-                parameter.param.register(parameter.sharded)
+        changed = [parameter.param.slots[0].get() for _, parameter, _ in shown]
+        for _, parameter, _ in shown:  # whatever goes wrong below, the model is as it was
+            parameter.param.register(parameter.sharded)
+        if options.writeback and finished:
+            for (_, parameter, _), current in zip(shown, changed, strict=True):
+                _write_back(parameter, current, options)
 
 
 def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> nn.Parameter | None:
@@ -84,8 +84,7 @@ def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> nn.Pa
 
 
 @torch.no_grad()
-def _write_back(parameter: UnitParameter, full: nn.Parameter, options: SummonOptions) -> None:
-    current = parameter.param.slots[0].get()
+def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options: SummonOptions) -> None:
     if current is None:  # deleted by the user: the sharded one comes back as it was
         return
     if current.shape != parameter.shape:

@@ -16,13 +16,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorPart
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
     "CHECKPOINT_PREFIX",
     "ShardedTensor",
+    "StorageInfo",
     "allow_any_grad_dtype",
     "checkpoint_wrapped",
     "detailed_debugging",
+    "flatten_for_checkpoint",
     "local_parts",
     "new_sharded_tensor",
     "shard_boxes",
@@ -109,3 +113,9 @@ def allow_any_grad_dtype(parameter: torch.Tensor) -> None:
 def unscale_and_check_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiplies gradients of one device and dtype by `inv_scale`, in place; sets `found_inf` to 1 for inf or nan."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+
+
+def flatten_for_checkpoint(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The flat keys that torch.distributed.checkpoint gives nested state, and the path that each stands for."""
+    flat, paths = flatten_state_dict(state_dict)
+    return dict(flat), dict(paths)

@@ -1,0 +1,119 @@
+"""`shardkit migrate` and `python -m shardkit.legacy_fsdp_compat migrate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert
+from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, joined
+
+__all__ = ["main"]
+
+_MIB = 2**20
+
+_DESCRIPTION = """\
+Converts FSDP1 checkpoints on one machine, without a process group: FULL (one file), SHARDED (a directory of
+torch.distributed.checkpoint, or a file for each rank) and LOCAL (a file for each rank), weights and optimizer state.
+The source is only read. The target appears when it is complete and was read back. An interrupted conversion goes on
+where it stopped when it is started again. `migrate script FILE` rewrites a training script instead.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, or 1 after an error, which is printed to stderr."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["script"]:
+        from shardkit.legacy_fsdp_compat.migrate.script_command import main as script
+
+        return script(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (CheckpointError, OSError) as error:
+        _say(f"error: {error}")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", nargs="+", type=Path, help="a file, a directory, or the files of all ranks")
+    parser.add_argument("target", type=Path, help="the directory to make")
+    parser.add_argument(
+        "--to",
+        choices=list(FORMATS),
+        default="dcp",
+        help="dcp: a directory of torch.distributed.checkpoint, which core, FSDP2 and FSDP1's SHARDED load (default); "
+        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL",
+    )
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--shapes", type=Path, help="for LOCAL: a full checkpoint of the model, or JSON name -> shape")
+    shapes.add_argument("--model", help="for LOCAL: MODULE:FUNCTION that builds the model (on the meta device)")
+    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    shapes = None
+    if options.shapes is not None:
+        shapes = shapes_of_file(options.shapes)
+    elif options.model is not None:
+        sys.path.insert(0, str(Path.cwd()))
+        shapes = shapes_of_model(options.model)
+    source = options.source[0] if len(options.source) == 1 else options.source
+    checkpoint = open_checkpoint(source, shapes)
+    _say(_summary(checkpoint))
+    if options.dry_run:
+        for path, stored in checkpoint.tensors.items():
+            print(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}")
+        for path in checkpoint.objects:
+            print(f"{joined(path)}\t(object)")
+        _say(f"would write {options.to} to {options.target}; nothing was written")
+        return 0
+    with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
+        done = convert(checkpoint, options.target, options.to, progress=progress)
+    resumed = f", {done.resumed} of them by an earlier attempt" if done.resumed else ""
+    _say(f"wrote and verified {len(done.hashes)} tensors{resumed}: {done.target}")
+    return 0
+
+
+def _summary(checkpoint: Checkpoint) -> str:
+    return (
+        f"{checkpoint.kind} checkpoint of {checkpoint.world_size} rank(s): {len(checkpoint.tensors)} tensors, "
+        f"{checkpoint.nbytes / _MIB:.1f} MiB, {len(checkpoint.objects)} other values; "
+        f"tensors take at most {checkpoint.bound_bytes / _MIB:.1f} MiB of memory at a time"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class _Progress:
+    """A bar by tqdm, if that is installed."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._update: Callable[[int], object] = lambda _: None
+        self._close: Callable[[], object] = lambda: None
+        if shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            bar = tqdm(total=total, unit="B", unit_scale=True, desc="write and verify", file=sys.stderr)
+            self._update, self._close = bar.update, bar.close
+
+    def __enter__(self) -> Callable[[int], object]:
+        return self._update
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()

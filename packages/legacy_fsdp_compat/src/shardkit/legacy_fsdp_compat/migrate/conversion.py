@@ -1,0 +1,192 @@
+"""Converts a checkpoint: streamed, resumable, verified, and in place only when it is complete.
+
+The output is a directory. Until everything is written and has been read back it is called `<target>.partial` and holds a
+journal: one line for the source, then one for each tensor that is written. An interrupted conversion goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
+from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
+from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor, joined
+
+__all__ = ["FORMATS", "REPORT", "Migration", "convert"]
+
+REPORT = "migration.json"
+_JOURNAL = "journal.jsonl"
+
+
+class _Writer(Protocol):
+    file: Path
+
+    def begin(self, records: dict[str, Any]) -> None: ...
+
+    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]: ...
+
+    def finish(self) -> None: ...
+
+
+FORMATS: dict[str, Callable[[Path, Checkpoint], _Writer]] = {
+    "dcp": DcpWriter,
+    "safetensors": SafetensorsWriter,
+    "full": TorchFileWriter,
+}
+"""What can be written: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save."""
+
+
+@dataclass
+class Migration:
+    """What was done.
+
+    Attributes:
+        target: the directory.
+        hashes: sha256 of each tensor's bytes, by name, as read from the source and again from the output.
+        resumed: how many tensors an earlier attempt had written.
+        nbytes: bytes of all tensors.
+    """
+
+    target: Path
+    hashes: dict[str, str] = field(default_factory=dict)
+    resumed: int = 0
+    nbytes: int = 0
+
+
+def convert(
+    checkpoint: Checkpoint, target: str | Path, to: str, *, progress: Callable[[int], object] = lambda _: None
+) -> Migration:
+    """Writes `checkpoint` to the directory `target` in the format `to`, and reads it back.
+
+    Args:
+        checkpoint: what `open_checkpoint` returned; its files are only read.
+        target: must not exist; appears when everything is written and verified.
+        to: a key of `FORMATS`.
+        progress: is told how many bytes were done; every tensor counts twice, written and read back.
+
+    Raises:
+        CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
+    """
+    target = Path(target)
+    if target.exists():
+        raise CheckpointError(f"{target} exists; it would be overwritten: remove it, or choose another place")
+    if to not in FORMATS:
+        raise CheckpointError(f"unknown format '{to}', expected one of {', '.join(FORMATS)}")
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, to))
+    writer = FORMATS[to](partial, checkpoint)
+    writer.begin(journal.records if writer.file.exists() else journal.forget())
+    migration = Migration(target, resumed=len(journal.records), nbytes=checkpoint.nbytes)
+    for path, stored in checkpoint.tensors.items():
+        name = joined(path)
+        if name not in journal.records:
+            digest = hashlib.sha256()
+            record = writer.write(path, _hashed(stored, digest, progress))
+            journal.add(name, {**record, "sha256": digest.hexdigest()})
+        else:
+            progress(stored.nbytes)
+        migration.hashes[name] = journal.records[name]["sha256"]
+    writer.finish()
+    _verify(partial, migration, checkpoint, progress)
+    _report(partial, migration, checkpoint, to)
+    os.replace(partial, target)  # noqa: PTH105 - atomic on one file system
+    return migration
+
+
+def _hashed(
+    stored: StoredTensor, digest: Any, progress: Callable[[int], object]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    for low, high in stored.slabs():
+        values = stored.read(low, high)
+        digest.update(bytes_of(values))
+        yield low, high, values
+        progress(values.nbytes)
+
+
+def _verify(partial: Path, migration: Migration, checkpoint: Checkpoint, progress: Callable[[int], object]) -> None:
+    """Reads the output as anyone would, and compares names, shapes, dtypes and every byte."""
+    written = {joined(path): stored for path, stored in open_checkpoint(partial).tensors.items()}
+    for path, stored in checkpoint.tensors.items():
+        name = joined(path)
+        copy = written.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (stored.shape, stored.dtype):
+            seen = "missing" if copy is None else f"of shape {copy.shape} and {copy.dtype}"
+            raise CheckpointError(f"'{name}' is {seen} in the output; expected shape {stored.shape} and {stored.dtype}")
+        digest = hashlib.sha256()
+        for _ in _hashed(copy, digest, progress):
+            pass
+        if digest.hexdigest() != migration.hashes[name]:
+            raise CheckpointError(
+                f"'{name}' reads back differently: sha256 {digest.hexdigest()}, expected {migration.hashes[name]}; remove "
+                f"{partial} and try again, perhaps on another disk"
+            )
+
+
+def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str) -> None:
+    report = {
+        "format": to,
+        "source": {"kind": checkpoint.kind, "files": checkpoint.files, "world_size": checkpoint.world_size},
+        "tensors": {
+            joined(path): {"shape": list(one.shape), "dtype": str(one.dtype), "sha256": migration.hashes[joined(path)]}
+            for path, one in checkpoint.tensors.items()
+        },
+    }
+    (partial / REPORT).write_text(json.dumps(report, indent=1))
+    (partial / _JOURNAL).unlink()
+
+
+def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
+    """Of the source's files, by size and time, and of the tensors in them."""
+    described = [to, checkpoint.kind, sorted(checkpoint.files)]
+    described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
+    for name in sorted(
+        {name for one in checkpoint.tensors.values() for part in one.parts for name in part.file.split(", ")}
+    ):
+        stat = Path(name).stat()
+        described.append([name, stat.st_size, stat.st_mtime_ns])
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+class _Journal:
+    """What an attempt has written. A last line that is not whole, from an interruption, does not count."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        self._fingerprint = fingerprint
+        self.records: dict[str, Any] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = []
+        for line in lines:
+            try:
+                whole.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        if whole and whole[0] != fingerprint:
+            raise CheckpointError(
+                f"{path.parent} is left from a conversion of another source, or to another format; remove it to start anew"
+            )
+        self.records = {entry["name"]: entry for entry in whole[1:]}
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in [fingerprint, *whole[1:]]))
+
+    def forget(self) -> dict[str, Any]:
+        """Starts anew: the data file is gone."""
+        self.records = {}
+        self._path.write_text(json.dumps(self._fingerprint) + "\n")
+        return self.records
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        """Notes a tensor as written."""
+        self.records[name] = {"name": name, **record}
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.records[name]) + "\n")

@@ -1,0 +1,255 @@
+"""Checkpoints of torch.distributed.checkpoint: read and written piece by piece, without a process group."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import payloads, region_reader
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor, joined, tree_of
+from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED
+from shardkit.legacy_fsdp_compat.torch_compat import StorageInfo, flatten_for_checkpoint
+
+__all__ = ["METADATA", "DcpWriter", "read_dcp"]
+
+METADATA = ".metadata"
+_DATA = "__0_0.distcp"
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    (_METADATA_MODULE, name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = (module, name) in _NAMES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        if not allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
+        return super().find_class(module, name)
+
+
+def read_dcp(directory: Path) -> Checkpoint:
+    """A checkpoint directory of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: for metadata that cannot be read, missing or truncated files, and tensors that are cut on
+            another dim than 0.
+    """
+    metadata = _read_metadata(directory / METADATA)
+    checkpoint = Checkpoint("DCP", [str(directory)])
+    paths = metadata.planner_data or {}
+    stored: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        stored.setdefault(index.fqn, []).append((index, info))
+    ranks = {info.relative_path for found in stored.values() for _, info in found}
+    checkpoint.world_size = max(1, len(ranks))
+    lists: dict[tuple[Any, ...], Any] = {}
+    for key, described in metadata.state_dict_metadata.items():
+        path = tuple(paths.get(key, (key,)))
+        if isinstance(described, TensorStorageMetadata):
+            if any(isinstance(part, int) for part in path):
+                raise CheckpointError(f"'{key}' is a tensor inside a list, which is not supported")
+            checkpoint.tensors[tuple(map(str, path))] = _tensor(directory, key, described, stored.get(key, []))
+        else:
+            value = _object(directory, key, stored.get(key, []))
+            if any(isinstance(part, int) for part in path):
+                lists[path] = value
+            else:
+                checkpoint.objects[tuple(map(str, path))] = value
+    _join_lists(checkpoint, lists)
+    return checkpoint
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist: this is no checkpoint of torch.distributed.checkpoint"
+        ) from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path} ({path.stat().st_size} bytes) cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
+    return metadata
+
+
+def _tensor(
+    directory: Path, key: str, described: TensorStorageMetadata, stored: list[tuple[MetadataIndex, Any]]
+) -> StoredTensor:
+    shape, dtype = tuple(described.size), described.properties.dtype
+    row = math.prod(shape[1:])
+    info_at = {tuple(index.offset or ()): info for index, info in stored}
+    parts = []
+    for chunk in described.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        numel = math.prod(sizes)
+        if not numel:
+            continue
+        if any(offsets[1:]) or sizes[1:] != shape[1:]:
+            raise CheckpointError(
+                f"'{key}' of shape {shape} has a part of shape {sizes} at {offsets}: it is cut on more than dim 0, as by "
+                "tensor parallelism; load it with torch.distributed.checkpoint instead"
+            )
+        info = info_at.get(offsets)
+        if info is None:
+            raise CheckpointError(f"'{key}': the metadata lists a part at {offsets} and no file that holds it")
+        start = offsets[0] * row if offsets else 0
+        parts.append(_part(directory, key, info, start, numel, dtype))
+    return StoredTensor(key, dtype, shape, tuple(sorted(parts, key=lambda part: part.start)))
+
+
+def _part(directory: Path, key: str, info: Any, start: int, numel: int, dtype: torch.dtype) -> Part:
+    path = directory / info.relative_path
+    if not path.is_file():
+        raise CheckpointError(f"'{key}': its file {path} is missing")
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(f"'{key}': {path} is transformed by {info.transform_descriptors}, which is not supported")
+    found = payloads(path, info.offset, info.length)
+    if len(found) != 1 or next(iter(found.values()))[1] != numel * dtype.itemsize:
+        raise CheckpointError(
+            f"'{key}': bytes {info.offset} to {info.offset + info.length} of {path} hold storages of "
+            f"{[size for _, size in found.values()]} bytes, expected one of {numel * dtype.itemsize}"
+        )
+    offset = next(iter(found.values()))[0]
+    return Part(start, start + numel, region_reader(path, offset, start, dtype), str(path))
+
+
+def _object(directory: Path, key: str, stored: list[tuple[MetadataIndex, Any]]) -> Any:
+    if not stored:
+        raise CheckpointError(f"'{key}': the metadata lists it and no file that holds it")
+    info = stored[0][1]
+    with (directory / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        data = file.read(info.length)
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"'{key}' in {directory / info.relative_path} cannot be read: {error}") from error
+
+
+def _join_lists(checkpoint: Checkpoint, lists: dict[tuple[Any, ...], Any]) -> None:
+    """Values that the planner has taken out of lists, such as those of "param_groups", go back into them."""
+    roots: dict[tuple[str, ...], dict[tuple[Any, ...], Any]] = {}
+    for path, value in lists.items():
+        first = next(number for number, part in enumerate(path) if isinstance(part, int))
+        roots.setdefault(tuple(map(str, path[:first])), {})[path[first:]] = value
+    for root, leaves in roots.items():
+        checkpoint.objects[root] = _as_lists(tree_of(leaves))
+
+
+def _as_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    below = {key: _as_lists(value) for key, value in tree.items()}
+    if below and all(isinstance(key, int) for key in below):
+        return [below[key] for key in sorted(below)]
+    return below
+
+
+class DcpWriter:
+    """Writes slabs of tensors one behind the other into one data file, and the metadata at the end.
+
+    What was written before an interruption stays: a tensor is taken up again by its `Written` record.
+    """
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint) -> None:
+        self._directory = directory
+        leaves: dict[tuple[str, ...], Any] = dict(checkpoint.objects)
+        stand_ins = {path: torch.empty(0, device="meta") for path in checkpoint.tensors}
+        flat, self._paths = flatten_for_checkpoint(tree_of({**stand_ins, **leaves}))
+        path_of = {id(tensor): path for path, tensor in stand_ins.items()}
+        self._key_of = {path_of[id(value)]: key for key, value in flat.items() if id(value) in path_of}
+        self._objects = {key: value for key, value in flat.items() if id(value) not in path_of}
+        self._chunks: dict[str, list[tuple[list[int], list[int], int, int]]] = {}
+        self._tensors = checkpoint.tensors
+        self.file = directory / _DATA
+
+    def begin(self, records: dict[str, Any]) -> None:
+        """Takes up what is recorded as written; what lies behind it is dropped."""
+        end = max((record["end"] for record in records.values()), default=0)
+        with self.file.open("ab") as file:
+            file.truncate(end)
+        for name, record in records.items():
+            self._chunks[name] = [tuple(chunk) for chunk in record["chunks"]]
+
+    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+        """Writes one tensor; returns its record. Each slab: first and last element, values."""
+        stored, name = self._tensors[path], joined(path)
+        chunks: list[tuple[list[int], list[int], int, int]] = []
+        with self.file.open("ab") as file:
+            for low, high, values in slabs:
+                first = low // stored.row if stored.numel else 0
+                rows = (high - low) // stored.row if stored.numel else 0
+                rest = list(stored.shape[1:])
+                sizes = ([rows, *rest] if stored.numel else list(stored.shape)) if stored.shape else []
+                offsets = [first, *[0] * len(rest)] if stored.shape else []
+                start = file.tell()
+                torch.save(values.view(sizes), file)
+                chunks.append((offsets, sizes, start, file.tell() - start))
+            end = file.tell()
+        self._chunks[name] = chunks
+        return {"end": end, "chunks": chunks}
+
+    def finish(self) -> None:
+        """Writes the objects and the metadata."""
+        described: dict[str, Any] = {}
+        storage: dict[MetadataIndex, Any] = {}
+        for path, stored in self._tensors.items():
+            key, chunks = self._key_of[path], self._chunks[joined(path)]
+            described[key] = TensorStorageMetadata(
+                TensorProperties(dtype=stored.dtype),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _, _ in chunks],
+            )
+            for number, (offsets, _, start, length) in enumerate(chunks):
+                index = MetadataIndex(key, torch.Size(offsets), number)
+                storage[index] = StorageInfo(_DATA, start, length)
+        with self.file.open("ab") as file:
+            for key, value in self._objects.items():
+                start = file.tell()
+                torch.save(value, file)
+                described[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = StorageInfo(_DATA, start, file.tell() - start)
+        metadata = Metadata(described, planner_data=self._paths, storage_data=storage)
+        with (self._directory / METADATA).open("wb") as out:
+            pickle.dump(metadata, out)

@@ -1,0 +1,175 @@
+"""Single files whose layout is known before any value is: safetensors, and torch.save's archive."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of, payloads, region_reader
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor, joined, tree_of
+
+__all__ = ["SafetensorsWriter", "TorchFileWriter", "read_safetensors"]
+
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_PATHS, _OBJECTS = "shardkit.paths", "shardkit.objects"
+
+
+def read_safetensors(path: Path) -> Checkpoint:
+    """A safetensors file; one that was written here has paths and objects too.
+
+    Raises:
+        CheckpointError: for a file that is none, is truncated, or has an unknown dtype.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise CheckpointError(f"{path} ({size} bytes) is no whole safetensors file")
+        header = json.loads(file.read(length))
+    notes = header.pop("__metadata__", {})
+    paths = {name: tuple(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    checkpoint = Checkpoint("safetensors", [str(path)])
+    for name, entry in header.items():
+        low, high = entry["data_offsets"]
+        dtype = dtypes.get(entry["dtype"])
+        if dtype is None or 8 + length + high > size:
+            what = f"dtype {entry['dtype']}" if dtype is None else f"ends at {8 + length + high} of {size} bytes"
+            raise CheckpointError(f"'{name}' in {path}: {what}")
+        shape = tuple(entry["shape"])
+        numel = (high - low) // dtype.itemsize
+        part = Part(0, numel, region_reader(path, 8 + length + low, 0, dtype), str(path))
+        checkpoint.tensors[paths.get(name, (name,))] = StoredTensor(name, dtype, shape, (part,) if numel else ())
+    for found, value in json.loads(notes.get(_OBJECTS, "[]")):
+        checkpoint.objects[tuple(found)] = value
+    return checkpoint
+
+
+class _RegionWriter:
+    """Writes each tensor where the layout has its place; a place that was written stays written."""
+
+    file: Path
+    _offsets: dict[str, int]
+
+    def begin(self, records: dict[str, Any]) -> None:
+        """Lays the file out, unless there is one with records in it."""
+        if not records or not self.file.exists():
+            self._lay_out()
+        self._offsets = self._find_offsets()
+
+    def _lay_out(self) -> None:
+        raise NotImplementedError
+
+    def _find_offsets(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+        """Writes one tensor; returns its record."""
+        offset = self._offsets[joined(path)]
+        with self.file.open("r+b") as file:
+            for low, _, values in slabs:
+                file.seek(offset + low * values.element_size())
+                file.write(bytes_of(values))
+        return {"offset": offset}
+
+    def finish(self) -> None:
+        """The file is complete once every tensor is written."""
+
+
+class SafetensorsWriter(_RegionWriter):
+    """`model.safetensors`, with paths and objects as JSON in its metadata.
+
+    Raises:
+        CheckpointError: for objects that JSON has no place for.
+    """
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint) -> None:
+        self.file = directory / "model.safetensors"
+        header: dict[str, Any] = {"__metadata__": _notes(checkpoint)}
+        at = 0
+        self._starts: dict[str, int] = {}
+        for path, stored in checkpoint.tensors.items():
+            if stored.dtype not in _DTYPES:
+                raise CheckpointError(f"'{joined(path)}' has dtype {stored.dtype}, which safetensors has not")
+            self._starts[joined(path)] = at
+            header[joined(path)] = {
+                "dtype": _DTYPES[stored.dtype],
+                "shape": list(stored.shape),
+                "data_offsets": [at, at + stored.nbytes],
+            }
+            at += stored.nbytes
+        text = json.dumps(header).encode()
+        self._head = struct.pack("<Q", -(-len(text) // 8) * 8) + text.ljust(-(-len(text) // 8) * 8)
+        self._size = len(self._head) + at
+
+    def _lay_out(self) -> None:
+        with self.file.open("wb") as file:
+            file.write(self._head)
+            file.truncate(self._size)
+
+    def _find_offsets(self) -> dict[str, int]:
+        return {name: len(self._head) + start for name, start in self._starts.items()}
+
+
+def _notes(checkpoint: Checkpoint) -> dict[str, str]:
+    notes = {"format": "pt"}
+    if any(len(path) > 1 for path in checkpoint.tensors):
+        notes[_PATHS] = json.dumps({joined(path): path for path in checkpoint.tensors})
+    if checkpoint.objects:
+        try:
+            notes[_OBJECTS] = json.dumps([[path, value] for path, value in checkpoint.objects.items()])
+        except TypeError as error:
+            raise CheckpointError(f"safetensors holds no objects but what JSON has: {error}; convert to dcp") from error
+    return notes
+
+
+class TorchFileWriter(_RegionWriter):
+    """`checkpoint.pt`: what torch.save writes for the whole checkpoint, filled in piece by piece."""
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint) -> None:
+        self.file = directory / "checkpoint.pt"
+        self._checkpoint = checkpoint
+
+    def _lay_out(self) -> None:
+        # Memory that is never touched is never there: these tensors only have sizes, and skip_data writes no values.
+        empty = {path: torch.empty(one.shape, dtype=one.dtype) for path, one in self._checkpoint.tensors.items()}
+        with torch.serialization.skip_data():
+            torch.save(tree_of({**empty, **self._checkpoint.objects}), self.file)
+
+    def _find_offsets(self) -> dict[str, int]:
+        found = payloads(self.file)
+        # torch.save numbers storages in the order in which it meets them.
+        paths = [
+            path for path in _leaf_paths(tree_of(dict.fromkeys(self._order())), ()) if path in self._checkpoint.tensors
+        ]
+        return {joined(path): found[str(number)][0] for number, path in enumerate(paths)}
+
+    def _order(self) -> list[tuple[str, ...]]:
+        return [*self._checkpoint.tensors, *self._checkpoint.objects]
+
+
+def _leaf_paths(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key, below in tree.items():
+        if isinstance(below, dict):
+            yield from _leaf_paths(below, (*path, key))
+        else:
+            yield (*path, key)

@@ -1,0 +1,244 @@
+"""LOCAL checkpoints: flat tensors cut into the parameters that they are made of, with shapes from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, aligned_numel
+from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, stored_shards
+from shardkit.legacy_fsdp_compat.migrate.stored import (
+    Checkpoint,
+    CheckpointError,
+    Part,
+    StoredTensor,
+    joined,
+    range_reader,
+    whole,
+)
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, release_pages
+
+__all__ = ["Shapes", "is_local", "local_checkpoint"]
+
+FLAT_NAME = "_flat_param"
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name -> shape of every parameter and buffer of the model, in order; tied parameters under their first name only."""
+
+
+def is_local(files: Sequence[RankFile]) -> bool:
+    """Whether the files hold flat tensors."""
+    return any(path[-1].rpartition(".")[2] == FLAT_NAME for file in files for path in file.leaves)
+
+
+@dataclass(frozen=True)
+class _FlatUnit:
+    """One FSDP module of the model that wrote the files."""
+
+    key: tuple[str, ...]
+    prefix: str
+    flat: StoredTensor
+    names: list[str]
+    layout: FlatLayout
+    lengths: tuple[int, ...]
+
+
+def local_checkpoint(files: list[RankFile], shapes: Shapes | None) -> Checkpoint:
+    """A LOCAL checkpoint of one file a rank, with the ranks' own `optimizer.state_dict()` if it is there.
+
+    Raises:
+        CheckpointError: without shapes, or where they do not fit the flat tensors.
+    """
+    if shapes is None:
+        raise CheckpointError(
+            "a LOCAL checkpoint holds flat tensors and no shapes: pass them with --shapes FILE (any full checkpoint of "
+            "the model, or JSON) or --model MODULE:FACTORY"
+        )
+    checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
+    flats = [path for path in files[0].leaves if path[-1].rpartition(".")[2] == FLAT_NAME]
+    base = flats[0][:-1]
+    views = _view_lengths(files, base, shapes)
+    units = _units(files, flats, shapes, set(views))
+    use_orig_params = bool(views)
+    for unit in units:
+        for index, name in enumerate(unit.names):
+            checkpoint.tensors[(*base, name)] = _from_flat(unit, index, shapes[name])
+    mine = {name for unit in units for name in unit.names}
+    order = list(shapes)
+    checkpoint.tensors = dict(sorted(checkpoint.tensors.items(), key=lambda item: order.index(item[0][-1])))
+    for path, value in files[0].leaves.items():
+        if path in flats or (path[:-1] == base and path[-1] in mine):
+            continue
+        if path[:-1] == base or not _is_optimizer(path):
+            if isinstance(value, StoredShards):
+                checkpoint.tensors[path] = stored_shards(joined(path), files, path)
+            elif isinstance(value, torch.Tensor):
+                checkpoint.tensors[path] = whole(joined(path), value, str(files[0].path), release_pages)
+            else:
+                checkpoint.objects[path] = value
+    _add_optimizer(checkpoint, files, units, shapes, use_orig_params)
+    return checkpoint
+
+
+def _is_optimizer(path: tuple[str, ...]) -> bool:
+    return "state" in path[:-1] or path[-1] == "param_groups"
+
+
+def _view_lengths(files: list[RankFile], base: tuple[str, ...], shapes: Shapes) -> dict[str, list[int]]:
+    """With use_orig_params=True: the length of each parameter's piece on each rank. Together they are the parameter,
+    which tells pieces from buffers, of which every rank has all.
+    """
+    lengths: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        found = [file.leaves.get((*base, name)) for file in files]
+        if not all(isinstance(one, torch.Tensor) and one.dim() == 1 for one in found):
+            continue
+        each = [one.numel() for one in found if isinstance(one, torch.Tensor)]
+        if sum(each) == math.prod(shape):
+            lengths[name] = each
+    return lengths
+
+
+def _units(files: list[RankFile], flats: list[tuple[str, ...]], shapes: Shapes, views: set[str]) -> list[_FlatUnit]:
+    prefixes = {path: path[-1].removesuffix(FLAT_NAME) for path in flats}
+    base = flats[0][:-1]
+    buffers = {path[-1] for path in files[0].leaves if path[:-1] == base} - views
+    units = []
+    for path, prefix in prefixes.items():
+        inner = [other for other in prefixes.values() if other != prefix and other.startswith(prefix)]
+        names = [
+            name
+            for name in shapes
+            if name.startswith(prefix) and not any(name.startswith(one) for one in inner) and name not in buffers
+        ]
+        flat = stored_shards(joined(path), files, path)
+        units.append(_unit(path, prefix, flat, names, shapes, len(files), bool(views)))
+    return units
+
+
+def _unit(
+    path: tuple[str, ...],
+    prefix: str,
+    flat: StoredTensor,
+    names: list[str],
+    shapes: Shapes,
+    world_size: int,
+    use_orig_params: bool,
+) -> _FlatUnit:
+    """The layout whose length is that of the flat tensor. Mixed precision aligns by its own dtype, so several fit in."""
+    sizes = (flat.dtype.itemsize, 2, 4, 8) if use_orig_params else (0,)
+    tried = []
+    for size in dict.fromkeys(sizes):
+        layout = FlatLayout(
+            tuple(tuple(shapes[name]) for name in names), world_size, aligned_numel(size) if size else 1
+        )
+        tried.append(layout.numel)
+        if layout.numel == flat.numel:
+            return _FlatUnit(path, prefix, flat, names, layout, ())
+    described = {name: tuple(shapes[name]) for name in names}
+    raise CheckpointError(
+        f"'{joined(path)}' has {flat.numel} elements, but the parameters that the shapes list below '{prefix}' make "
+        f"{' or '.join(map(str, dict.fromkeys(tried)))} on {world_size} ranks: {described}. Are these the shapes of the "
+        "model that was saved, in its order, and are all ranks' files there?"
+    )
+
+
+def _from_flat(unit: _FlatUnit, index: int, shape: tuple[int, ...]) -> StoredTensor:
+    start, stop = unit.layout.intervals[index]
+    name = unit.names[index]
+    if start == stop:
+        return StoredTensor(name, unit.flat.dtype, tuple(shape), ())
+    part = Part(
+        0,
+        stop - start,
+        lambda low, high: unit.flat.read(start + low, start + high),
+        ", ".join({p.file for p in unit.flat.parts}),
+    )
+    return StoredTensor(name, unit.flat.dtype, tuple(shape), (part,))
+
+
+def _add_optimizer(
+    checkpoint: Checkpoint, files: list[RankFile], units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool
+) -> None:
+    """Each rank's `optimizer.state_dict()`: numbers for flat parameters, or for pieces of parameters."""
+    groups = [path for path in files[0].leaves if path[-1] == "param_groups"]
+    for path in groups:
+        base = path[:-1]
+        entries: dict[str, dict[str, str]] = {}
+        for file in files:
+            for key in file.leaves:
+                if key[: len(base)] == base and len(key) == len(base) + 3 and key[len(base)] == "state":
+                    entries.setdefault(key[-2], {})[key[-1]] = ""
+        if any(not number.isdigit() for number in entries):
+            for file_path, value in files[0].leaves.items():  # by name already: FSDP.optim_state_dict wrote it
+                if file_path[: len(base)] == base and file_path not in checkpoint.tensors:
+                    if isinstance(value, StoredShards):
+                        checkpoint.tensors[file_path] = stored_shards(joined(file_path), files, file_path)
+                    elif isinstance(value, torch.Tensor):
+                        checkpoint.tensors[file_path] = whole(
+                            joined(file_path), value, str(files[0].path), release_pages
+                        )
+                    else:
+                        checkpoint.objects[file_path] = value
+            continue
+        numbered = _numbered(units, shapes, use_orig_params)
+        _check_count(files[0].leaves[path], numbered, files[0])
+        for number, names in entries.items():
+            for state in names:
+                where = (*base, "state", number, state)
+                for name, tensor in _state_tensors(files, units, where, numbered[int(number)], shapes).items():
+                    checkpoint.tensors[(*base, "state", name, state)] = tensor
+        checkpoint.objects[path] = [
+            {**group, "params": [name for number in group["params"] for name in numbered[number]]}
+            for group in files[0].leaves[path]
+        ]
+
+
+def _numbered(units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool) -> list[list[str]]:
+    """The parameters behind each number of the optimizer, which was built from model.parameters()."""
+    if not use_orig_params:
+        return [unit.names for unit in units]
+    mine = {name for unit in units for name in unit.names}
+    return [[name] for name in shapes if name in mine]
+
+
+def _check_count(groups: list[dict[str, Any]], numbered: list[list[str]], file: RankFile) -> None:
+    count = sum(len(group["params"]) for group in groups)
+    if count != len(numbered):
+        raise CheckpointError(
+            f"the optimizer in {file.path} has {count} parameters, the model {len(numbered)}; an optimizer over some of "
+            "them cannot be told apart offline: save it with FSDP.optim_state_dict"
+        )
+
+
+def _state_tensors(
+    files: list[RankFile], units: list[_FlatUnit], where: tuple[str, ...], names: list[str], shapes: Shapes
+) -> dict[str, StoredTensor]:
+    found = [file.leaves.get(where) for file in files]
+    first = next(one for one in found if one is not None)
+    if not isinstance(first, torch.Tensor) or first.dim() == 0:
+        holder = next(file for file in files if where in file.leaves)
+        value = first if isinstance(first, torch.Tensor) else torch.tensor(first)
+        return {name: whole(joined(where), value, str(holder.path), release_pages) for name in names}
+    unit = next(one for one in units if names[0] in one.names)
+    result = {}
+    for name in names:
+        index = unit.names.index(name)
+        parts = []
+        for file in files:
+            value = file.leaves.get(where)
+            low, high = unit.layout.piece(index, file.rank)
+            if low == high:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"'{joined(where)}' is missing in {file.path}, which holds a part of '{name}'")
+            inside = (
+                unit.layout.within_shard(index, file.rank)[0] if len(names) > 1 or value.numel() != high - low else 0
+            )
+            parts.append(Part(low, high, range_reader(value, low - inside, release_pages), str(file.path)))
+        result[name] = StoredTensor(name, first.dtype, tuple(shapes[name]), tuple(parts))
+    return result

@@ -1,0 +1,142 @@
+"""Files written by torch.save, mapped into memory and loaded with weights_only=True and an allow-list.
+
+ShardedTensors are read without a process group: classes of ours stand in for those that the file names, and keep what
+the file says. Everything else that the file might run is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import pickle
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
+
+__all__ = ["ALLOWED", "StoredShards", "load_torch_file", "release_pages"]
+
+
+class _Record:
+    """Stands in for a class whose objects are only data."""
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)  # a dict, or (dict or None, slots)
+        for part in parts:
+            if isinstance(part, dict):
+                self.__dict__.update(part)
+
+
+def _stand_in(name: str) -> type:
+    return type(name, (_Record,), {})
+
+
+class StoredShards(torch.Tensor):
+    """Stands in for ShardedTensor.
+
+    Attributes:
+        parts: this file's parts: (offsets, tensor, rank).
+        boxes: every rank's part: (offsets, sizes, rank).
+        whole: shape of the whole.
+    """
+
+    parts: list[tuple[tuple[int, ...], torch.Tensor, int]]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    whole: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        """Takes what ShardedTensor pickles: parts, metadata, process group, sharding, RRefs."""
+        local, metadata = state[0], state[1]
+        self.parts = [
+            (tuple(one.metadata.shard_offsets), one.tensor, _rank_of(one.metadata.placement)) for one in local
+        ]
+        self.boxes = [
+            (tuple(one.shard_offsets), tuple(one.shard_sizes), _rank_of(one.placement))
+            for one in metadata.shards_metadata
+        ]
+        self.whole = tuple(metadata.size)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """It is not for computing."""
+        raise NotImplementedError(f"{function} on a stored ShardedTensor")
+
+
+def _rank_of(placement: Any) -> int:
+    rank = placement.__dict__.get("_rank")
+    return -1 if rank is None else int(rank)
+
+
+class _MemoryFormat(_Record):
+    """Stands in for the enum of memory formats, of which nothing is needed."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+_ProcessGroupState = _stand_in("ProcessGroupState")
+
+
+def _nested_class(cls: Any, name: str) -> Any:
+    """`getattr` as pickles use it for a class inside another: for the one case that ShardedTensors need."""
+    if (cls, name) != (StoredShards, "ProcessGroupState"):
+        raise pickle.UnpicklingError(
+            f"getattr({getattr(cls, '__name__', cls)}, {name!r}) is not allowed in a checkpoint"
+        )
+    return _ProcessGroupState
+
+
+_SHARD = "torch.distributed._shard"
+ALLOWED: list[Any] = [
+    (StoredShards, f"{_SHARD}.sharded_tensor.api.ShardedTensor"),
+    (_stand_in("Shard"), f"{_SHARD}.sharded_tensor.shard.Shard"),
+    (_stand_in("ShardMetadata"), f"{_SHARD}.metadata.ShardMetadata"),
+    (_stand_in("ShardedTensorMetadata"), f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata"),
+    (_stand_in("TensorProperties"), f"{_SHARD}.sharded_tensor.metadata.TensorProperties"),
+    (_MemoryFormat, f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING"),
+    (_stand_in("ChunkShardingSpec"), f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"),
+    (_stand_in("EnumerableShardingSpec"), f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
+    (_stand_in("remote_device"), "torch.distributed.remote_device._remote_device"),
+    (_ProcessGroupState, f"{_SHARD}.sharded_tensor.api.ShardedTensor.ProcessGroupState"),
+    (_nested_class, "builtins.getattr"),
+    (_nested_class, "__builtin__.getattr"),
+    OrderedDict,
+]
+
+
+def load_torch_file(path: Path) -> Any:
+    """The object in a file written by torch.save; its tensors are mapped, not read.
+
+    Raises:
+        CheckpointError: for a file that is no such file, is truncated, or asks for anything that is not allowed.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
+        raise CheckpointError(
+            f"{path} asks for more than tensors and plain containers, which is refused: {lines[0].strip()}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is not a whole file of torch.save's zip format: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def release_pages(tensor: torch.Tensor) -> None:
+    """Lets the system take back the memory of a mapped tensor; it is read from the file again when it is needed."""
+    if sys.platform != "linux":
+        return
+    storage = tensor.untyped_storage()
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

@@ -1,0 +1,635 @@
+"""FSDP1's features one by one, against stock where stock runs on CPU, against a single process where it does not."""
+
+import contextlib
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.legacy_fsdp_compat.both import (
+    CPU,
+    OURS,
+    STOCK,
+    Block,
+    Model,
+    Setting,
+    api,
+    assert_same_tensors,
+    batch,
+    build,
+    loss_of,
+    train,
+    whole_gradients,
+    whole_state,
+    wrap,
+)
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def alone(world_size: int, steps: int = 3) -> dict[str, Any]:
+    """The same training in one process, without any FSDP."""
+    model = build()
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+
+def mixed_precision(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        model = wrap(engine, Setting(), mixed_precision=names.MixedPrecision(**options))
+        losses = train(model, sgd(model), rank, range(2))
+        buffers = {name.replace("_fsdp_wrapped_module.", ""): value.dtype for name, value in model.named_buffers()}
+        seen[engine] = (losses, whole_state(engine, model), buffers)
+    torch.testing.assert_close(seen[OURS][0], seen[STOCK][0], rtol=2e-2, atol=1e-2)
+    assert_same_tensors(seen[STOCK][1], seen[OURS][1], rtol=2e-2, atol=1e-2)
+    assert seen[OURS][2] == seen[STOCK][2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"param_dtype": torch.bfloat16},
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "buffer_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.bfloat16},
+        {"buffer_dtype": torch.float16},
+        {"param_dtype": torch.float16, "cast_forward_inputs": True},
+    ],
+    ids=str,
+)
+def test_mixed_precision(options: dict[str, Any]):
+    run_ranks(2, mixed_precision, options)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def batch_norm_stays_fp32(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        torch.manual_seed(0)
+        mixed = names.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        policy = functools.partial(names.size_based_auto_wrap_policy, min_num_params=10_000)
+        model = wrap(engine, Setting(), Norms(), mixed_precision=mixed, auto_wrap_policy=policy)
+        assert isinstance(model.norm, names.FSDP)
+        assert not isinstance(model.first, names.FSDP)
+        losses = train(model, sgd(model), rank, range(2))
+        assert model.norm.running_mean.dtype == torch.float32
+        seen[engine] = losses
+    torch.testing.assert_close(seen[OURS], seen[STOCK], rtol=2e-2, atol=1e-2)
+
+
+def test_batch_norm_is_wrapped_alone_in_full_precision():
+    run_ranks(2, batch_norm_stays_fp32)
+
+
+def full_precision_in_eval(rank: int, world_size: int) -> None:
+    import os
+
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    mixed = api(OURS).MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model, plain = wrap(OURS, Setting(), mixed_precision=mixed), build()
+    inputs = batch(rank, 0)[0]
+    model.eval()
+    torch.testing.assert_close(model(inputs), plain(inputs), **TOLERANCE)
+    model.train()
+    assert model(inputs).dtype == torch.bfloat16
+    # Gradients that wait for a reduction outlive an evaluation in between.
+    with model.no_sync():
+        loss_of(model, rank, 0).backward()
+    model.eval()
+    with torch.no_grad():
+        model(inputs)
+    model.train()
+    loss_of(model, rank, 1).backward()
+    twice = whole_gradients(OURS, model)["inp.weight"]
+    for step in (0, 1):
+        (sum(loss_of(plain, one, step) for one in range(world_size)) / world_size).backward()
+    torch.testing.assert_close(twice, plain.inp.weight.grad, rtol=5e-2, atol=5e-2)
+
+
+def test_full_precision_in_eval():
+    run_ranks(2, full_precision_in_eval)
+
+
+def low_precision_gradients(rank: int, world_size: int) -> None:
+    mixed = api(OURS).MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrap(OURS, Setting(), mixed_precision=mixed)
+    for step in range(2):  # the second accumulates
+        loss_of(model, rank, step).backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_gradients_stay_in_low_precision():
+    run_ranks(2, low_precision_gradients)
+
+
+# -- what stock cannot do on CPU ---------------------------------------------------------------------------------------
+
+
+def offloaded(rank: int, world_size: int, strategy: str) -> None:
+    names = api(OURS)
+    model = wrap(OURS, Setting(strategy), cpu_offload=names.CPUOffload(offload_params=True))
+    train(model, sgd(model), rank, range(3))
+    config = names.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with names.FSDP.state_dict_type(model, names.StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+    if rank:
+        assert state == {}
+        return
+    assert_same_tensors(alone(world_size), state, **TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_cpu_offload_and_rank0_only(strategy: str):
+    run_ranks(2, offloaded, strategy)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def hybrid(rank: int, world_size: int, by: str, strategy: str) -> None:
+    names = api(OURS)
+    if by == "mesh":
+        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    elif by == "unnamed mesh":
+        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2))}
+    else:
+        shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        arguments = {"process_group": (shard, replicate)}
+    model = wrap(OURS, Setting(strategy), **arguments)
+    assert (model.world_size, model.rank) == (2, rank % 2)
+    assert model.sharding_strategy is names.ShardingStrategy[strategy]
+    train(model, sgd(model), rank, range(3))
+    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        value = model.state_dict()["inp.weight"]
+    assert isinstance(value, DTensor) == ("mesh" in by)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("by", ["groups", "mesh", "unnamed mesh"])
+def test_hybrid_sharding(by: str, strategy: str):
+    run_ranks(4, hybrid, by, strategy)
+
+
+def placement_errors(rank: int, world_size: int) -> None:
+    names = api(OURS)
+    hybrid = names.ShardingStrategy.HYBRID_SHARD
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="not both"):
+        names.FSDP(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(ValueError, match="needs process_group"):
+        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid)
+    with pytest.raises(ValueError, match="2-D"):
+        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid, device_mesh=mesh)
+    with pytest.raises(ValueError, match="shard group, replicate group"):
+        names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid, process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match="wraps a module"):
+        names.FSDP([nn.Linear(2, 2)])
+    half = nn.Linear(2, 2)
+    half.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="uniform requires_grad"):
+        names.FSDP(half, use_orig_params=False)
+    with pytest.raises(ValueError, match="wrap by hand or by policy"):
+        names.FSDP(nn.Sequential(names.FSDP(nn.Linear(2, 2))), auto_wrap_policy=names.always_wrap_policy)
+    with pytest.raises(NotImplementedError, match="summon_full_params"):
+        names.FSDP(nn.Linear(2, 2))._flat_param  # noqa: B018
+
+
+def test_errors_of_the_constructor():
+    run_ranks(2, placement_errors)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def accumulation(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Without sync, with, without, with: one step."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting(use_orig_params=use_orig_params))
+        optimizer = sgd(model)
+        for step, sync in enumerate([False, True, False, False, True]):
+            with contextlib.nullcontext() if sync else model.no_sync():
+                loss_of(model, rank, step).backward()
+        optimizer.step()
+        seen[engine] = whole_state(engine, model)
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_no_sync_mixed_with_synchronised_backwards(use_orig_params: bool):
+    run_ranks(2, accumulation, use_orig_params)
+
+
+def clipping(rank: int, world_size: int, norm_type: float) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting())
+        loss_of(model, rank, 0).backward()
+        norm = model.clip_grad_norm_(0.1, norm_type)
+        seen[engine] = {"norm": norm, **whole_gradients(engine, model)}
+        with pytest.raises(RuntimeError, match="root"):
+            model.blocks[0].clip_grad_norm_(0.1)
+        with pytest.raises(RuntimeError, match="root"), model.blocks[0].no_sync():
+            pass
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
+def test_clip_grad_norm(norm_type: float):
+    run_ranks(3, clipping, norm_type)
+
+
+def compress(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """What torch's compressing hooks do, but for their stream, which a CPU has not: other memory under the tensors."""
+    gradient.data = gradient.data.to(torch.bfloat16)
+    if output is None:
+        default_hooks.allreduce_hook(state, gradient)
+        gradient.data = gradient.data.to(torch.float32)
+        return
+    output.data = output.data.to(torch.bfloat16)
+    default_hooks.reduce_scatter_hook(state, gradient, output)
+    output.data = output.data.to(torch.float32)
+
+
+def comm_hook(rank: int, world_size: int, strategy: str, kind: str) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        model = wrap(engine, Setting(strategy))
+        sharded = strategy != "NO_SHARD"
+        if kind == "plain":
+            state = default_hooks.DefaultState(dist.group.WORLD)
+            hook = default_hooks.reduce_scatter_hook if sharded else default_hooks.allreduce_hook
+        else:
+            state, hook = default_hooks.DefaultState(dist.group.WORLD), compress
+        with pytest.raises((AssertionError, ValueError)):
+            model.register_comm_hook(state, "not callable")
+        model.register_comm_hook(state, hook)
+        with pytest.raises(AssertionError, match="already registered"):
+            model.register_comm_hook(state, hook)
+        losses = train(model, sgd(model), rank, range(3))
+        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
+        assert isinstance(model, names.FSDP)
+    tolerance = TOLERANCE if kind == "plain" else {"rtol": 2e-2, "atol": 2e-2}
+    assert_same_tensors(seen[STOCK], seen[OURS], **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["plain", "compressing"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_communication_hooks(strategy: str, kind: str):
+    run_ranks(2, comm_hook, strategy, kind)
+
+
+def scaler(rank: int, world_size: int) -> None:
+    from shardkit.legacy_fsdp_compat import ShardedGradScaler
+
+    model = wrap(OURS, Setting())
+    optimizer = sgd(model)
+    grad_scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+    before = whole_state(OURS, model)
+    grad_scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == 1:  # only rows that one rank holds are bad: all must skip the step
+        model.inp.weight.grad.to_local().fill_(float("inf"))
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+    assert grad_scaler.get_scale() == 4.0
+    assert_same_tensors(before, whole_state(OURS, model), rtol=0, atol=0)
+    for step in range(3):
+        optimizer.zero_grad()
+        grad_scaler.scale(loss_of(model, rank, step)).backward()
+        grad_scaler.unscale_(optimizer)
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+    assert grad_scaler.get_scale() == 8.0
+    assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
+
+
+def test_grad_scaler_ranks_agree():
+    run_ranks(2, scaler)
+
+
+class Unused(nn.Module):
+    """A unit with a parameter that backward does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def unused_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Weight decay shows whether a parameter had a zero gradient or none."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        torch.manual_seed(0)
+        model = wrap(engine, Setting(use_orig_params=use_orig_params, policy=False), Unused())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        train(model, optimizer, rank, range(2))
+        seen[engine] = whole_state(engine, model)
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_that_backward_does_not_reach(use_orig_params: bool):
+    run_ranks(2, unused_parameters, use_orig_params)
+
+
+def several_forwards(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting())
+        (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
+        seen[engine] = whole_gradients(engine, model)
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+def test_several_forwards_before_a_backward():
+    run_ranks(2, several_forwards)
+
+
+def freezing(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting())
+        optimizer = sgd(model)
+        train(model, optimizer, rank, range(1))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks.0" not in name and "bias" not in name)
+        train(model, optimizer, rank, range(1, 3))
+        seen[engine] = whole_state(engine, model)
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+def test_freezing_after_wrapping():
+    run_ranks(2, freezing)
+
+
+# -- whole parameters --------------------------------------------------------------------------------------------------
+
+
+def summon(rank: int, world_size: int) -> None:
+    names = api(OURS)
+    model, plain = wrap(OURS, Setting()), build()
+    original = dict(plain.named_parameters())
+    with names.FSDP.summon_full_params(model):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), original[name].detach(), rtol=0, atol=0)
+        assert [name for name, _ in model.named_parameters()] == list(original)
+        with torch.no_grad():
+            model.inp.weight.fill_(3.0)
+        model.out.bias = nn.Parameter(torch.full((1,), 7.0))
+        with pytest.raises(AssertionError, match="inside another"), names.FSDP.summon_full_params(model):
+            pass
+    state = whole_state(OURS, model)
+    assert torch.all(state["inp.weight"] == 3.0)
+    assert torch.all(state["out.bias"] == 7.0)
+    with names.FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        model.inp.weight.fill_(4.0)
+    assert torch.all(whole_state(OURS, model)["inp.weight"] == 3.0)
+    with names.FSDP.summon_full_params(model, recurse=False):
+        assert not isinstance(model.inp.weight, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor)
+    with names.FSDP.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
+        assert isinstance(model.inp.weight, DTensor) == (rank != 0)
+    with pytest.raises(NotImplementedError), names.FSDP.summon_full_params(model, rank0_only=True):
+        pass
+    loss_of(model, rank, 0).backward()
+    with names.FSDP.summon_full_params(model, with_grads=True):
+        model.inp.weight.grad.fill_(2.0)
+    assert torch.all(model.inp.weight.grad.to_local() == 2.0)
+    with pytest.raises(RuntimeError, match="change values, not shapes"), names.FSDP.summon_full_params(model):
+        model.inp.weight = nn.Parameter(torch.zeros(2, 2))
+    assert isinstance(model.inp.weight, DTensor)
+    with pytest.raises(ZeroDivisionError), names.FSDP.summon_full_params(model):
+        raise ZeroDivisionError
+    assert isinstance(model.inp.weight, DTensor)
+    train(model, sgd(model), rank, range(1))
+
+
+def test_summon_full_params():
+    run_ranks(2, summon)
+    run_ranks(3, summon)
+
+
+def applied(rank: int, world_size: int) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            assert not isinstance(module.weight, DTensor)
+            nn.init.constant_(module.weight, 0.25)
+
+    model = wrap(OURS, Setting())
+    assert model.apply(fill) is model
+    state = whole_state(OURS, model)
+    assert all(torch.all(state[name] == 0.25) for name in ("inp.weight", "blocks.1.down.weight", "out.weight"))
+
+
+def test_apply_sees_whole_parameters():
+    run_ranks(2, applied)
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def ignoring(rank: int, world_size: int, by: str) -> None:
+    names = api(OURS)
+    model = build()
+    arguments: dict[str, Any] = {
+        "modules": {"ignored_modules": [model.blocks[1].up, model.out]},
+        "states": {"ignored_states": [*model.blocks[1].up.parameters(), *model.out.parameters()]},
+        "state modules": {"ignored_states": [model.blocks[1].up, model.out]},
+    }[by]
+    model = wrap(OURS, Setting(), model, **arguments)
+    plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    assert plain == {"blocks.1.up.weight", "blocks.1.up.bias", "out.weight", "out.bias"}
+    loss_of(model, rank, 0).backward()
+    state = whole_state(OURS, model)
+    assert_same_tensors(dict(build().state_dict()), state, rtol=0, atol=0)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    saved = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert len(saved["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("by", ["modules", "states", "state modules"])
+def test_ignored(by: str):
+    run_ranks(2, ignoring, by)
+
+
+def meta_init(rank: int, world_size: int, how: str) -> None:
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        sequential = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+    if how == "sync" and rank == 0:
+        torch.manual_seed(5)
+        sequential = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+    elif how == "init":
+        pass
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device=CPU, recurse=False)
+        module.reset_parameters()
+
+    names = api(OURS)
+    torch.manual_seed(7 + rank * (how == "sync"))
+    policy = names.ModuleWrapPolicy({nn.Sequential})
+    model = names.FSDP(
+        sequential,
+        auto_wrap_policy=policy,
+        sync_module_states=how == "sync",
+        param_init_fn=init if how == "init" else None,
+    )
+    state = whole_state(OURS, model)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, state)
+    for other in everyone:
+        assert_same_tensors(state, other, rtol=0, atol=0)
+    assert all(torch.isfinite(value).all() for value in state.values())
+    if how == "sync":
+        torch.manual_seed(5)
+        expected = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+        assert_same_tensors(dict(expected.state_dict()), state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["reset", "init", "sync"])
+def test_meta_init(how: str):
+    run_ranks(2, meta_init, how)
+
+
+def policies(rank: int, world_size: int) -> None:
+    cases = {
+        "transformer": lambda names: functools.partial(
+            names.transformer_auto_wrap_policy, transformer_layer_cls={Block}
+        ),
+        "size": lambda names: functools.partial(names.size_based_auto_wrap_policy, min_num_params=40),
+        "lambda": lambda names: functools.partial(
+            names.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
+        ),
+        "always": lambda names: names.always_wrap_policy,
+        "custom": lambda names: names.CustomPolicy(
+            lambda module: (
+                {"sharding_strategy": names.ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+            )
+        ),
+        "class": lambda names: names.ModuleWrapPolicy([nn.Linear, Block]),
+    }
+    for name, policy in cases.items():
+        wrapped = {}
+        for engine in (STOCK, OURS):
+            names = api(engine)
+            model = build()
+            if name == "always":
+                model.blocks = nn.Sequential(*model.blocks)  # containers without forward cannot be wrapped
+            model = wrap(engine, Setting(), model, auto_wrap_policy=policy(names))
+            wrapped[engine] = [
+                (path, module.sharding_strategy.name)
+                for path, module in model.named_modules()
+                if isinstance(module, names.FSDP)
+            ]
+            assert names.FSDP.fsdp_modules(model, root_only=True) == [model]
+            assert len(names.FSDP.fsdp_modules(model)) == len(wrapped[engine])
+        assert wrapped[OURS] == wrapped[STOCK], name
+    ours, theirs = api(OURS), api(STOCK)
+    mixed = wrap(OURS, Setting(), auto_wrap_policy=theirs.ModuleWrapPolicy({Block}))  # stock's policy and enum
+    assert len(ours.FSDP.fsdp_modules(mixed)) == 3
+    wrap(OURS, Setting(), sharding_strategy=theirs.ShardingStrategy.NO_SHARD, mixed_precision=theirs.MixedPrecision())
+    linear = nn.Linear(2, 2)
+    assert ours.wrap(linear) is linear
+    with ours.enable_wrap(wrapper_cls=ours.FSDP, use_orig_params=True):
+        assert ours.wrap(linear, use_orig_params=False)._use_orig_params is False
+        assert ours.wrap(nn.Linear(2, 2))._use_orig_params is True
+
+
+def test_wrap_policies():
+    run_ranks(2, policies)
+
+
+def names_through_wrappers(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = build()
+        model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+        model = wrap(engine, Setting(), model)
+        losses = train(model, sgd(model), rank, range(2))
+        assert isinstance(model.module, Model)
+        state = whole_state(engine, model)
+        model.load_state_dict(state)
+        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+    assert "blocks.0.up.weight" in seen[OURS]
+    assert model.inp is model.module.inp
+    assert api(OURS).FSDP(nn.Sequential(nn.Linear(2, 2)))[0].in_features == 2
+
+
+def test_names_through_activation_checkpoint_wrappers():
+    run_ranks(2, names_through_wrappers)
+
+
+def load_errors(rank: int, world_size: int) -> None:
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    state = whole_state(OURS, model)
+    short = dict(state)
+    del short["inp.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"inp.weight"'):
+        model.load_state_dict(short)
+    result = model.load_state_dict({**short, "nowhere": torch.ones(1)}, strict=False)
+    assert result.missing_keys == ["inp.weight"]
+    assert result.unexpected_keys == ["nowhere"]
+    with pytest.raises(RuntimeError, match=r"'inp.weight' has shape \(2, 2\), the model expects \(5, 4\)"):
+        model.load_state_dict({**state, "inp.weight": torch.ones(2, 2)})
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        sharded = model.state_dict()
+    with pytest.raises(RuntimeError, match="SHARDED_STATE_DICT"):
+        model.load_state_dict(sharded)
+    with (
+        names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT),
+        pytest.raises(RuntimeError, match="no '_flat_param'"),
+    ):
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="needs a FullStateDictConfig"):
+        names.FSDP.set_state_dict_type(model, names.StateDictType.FULL_STATE_DICT, names.LocalStateDictConfig())
+    assert names.FSDP.get_state_dict_type(model).state_dict_type is names.StateDictType.FULL_STATE_DICT
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(state)
+
+
+def test_errors_of_loading():
+    run_ranks(2, load_errors)
