@@ -44,12 +44,11 @@ def register_state_dict_hooks(module: FullyShardedDataParallel) -> None:
 
 def _settings(module: Any) -> StateDictSettings:
     settings: StateDictSettings = module.effective_settings()
-    if module.sharding_strategy is ShardingStrategy.NO_SHARD:
-        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            warnings.warn(f"with NO_SHARD the state dict is full, not {settings.state_dict_type}", stacklevel=4)
-            config = FullStateDictConfig()
-            settings = StateDictSettings(StateDictType.FULL_STATE_DICT, config, settings.optim_state_dict_config)
-    return settings
+    replicated = module.sharding_strategy is ShardingStrategy.NO_SHARD
+    if not replicated or settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return settings
+    warnings.warn(f"with NO_SHARD the state dict is full, not {settings.state_dict_type}", stacklevel=4)
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), settings.optim_state_dict_config)
 
 
 def _before_save(module: Any, prefix: str, keep_vars: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
@@ -72,9 +74,9 @@ def _run(options: argparse.Namespace) -> int:
     _say(_summary(checkpoint))
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
-            print(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}")
+            sys.stdout.write(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}\n")
         for path in checkpoint.objects:
-            print(f"{joined(path)}\t(object)")
+            sys.stdout.write(f"{joined(path)}\t(object)\n")
         _say(f"would write {options.to} to {options.target}; nothing was written")
         return 0
     with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
@@ -93,7 +95,7 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    sys.stderr.write(text + "\n")
 
 
 class _Progress:
@@ -104,7 +106,7 @@ class _Progress:
         self._close: Callable[[], object] = lambda: None
         if shown:
             try:
-                from tqdm import tqdm
+                tqdm: Any = importlib.import_module("tqdm").tqdm  # not annotated
             except ImportError:
                 return
             bar = tqdm(total=total, unit="B", unit_scale=True, desc="write and verify", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Converts a checkpoint: streamed, resumable, verified, and in place only when it is complete.
 
-The output is a directory. Until everything is written and has been read back it is called `<target>.partial` and holds a
-journal: one line for the source, then one for each tensor that is written. An interrupted conversion goes on from there.
+The output is a directory. Until everything is written and has been read back it is called `<target>.partial` and holds
+a journal: one line for the source, then one for each tensor that is written. An interrupted conversion goes on there.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _verify(partial: Path, migration: Migration, checkpoint: Checkpoint, progres
             pass
         if digest.hexdigest() != migration.hashes[name]:
             raise CheckpointError(
-                f"'{name}' reads back differently: sha256 {digest.hexdigest()}, expected {migration.hashes[name]}; remove "
-                f"{partial} and try again, perhaps on another disk"
+                f"'{name}' reads back differently: sha256 {digest.hexdigest()}, expected {migration.hashes[name]}; "
+                f"remove {partial} and try again, perhaps on another disk"
             )
 
 
@@ -148,7 +148,7 @@ def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str
 
 def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     """Of the source's files, by size and time, and of the tensors in them."""
-    described = [to, checkpoint.kind, sorted(checkpoint.files)]
+    described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
     described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
     for name in sorted(
         {name for one in checkpoint.tensors.values() for part in one.parts for name in part.file.split(", ")}
@@ -174,7 +174,7 @@ class _Journal:
                 break
         if whole and whole[0] != fingerprint:
             raise CheckpointError(
-                f"{path.parent} is left from a conversion of another source, or to another format; remove it to start anew"
+                f"{path.parent} is left from a conversion of another source, or to another format; remove it first"
             )
         self.records = {entry["name"]: entry for entry in whole[1:]}
         path.write_text("".join(json.dumps(entry) + "\n" for entry in [fingerprint, *whole[1:]]))

@@ -50,6 +50,9 @@ _NAMES = {
     ("torch", "device"),
     ("collections", "OrderedDict"),
     ("builtins", "set"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
 }
 
 
@@ -126,8 +129,8 @@ def _tensor(
             continue
         if any(offsets[1:]) or sizes[1:] != shape[1:]:
             raise CheckpointError(
-                f"'{key}' of shape {shape} has a part of shape {sizes} at {offsets}: it is cut on more than dim 0, as by "
-                "tensor parallelism; load it with torch.distributed.checkpoint instead"
+                f"'{key}' of shape {shape} has a part of shape {sizes} at {offsets}: it is cut on more than dim 0, as "
+                "by tensor parallelism; load it with torch.distributed.checkpoint instead"
             )
         info = info_at.get(offsets)
         if info is None:

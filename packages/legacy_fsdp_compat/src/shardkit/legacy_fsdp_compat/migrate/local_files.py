@@ -129,7 +129,7 @@ def _unit(
     world_size: int,
     use_orig_params: bool,
 ) -> _FlatUnit:
-    """The layout whose length is that of the flat tensor. Mixed precision aligns by its own dtype, so several fit in."""
+    """The layout as long as the flat tensor. Mixed precision aligns by its own dtype, so several are tried."""
     sizes = (flat.dtype.itemsize, 2, 4, 8) if use_orig_params else (0,)
     tried = []
     for size in dict.fromkeys(sizes):
@@ -142,8 +142,8 @@ def _unit(
     described = {name: tuple(shapes[name]) for name in names}
     raise CheckpointError(
         f"'{joined(path)}' has {flat.numel} elements, but the parameters that the shapes list below '{prefix}' make "
-        f"{' or '.join(map(str, dict.fromkeys(tried)))} on {world_size} ranks: {described}. Are these the shapes of the "
-        "model that was saved, in its order, and are all ranks' files there?"
+        f"{' or '.join(map(str, dict.fromkeys(tried)))} on {world_size} ranks: {described}. Are these the shapes of "
+        "the model that was saved, in its order, and are all ranks' files there?"
     )
 
 
@@ -210,8 +210,8 @@ def _check_count(groups: list[dict[str, Any]], numbered: list[list[str]], file: 
     count = sum(len(group["params"]) for group in groups)
     if count != len(numbered):
         raise CheckpointError(
-            f"the optimizer in {file.path} has {count} parameters, the model {len(numbered)}; an optimizer over some of "
-            "them cannot be told apart offline: save it with FSDP.optim_state_dict"
+            f"the optimizer in {file.path} has {count} parameters, the model {len(numbered)}; an optimizer over some "
+            "of them cannot be told apart offline: save it with FSDP.optim_state_dict"
         )
 
 
@@ -225,20 +225,19 @@ def _state_tensors(
         value = first if isinstance(first, torch.Tensor) else torch.tensor(first)
         return {name: whole(joined(where), value, str(holder.path), release_pages) for name in names}
     unit = next(one for one in units if names[0] in one.names)
-    result = {}
+    result: dict[str, StoredTensor] = {}
     for name in names:
         index = unit.names.index(name)
         parts = []
         for file in files:
-            value = file.leaves.get(where)
+            state = file.leaves.get(where)
             low, high = unit.layout.piece(index, file.rank)
             if low == high:
                 continue
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(state, torch.Tensor):
                 raise CheckpointError(f"'{joined(where)}' is missing in {file.path}, which holds a part of '{name}'")
-            inside = (
-                unit.layout.within_shard(index, file.rank)[0] if len(names) > 1 or value.numel() != high - low else 0
-            )
-            parts.append(Part(low, high, range_reader(value, low - inside, release_pages), str(file.path)))
+            # A flat parameter's state lies as it does; a piece's begins with the piece.
+            inside = unit.layout.within_shard(index, file.rank)[0] if names == unit.names else 0
+            parts.append(Part(low, high, range_reader(state, low - inside, release_pages), str(file.path)))
         result[name] = StoredTensor(name, first.dtype, tuple(shapes[name]), tuple(parts))
     return result

@@ -110,20 +110,20 @@ def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor
         value = file.leaves.get(path)
         if not isinstance(value, StoredShards):
             raise CheckpointError(
-                f"'{name}' is {'missing' if value is None else type(value).__name__} in {file.path}, but a ShardedTensor "
-                f"of shape {first.whole} in another file"
+                f"'{name}' is {'missing' if value is None else type(value).__name__} in {file.path}, but a "
+                f"ShardedTensor of shape {first.whole} in another file"
             )
         if value.whole != first.whole:
             raise CheckpointError(
-                f"'{name}' has shape {value.whole} in {file.path} and {first.whole} in {files[0].path}; are these files "
-                "of one checkpoint?"
+                f"'{name}' has shape {value.whole} in {file.path} and {first.whole} in {files[0].path}; are these "
+                "files of one checkpoint?"
             )
         row = math.prod(value.whole[1:])
         for offsets, tensor, _ in value.parts:
             if any(offsets[1:]) or tuple(tensor.shape[1:]) != value.whole[1:]:
                 raise CheckpointError(
-                    f"'{name}' has a part of shape {tuple(tensor.shape)} at {offsets} in {file.path}; expected whole rows "
-                    f"of {value.whole}"
+                    f"'{name}' has a part of shape {tuple(tensor.shape)} at {offsets} in {file.path}; expected whole "
+                    f"rows of {value.whole}"
                 )
             start = offsets[0] * row
             dtype = tensor.dtype

@@ -6,7 +6,7 @@ import io
 import struct
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -58,7 +58,7 @@ def payloads(path: Path, offset: int = 0, length: int | None = None) -> dict[str
             entries = archive.infolist()
         except zipfile.BadZipFile as error:
             raise CheckpointError(
-                f"{path} holds no whole archive in bytes {offset} to {offset + length} of {path.stat().st_size}: {error}"
+                f"{path} holds no whole archive in bytes {offset} to {offset + length}: {error}"
             ) from error
         found = {}
         for entry in entries:
@@ -97,4 +97,5 @@ def region_reader(path: Path, offset: int, start: int, dtype: torch.dtype) -> Re
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-D CPU tensor."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

@@ -80,7 +80,7 @@ def _rank_files(paths: Sequence[Path], shapes: Shapes | None) -> Checkpoint:
 def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Shapes from a full checkpoint of the model, or from JSON that maps names to lists of numbers.
 
-    Of a nested checkpoint the part below "model" or "state_dict" counts. Names of tied parameters must stand there once.
+    Of a nested checkpoint the part below "model" or "state_dict" counts. Tied parameters must stand there once.
     """
     path = Path(path)
     if path.suffix == ".json":

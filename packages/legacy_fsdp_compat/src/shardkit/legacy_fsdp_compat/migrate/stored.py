@@ -61,8 +61,8 @@ class StoredTensor:
         if at != self.numel:
             files = sorted({part.file for part in self.parts})
             raise CheckpointError(
-                f"'{self.name}' of shape {self.shape} has {self.numel} elements, the files {files} hold {at} of them; is "
-                "the last ranks' file missing?"
+                f"'{self.name}' of shape {self.shape} has {self.numel} elements, the files {files} hold {at} of them; "
+                "is the last ranks' file missing?"
             )
 
     @property

@@ -61,7 +61,9 @@ class StoredShards(torch.Tensor):
         self.whole = tuple(metadata.size)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """It is not for computing."""
         raise NotImplementedError(f"{function} on a stored ShardedTensor")
 

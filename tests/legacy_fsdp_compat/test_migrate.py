@@ -1,0 +1,366 @@
+"""Offline conversion of real files, which stock FSDP1 has written, into everything that it can write."""
+
+import itertools
+import json
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock_fsdp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import shardkit.core
+from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
+from shardkit.legacy_fsdp_compat.migrate.command import main
+from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+KINDS = ["FULL", "SHARDED", "SHARDED-DCP", "LOCAL", "LOCAL-RAW"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a training run left: a checkpoint, and what it must hold."""
+
+    path: Path
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+
+def write(rank: int, world_size: int, engine: str, setting: Setting, directory: Path) -> tuple[Any, Any]:
+    """Every kind of checkpoint of one run, each in a directory of its own. Returns weights and optimizer state."""
+    names = api(engine)
+    model = wrap(engine, setting)
+    optimizer = OPTIMIZERS[setting.optimizer](model.parameters())
+    train(model, optimizer, rank, range(2))
+    for kind in KINDS:
+        name = kind.split("-")[0]
+        with names.FSDP.state_dict_type(model, names.StateDictType[f"{name}_STATE_DICT"]):
+            raw = kind == "LOCAL-RAW"
+            optim = optimizer.state_dict() if raw else names.FSDP.optim_state_dict(model, optimizer)
+            state = {"model": model.state_dict(), "optim": optim}
+        (directory / kind).mkdir(exist_ok=True)
+        if kind == "SHARDED-DCP":
+            dcp.save(state, checkpoint_id=directory / kind)
+        elif kind != "FULL":
+            torch.save(state, directory / kind / f"checkpoint-rank{rank}.pt")
+        elif rank == 0:
+            torch.save(state, directory / kind / "checkpoint.pt")
+    return whole_state(engine, model), local_moments(names, model, optimizer)
+
+
+def local_moments(names: Any, model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """Whole optimizer state put together from the ranks' rows, as stock's own gathering is wrong."""
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = names.FSDP.optim_state_dict(model, optimizer)["state"]
+    whole: dict[str, dict[str, Tensor]] = {}
+    for fqn, values in state.items():
+        for name, value in values.items():
+            if not hasattr(value, "local_shards"):
+                whole.setdefault(fqn, {})[name] = value
+                continue
+            rows: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(rows, [shard.tensor for shard in value.local_shards()])
+            whole.setdefault(fqn, {})[name] = torch.cat([row for found in rows for row in found])
+    return whole
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints by (engine, use_orig_params, world size), made once."""
+    made: dict[Any, Written] = {}
+
+    def make(engine: str, use_orig_params: bool, world_size: int) -> Written:
+        key = (engine, use_orig_params, world_size)
+        if key not in made:
+            directory = tmp_path_factory.mktemp("written")
+            setting = Setting(use_orig_params=use_orig_params, optimizer="adam")
+            weights, moments = run_ranks(world_size, write, engine, setting, directory)[0]
+            torch.save(build().state_dict(), directory / "shapes.pt")
+            made[key] = Written(directory, weights, moments)
+        return made[key]
+
+    return make
+
+
+def leaves_of(checkpoint: Any) -> dict[tuple[str, ...], Tensor]:
+    return {path: stored.read(0, stored.numel).view(stored.shape) for path, stored in checkpoint.tensors.items()}
+
+
+def assert_holds(found: dict[tuple[str, ...], Tensor], expected: Written, *, moments: bool) -> None:
+    weights = {path[1]: value for path, value in found.items() if path[0] == "model"}
+    assert set(weights) == set(expected.weights)
+    for name, value in expected.weights.items():
+        assert torch.equal(weights[name], value), name
+    state = {path[2:]: value for path, value in found.items() if path[:2] == ("optim", "state")}
+    assert set(state) == {(fqn, name) for fqn, values in expected.moments.items() for name in values}
+    for (fqn, name), value in state.items():
+        if moments or name != "exp_avg":
+            assert torch.equal(value, expected.moments[fqn][name]), (fqn, name)
+
+
+CASES = list(itertools.product([True, False], KINDS, ["dcp", "safetensors", "full"]))
+
+
+@pytest.mark.parametrize(("use_orig_params", "kind", "to"), CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_kind_of_stock_converts(
+    written: Any, world_size: int, use_orig_params: bool, kind: str, to: str, tmp_path: Path
+):
+    source = written(STOCK, use_orig_params, world_size)
+    shapes = shapes_of_file(source.path / "shapes.pt")
+    before = {path: path.read_bytes() for path in (source.path / kind).iterdir()}
+    checkpoint = open_checkpoint(source.path / kind, shapes)
+    assert checkpoint.world_size == (1 if kind == "FULL" else world_size)
+    # Stock's full optimizer state has wrong values for exp_avg: there the file is the truth.
+    right = not (kind == "FULL" and use_orig_params)
+    assert_holds(leaves_of(checkpoint), source, moments=right)
+    convert(checkpoint, tmp_path / "out", to)
+    back = open_checkpoint(tmp_path / "out")
+    assert_holds(leaves_of(back), source, moments=right)
+    (groups,) = [value for path, value in back.objects.items() if path[-1] == "param_groups"]
+    assert groups[0]["lr"] == 0.01
+    assert sorted(groups[0]["params"]) == sorted(source.moments)
+    assert {path: path.read_bytes() for path in (source.path / kind).iterdir()} == before
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_every_kind_of_ours_converts(written: Any, kind: str, tmp_path: Path):
+    source = written(OURS, True, 2)
+    checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
+    convert(checkpoint, tmp_path / "out", "dcp")
+    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+
+
+def test_values_are_right_where_torch_reads_them(written: Any, tmp_path: Path):
+    """By torch's and safetensors' own readers."""
+    from safetensors.torch import load_file
+
+    source = written(STOCK, False, 2)
+    checkpoint = open_checkpoint(source.path / "SHARDED")
+    for to in ("full", "safetensors"):
+        convert(checkpoint, tmp_path / to, to)
+    full = torch.load(tmp_path / "full" / "checkpoint.pt", weights_only=True)
+    tensors = load_file(tmp_path / "safetensors" / "model.safetensors")
+    for name, value in source.weights.items():
+        assert torch.equal(full["model"][name], value)
+        assert torch.equal(tensors[f"model.{name}"], value)
+    assert full["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tuple[Any, Any]:
+    """A DTensor model with its optimizer, on another number of ranks, from the converted directory."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    fully_shard = stock_fsdp.fully_shard if engine == STOCK else shardkit.core.fully_shard
+    model = build(1)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    weights, optim = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": optim}
+    dcp.load(state, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+    def whole(value: Any) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    moments = {
+        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in model.named_parameters()
+    }
+    return {name: whole(value) for name, value in model.state_dict().items()}, moments
+
+
+@pytest.mark.parametrize("engine", [STOCK, OURS])
+@pytest.mark.parametrize("kind", ["LOCAL", "LOCAL-RAW", "SHARDED"])
+def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind: str, tmp_path: Path):
+    source = written(STOCK, True, 2)
+    checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
+    convert(checkpoint, tmp_path / "out", "dcp")
+    weights, moments = run_ranks(3, load_sharded, engine, tmp_path / "out")[0]
+    for name, value in source.weights.items():
+        assert torch.equal(weights[name], value), name
+    for fqn, values in source.moments.items():
+        for key, value in values.items():
+            assert torch.equal(moments[fqn][key], value), (fqn, key)
+
+
+def load_with_fsdp1(rank: int, world_size: int, engine: str, path: Path) -> Any:
+    names = api(engine)
+    model = wrap(engine, Setting(optimizer="adam"), build(1))
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    return whole_state(engine, model), local_moments(names, model, optimizer)
+
+
+@pytest.mark.parametrize("engine", [STOCK, OURS])
+def test_the_way_back_into_fsdp1(written: Any, engine: str, tmp_path: Path):
+    """LOCAL -> DTensor checkpoint -> one full file -> FSDP1 on another number of ranks."""
+    source = written(STOCK, False, 2)
+    shapes = shapes_of_file(source.path / "shapes.pt")
+    convert(open_checkpoint(source.path / "LOCAL-RAW", shapes), tmp_path / "dcp", "dcp")
+    convert(open_checkpoint(tmp_path / "dcp"), tmp_path / "full", "full")
+    weights, moments = run_ranks(3, load_with_fsdp1, engine, tmp_path / "full" / "checkpoint.pt")[0]
+    assert all(torch.equal(weights[name], value) for name, value in source.weights.items())
+    for fqn, values in source.moments.items():
+        assert all(torch.equal(moments[fqn][key], value) for key, value in values.items()), fqn
+
+
+# -- interruption and damage -------------------------------------------------------------------------------------------
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "full"])
+def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path):
+    source = written(STOCK, False, 2)
+    checkpoint = open_checkpoint(source.path / "SHARDED")
+    seen = 0
+
+    def stop(nbytes: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 8:
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        convert(checkpoint, tmp_path / "out", to, progress=stop)
+    assert not (tmp_path / "out").exists()
+    with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
+        journal.write('{"name": "torn')  # the line that a power cut tears
+    done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", to)
+    assert done.resumed == 7
+    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+    report = json.loads((tmp_path / "out" / "migration.json").read_text())
+    assert {name: entry["sha256"] for name, entry in report["tensors"].items()} == done.hashes
+
+
+def test_an_attempt_of_another_source_is_not_taken_up(written: Any, tmp_path: Path):
+    source = written(STOCK, False, 2)
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "journal.jsonl").write_text('"another"\n')
+    with pytest.raises(CheckpointError, match="another source"):
+        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "dcp")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "there", "dcp")
+
+
+def test_damaged_output_is_noticed(written: Any, tmp_path: Path):
+    checkpoint = open_checkpoint(written(STOCK, False, 2).path / "SHARDED")
+    count = len(checkpoint.tensors)
+    seen = 0
+
+    def damage(nbytes: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:  # everything is written, nothing is read back
+            path = tmp_path / "out.partial" / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 1
+            path.write_bytes(data)
+
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        convert(checkpoint, tmp_path / "out", "safetensors", progress=damage)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def copied(written: Any, tmp_path: Path) -> Path:
+    """A copy of the two-rank checkpoints, to damage."""
+    source = written(STOCK, False, 2).path
+    shutil.copytree(source, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_missing_rank(copied: Path):
+    (copied / "SHARDED" / "checkpoint-rank1.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"ranks \[0, 1\], but there is no file of rank 1"):
+        open_checkpoint(copied / "SHARDED")
+    (copied / "SHARDED-DCP" / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is missing"):
+        open_checkpoint(copied / "SHARDED-DCP")
+
+
+def test_a_rank_twice(copied: Path):
+    shutil.copy(copied / "LOCAL" / "checkpoint-rank1.pt", copied / "LOCAL" / "checkpoint-rank7.pt")
+    with pytest.raises(CheckpointError, match="both of rank 1"):
+        open_checkpoint(copied / "LOCAL", shapes_of_file(copied / "shapes.pt"))
+
+
+@pytest.mark.parametrize("kind", ["FULL/checkpoint.pt", "SHARDED/checkpoint-rank1.pt", "SHARDED-DCP/__1_0.distcp"])
+def test_a_truncated_file(copied: Path, kind: str):
+    path = copied / kind
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=path.name):
+        open_checkpoint(path.parent)
+
+
+def test_files_of_different_steps(tmp_path: Path):
+    for rank in range(2):
+        state = {"optim": {"state": {"w": {"step": torch.tensor(2.0 + rank)}}}}
+        torch.save(state, tmp_path / f"rank{rank}.pt")
+    with pytest.raises(CheckpointError, match=r"is 2 in .*rank0.pt and 3 in .*rank1.pt: the files are of different"):
+        open_checkpoint(tmp_path)
+
+
+def test_local_needs_the_right_shapes(copied: Path):
+    with pytest.raises(CheckpointError, match="pass them with --shapes"):
+        open_checkpoint(copied / "LOCAL")
+    shapes = shapes_of_file(copied / "shapes.pt")
+    with pytest.raises(CheckpointError, match=r"'model._flat_param' has \d+ elements, but the parameters .* make \d+"):
+        open_checkpoint(copied / "LOCAL", {**shapes, "inp.weight": (6, 4)})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("ran",)
+
+
+def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]):
+    path = copied / "FULL" / "checkpoint.pt"
+    torch.save({"model": {"w": torch.ones(1)}, "extra": Evil()}, path)
+    with pytest.raises(CheckpointError, match=r"checkpoint.pt asks for more than tensors.*print"):
+        open_checkpoint(path)
+    (copied / "SHARDED-DCP" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"builtins.print is not allowed"):
+        open_checkpoint(copied / "SHARDED-DCP")
+    assert "ran" not in capsys.readouterr().out
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    files = sorted(str(path) for path in (copied / "LOCAL").iterdir())
+    arguments = [*files, str(tmp_path / "out"), "--shapes", str(copied / "shapes.pt"), "--no-progress"]
+    assert main([*arguments, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "model.inp.weight\t(5, 4)\ttorch.float32" in shown.out
+    assert "LOCAL checkpoint of 2 rank(s)" in shown.err
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+    assert "wrote and verified" in capsys.readouterr().err
+    assert main(arguments) == 1
+    assert "error:" in capsys.readouterr().err
+    by_model = [*files, str(tmp_path / "again"), "--model", "tests.legacy_fsdp_compat.both:Model"]
+    assert main(by_model) == 0  # with a progress bar
+    assert "write and verify" in capsys.readouterr().err

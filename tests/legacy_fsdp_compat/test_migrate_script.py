@@ -1,0 +1,91 @@
+"""Rewriting of FSDP1 scripts: what changes, what stays, what is reported."""
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.script import rewrite
+
+
+def changed(source: str) -> str:
+    result = rewrite(textwrap.dedent(source))
+    ast.parse(result.source)
+    return result.source
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n",
+            "from shardkit.legacy_fsdp_compat import FullyShardedDataParallel as FSDP, StateDictType\n",
+        ),
+        (
+            "from torch.distributed.fsdp import (  # what we need\n    CPUOffload,\n    MixedPrecision,\n)\n",
+            "from shardkit.legacy_fsdp_compat import (  # what we need\n    CPUOffload,\n    MixedPrecision,\n)\n",
+        ),
+        (
+            "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n",
+            "from shardkit.legacy_fsdp_compat.wrap import ModuleWrapPolicy\n",
+        ),
+        (
+            "from torch.distributed.fsdp import StateDictType, fully_shard\n",
+            "from shardkit.legacy_fsdp_compat import StateDictType; from shardkit.core import fully_shard\n",
+        ),
+        ("from torch.distributed.fsdp import fully_shard\n", "from shardkit.core import fully_shard\n"),
+        (
+            "import torch.distributed.fsdp as fsdp\nfsdp.StateDictType\n",
+            "import shardkit.legacy_fsdp_compat as fsdp\nfsdp.StateDictType\n",
+        ),
+        (
+            "from torch.distributed import fsdp, rpc\n",
+            "from torch.distributed import rpc; from shardkit import legacy_fsdp_compat as fsdp\n",
+        ),
+        (
+            "import torch\nmodel = torch.distributed.fsdp.FullyShardedDataParallel(model)\n",
+            (
+                "import torch\nimport shardkit.legacy_fsdp_compat\n"
+                "model = shardkit.legacy_fsdp_compat.FullyShardedDataParallel(model)\n"
+            ),
+        ),
+        ("import torch.distributed as dist\ndist.barrier()\n", "import torch.distributed as dist\ndist.barrier()\n"),
+    ],
+)
+def test_what_changes(before: str, after: str):
+    assert changed(before) == after
+    assert changed(after) == after
+
+
+def test_what_a_person_must_decide():
+    source = textwrap.dedent(
+        """\
+        from torch.distributed.fsdp import FlatParameter
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+        print(model._flat_param)
+        torch.save(optimizer.state_dict(), "optim.pt")
+        """
+    )
+    found = rewrite(source).findings
+    assert [one.line for one in found] == [1, 2, 3, 4]
+    for finding, word in zip(
+        found, ["FlatParameter", "private", "summon_full_params", "optim_state_dict"], strict=True
+    ):
+        assert word in finding.text
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "train.py"
+    script.write_text("from torch.distributed.fsdp import StateDictType\nx = model._handle\n")
+    assert main(["script", str(script)]) == 0
+    shown = capsys.readouterr()
+    assert "-from torch.distributed.fsdp import StateDictType\n+from shardkit.legacy_fsdp_compat" in shown.out
+    assert "train.py:2: ._handle: " in shown.err
+    assert "torch" in script.read_text()
+    assert main(["script", str(script), "--write"]) == 0
+    assert script.read_text().startswith("from shardkit.legacy_fsdp_compat import StateDictType\n")
+    script.write_text("def broken(:\n")
+    assert main(["script", str(script)]) == 1
+    assert "error:" in capsys.readouterr().err
