@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as StockMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as StockOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -80,16 +81,19 @@ def local_of(dtensor: torch.Tensor) -> torch.Tensor:
 
 
 def new_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd."""
+    """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd.
+
+    `local` stays on its device. `DTensor.from_local` would move it to the mesh's, and so undo CPU offloading.
+    """
     stride = torch.empty(shape, device="meta").stride()
-    with torch.no_grad():
-        return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor over `local` with the mesh, placements and global shape of `like`: what a gradient needs each step.
 
-    `DTensor.from_local` costs 50 times more than this constructor, which every DTensor operator uses as well.
+    This constructor, which every DTensor operator uses as well, costs a fiftieth of `DTensor.from_local`.
     """
     spec = like._spec
     meta = spec.tensor_meta

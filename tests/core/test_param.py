@@ -1,0 +1,121 @@
+"""Where a parameter's tensors live: devices that are not the mesh's, offloading, and shards that were moved since.
+
+Fake tensors say that they are on a device which this machine need not have.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardkit.core.mesh import data_parallel_mesh
+from shardkit.core.param import FSDPParam, Slot
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
+from tests.support import rank_mesh, run_ranks
+from tests.support.models import MLP
+
+
+class Anywhere(nn.Module):
+    """Parameters on the default device, with nothing in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(5, 3)), nn.Parameter(torch.empty(()))
+
+
+def _parameters_are_moved(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,))
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            model = nn.Sequential(Anywhere(), Anywhere())
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert {parameter.to_local().device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_parameters_on_another_device_are_moved_at_construction() -> None:
+    run_ranks(2, _parameters_are_moved)
+
+
+def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, FSDPParam]:
+    module = nn.Module()
+    module.weight = nn.Parameter(original, requires_grad=False)
+    slots = (Slot.of(module, "weight"),)
+    on = torch.device(device)
+    return module, FSDPParam(
+        module.weight, "weight", slots, data_parallel_mesh(mesh, None), Shard(0), on, MixedPrecisionPolicy(), policy
+    )
+
+
+def _shards_live_where_they_are_told(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,))
+    for original in ("cpu", "cuda"):
+        for policy, expected in ((OffloadPolicy(), "cuda"), (CPUOffloadPolicy(pin_memory=False), "cpu")):
+            with FakeTensorMode():
+                module, param = _param("cuda:0", policy, torch.empty(5, 3, device=original), mesh)
+                assert module.weight is param.sharded_param
+                assert local_of(module.weight).device.type == expected
+                assert not param.refresh()
+                param.check_ready()
+                for dtype in (torch.float32, torch.bfloat16):
+                    gradient = torch.empty(param.local_shape, dtype=dtype, device=expected)
+                    assert local_of(like_dtensor(gradient, module.weight)).device.type == expected
+                for _ in range(2):
+                    param.deliver(torch.empty(param.local_shape, device="cuda").view(-1))
+                    assert local_of(module.weight.grad).device.type == expected
+
+
+def test_offloaded_shards_stay_on_the_cpu() -> None:
+    run_ranks(2, _shards_live_where_they_are_told)
+
+
+def _moved_since(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,))
+    for policy, here, there, because in (
+        (
+            OffloadPolicy(),
+            "cuda:0",
+            "cpu",
+            r"expected a cuda device because the mesh is on cuda; .*model\.to\('cuda'\)",
+        ),
+        (CPUOffloadPolicy(pin_memory=False), "cpu", "cuda:0", r"because of CPUOffloadPolicy; .*model\.to\('cpu'\)"),
+    ):
+        with FakeTensorMode():
+            module, param = _param("cuda:0", policy, torch.empty(5, 3), mesh)
+            assert local_of(module.weight).device == torch.device(here)
+            old = module.weight
+            moved = torch.empty(param.local_shape, device=there)
+            moved = new_dtensor(moved, old.device_mesh, old.placements, old.shape)
+            module.weight = nn.Parameter(moved, requires_grad=False)
+            assert param.refresh()
+            with pytest.raises(RuntimeError, match=rf"parameter 'weight' is on {there}, .*{because}"):
+                param.check_ready()
+
+
+def test_a_shard_on_another_device_than_it_should_be() -> None:
+    run_ranks(2, _moved_since)
+
+
+def _moved_model(rank: int, world_size: int) -> None:
+    """The same, found by the first forward after the move; moved back, the model runs."""
+    model = fully_shard(MLP(), mesh=rank_mesh((world_size,)))
+    x = torch.ones(2, 5)
+    model(x).sum().backward()
+    old = model.out.weight
+    shape = old.to_local().shape
+    with FakeTensorMode():
+        moved = torch.empty(shape, device="cuda")
+        model.out.weight = nn.Parameter(new_dtensor(moved, old.device_mesh, old.placements, old.shape))
+    with pytest.raises(RuntimeError, match=r"'out\.weight' is on cuda:0, expected a cpu device.*move the model"):
+        model(x)
+    model.out.weight = old
+    model(x).sum().backward()
+    assert model.out.weight.grad is not None
+
+
+def test_a_model_on_another_device_than_its_mesh() -> None:
+    run_ranks(2, _moved_model)
