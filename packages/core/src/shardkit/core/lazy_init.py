@@ -36,13 +36,14 @@ def initialise_root(root: FSDPState) -> None:
         )
     (module,) = _alive(root)
     states = _states_below(root, module)
+    _set_names(states, module)
     for state in states:
         if state.iteration.prefetch_depth not in (DEFAULT_PREFETCH_DEPTH, root.iteration.prefetch_depth):
             raise RuntimeError(
-                f"set_prefetch_depth was called on a {state.fqn} below the root {type(module).__name__}, which has "
-                "another depth; the depth is the root's, call it there"
+                f"set_prefetch_depth({state.iteration.prefetch_depth}) was called on '{state.fqn}', below the root "
+                f"{type(module).__name__} whose depth is {root.iteration.prefetch_depth}; the depth is the root's, "
+                "call it there"
             )
-    _set_names(states, module)
     _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
     root.iteration.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
