@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import shardkit.core as shardkit
 from shardkit.core import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from tests.core.installed_adapters import no_installed_adapters
 from tests.support import RankFailure, rank_mesh, run_ranks
@@ -140,7 +142,8 @@ def _bad_policies(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()
     for value, message in (
-        (3, "must divide the 2 ranks"),
+        (3, "must divide the 4 ranks"),
+        (8, "must divide the 4 ranks"),
         (0, "must divide"),
         (-1, "must divide"),
         ("yes", "a bool, an int"),
@@ -154,7 +157,7 @@ def _bad_policies(rank: int, world_size: int) -> None:
 
 
 def test_policies() -> None:
-    _run(_bad_policies)
+    _run(_bad_policies, world_size=4)
 
 
 def _bad_settings(rank: int, world_size: int) -> None:
@@ -183,6 +186,106 @@ def _bad_settings(rank: int, world_size: int) -> None:
 
 def test_settings() -> None:
     _run(_bad_settings)
+
+
+def _depth_below_the_root(rank: int, world_size: int) -> None:
+    model = _mlp()
+    model.blocks[1].set_prefetch_depth(2)
+    with pytest.raises(RuntimeError, match=r"set_prefetch_depth.*'blocks\.1'.*root FSDPMLP.*call it there"):
+        _step(model)
+    model.set_prefetch_depth(2)
+    _step(model)
+
+
+def test_prefetch_depth_below_the_root() -> None:
+    _run(_depth_below_the_root)
+
+
+class _OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+
+def _tied_unlike(rank: int, world_size: int) -> None:
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"mesh": rank_mesh((2, 1), ("replicate", "shard"))},
+    ):
+        for first, second in ((options, {}), ({}, options)):
+            model = _OneWeight()
+            fully_shard(model.first, **first)
+            with pytest.raises(ValueError, match=r"'weight' is tied to one that an earlier.*Give both calls the same"):
+                fully_shard(model.second, **second)
+            assert type(model.second) is nn.Linear
+
+
+def test_tied_parameters_with_different_policies() -> None:
+    _run(_tied_unlike)
+
+
+def _twice(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(api.fully_shard(nn.Linear(2, 2), mesh=mesh), mesh=mesh)
+
+
+def _copied(api: Any, mesh: DeviceMesh) -> None:
+    copy.deepcopy(api.fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+def _never_materialized(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(nn.Linear(2, 2, device="meta"), mesh=mesh)(torch.ones(1, 2))
+
+
+def _root_second(api: Any, mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    api.fully_shard(model[0], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+    model[0](torch.ones(1, 2))
+    model(torch.ones(1, 2))
+
+
+def _missing_key(api: Any, mesh: DeviceMesh) -> None:
+    api.fully_shard(nn.Linear(2, 2), mesh=mesh).load_state_dict({})
+
+
+def _no_such_method(api: Any, mesh: DeviceMesh) -> None:
+    api.register_fsdp_forward_method(api.fully_shard(nn.Linear(2, 2), mesh=mesh), "generate")
+
+
+REFUSED_BY_STOCK: dict[str, Callable[[Any, DeviceMesh], object]] = {
+    "a list": lambda api, mesh: api.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh),
+    "a dict": lambda api, mesh: api.fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)}), mesh=mesh),
+    "twice": _twice,
+    "a copy": _copied,
+    "3-D": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2, 1), ("a", "b", "c"))),
+    "2-D without names": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=rank_mesh((1, 2))),
+    "3 of 2": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=3),
+    "int later": lambda api, mesh: api.fully_shard(nn.Linear(2, 2), mesh=mesh).set_reshard_after_forward(2),
+    "meta": _never_materialized,
+    "root second": _root_second,
+    "missing key": _missing_key,
+    "no such method": _no_such_method,
+}
+
+
+def _like_stock(rank: int, world_size: int) -> None:
+    for case, refused in REFUSED_BY_STOCK.items():
+        kinds = []
+        for api in (stock, shardkit):
+            with pytest.raises((AssertionError, ValueError, TypeError, RuntimeError)) as caught:
+                refused(api, rank_mesh((world_size,)))
+            kinds.append(caught.type)
+        expected, seen = kinds
+        assert seen is not AssertionError, case
+        assert seen is expected or expected is AssertionError, f"{case}: {expected} from stock, {seen} from ours"
+
+
+def test_what_stock_refuses_is_refused() -> None:
+    """With an exception of the same type, unless stock's is an AssertionError."""
+    _run(_like_stock)
 
 
 # -- what the first forward finds --------------------------------------------------------------------------------------
@@ -217,10 +320,13 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
     odd = rank == world_size - 1
+    options: dict[str, Any] = {}
     if how == "shape" and odd:
         second = nn.Linear(6, 8)
     if how == "dtype" and odd:
         second = second.double()
+    if how == "dim" and odd:
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
     if how == "frozen" and odd:
         second.weight.requires_grad_(False)
     if how == "missing" and odd:
@@ -232,7 +338,7 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
         for index in order:
             model.add_module(f"layer{index}", (first, second)[index])
         model.forward = lambda x: model.layer1(model.layer0(x))
-    fully_shard(model)
+    fully_shard(model, **options)
     model(torch.ones(2, 6))
 
 
@@ -241,6 +347,7 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
     [
         ("shape", r"rank 0 has '1\.weight' of shape \(6, 6\).*rank 2 has '1\.weight' of shape \(8, 6\)"),
         ("dtype", r"rank 0 has '1\.weight'.*float32.*rank 2 has '1\.weight'.*float64"),
+        ("dim", r"rank 0 has '0\.weight'.*sharded on dim 0.*rank 2 has '0\.weight'.*sharded on dim 1"),
         ("frozen", r"requires_grad=True, rank 2 has '1\.weight'.*requires_grad=False"),
         ("missing", r"rank 0 has '1\.bias'.*rank 2 has no further parameter"),
         ("order", r"rank 0 has 'layer0\.weight'.*rank 2 has 'layer1\.weight'"),
@@ -287,6 +394,7 @@ def test_forward_that_skips_the_root() -> None:
 
 def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
     model = MLP()
+    original = model.inp.weight
     early = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
     for block in model.blocks:
         fully_shard(block)
@@ -298,6 +406,10 @@ def _early_optimizer(rank: int, world_size: int, foreach: bool) -> None:
     before = model.inp.weight.to_local().clone()
     late.step()
     assert not torch.equal(before, model.inp.weight.to_local()) or before.numel() == 0
+
+    late.add_param_group({"params": [original]})
+    with pytest.raises(RuntimeError, match=r"'inp\.weight'"):
+        late.step()
 
     out = model(torch.ones(2, 5))  # the root's parameters are unsharded until backward
     during = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -364,6 +476,17 @@ def _replaced(rank: int, world_size: int) -> None:
     model.blocks[2].scale = original
     _step(model)
     assert original.grad is not None
+
+    longer = distribute_tensor(torch.ones(9), rank_mesh((2,)), [Shard(0)])
+    model.blocks[2].scale = nn.Parameter(longer)
+    with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by.* \(9,\).*expected shape \(7,\)"):
+        _step(model)
+    cut_otherwise = DTensor.from_local(torch.ones(2), rank_mesh((2,)), [Shard(0)], shape=(7,), stride=(1,))
+    model.blocks[2].scale = nn.Parameter(cut_otherwise)
+    length = original.to_local().numel()
+    with pytest.raises(ValueError, match=rf"'blocks\.2\.scale' has a local shard.*\(2,\).*expected \({length},\)"):
+        _step(model)
+    model.blocks[2].scale = original
 
     # While the root's parameters are unsharded an assignment must not be lost either.
     model(torch.ones(2, 5))
