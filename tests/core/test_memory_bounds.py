@@ -183,6 +183,129 @@ def test_bound_after_an_explicit_unshard() -> None:
     run_ranks(2, _depth_after_explicit_unshard)
 
 
+class Gathers:
+    """The labels of groups in the order in which their gathers, or with ``kind`` other communications, start."""
+
+    def __init__(self, kind: type = events.GatherStarted) -> None:
+        self.kind, self.labels = kind, []
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, self.kind):
+            self.labels.append(event.fqn)
+
+
+def _explicit_lists(rank: int, world_size: int) -> None:
+    """What a module's list names is gathered when it begins, in that order, and nothing of the learnt order is."""
+    for depth in (0, 2):
+        model = _chain(depth, root=True)
+        blocks = model.blocks
+        root = type(model).__name__
+        model.set_modules_to_forward_prefetch([blocks[2], blocks[0]])
+        for index, ahead in enumerate(([4], [3], [5], [5], [5], [5])):
+            blocks[index].set_modules_to_forward_prefetch([blocks[one] for one in ahead])
+        model.set_modules_to_backward_prefetch([blocks[3]])
+        for index, ahead in enumerate(([0], [0], [1], [2], [2], [1, 0])):
+            blocks[index].set_modules_to_backward_prefetch([blocks[one] for one in ahead])
+        for iteration in range(3):
+            forward, backward = Gathers(), Gathers()
+            with events.subscribe(forward):
+                loss = model(torch.randn(2, WIDTH)).square().sum()
+            with events.subscribe(backward):
+                loss.backward()
+            where = f"iteration {iteration} at prefetch depth {depth}"
+            assert forward.labels == [root, *(f"blocks.{index}" for index in (2, 0, 4, 1, 3, 5))], where
+            assert backward.labels == [root, *(f"blocks.{index}" for index in (3, 5, 1, 0, 4, 2))], where
+
+
+def test_explicit_prefetch_lists() -> None:
+    run_ranks(2, _explicit_lists)
+
+
+class Words(nn.Module):
+    """An embedding, whose backward does not need its table, before blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _run_through([self.table, *self.blocks], tokens)
+
+
+def _not_needed_in_backward(rank: int, world_size: int) -> None:
+    """Neither its own backward, nor the learnt order, nor an explicit list gathers it; its gradient is the same."""
+    gradients = []
+    for needed, explicit in ((True, False), (False, False), (False, True)):
+        torch.manual_seed(0)
+        model = Words()
+        for module in (model.table, *model.blocks):
+            fully_shard(module)
+        fully_shard(model)
+        model.table.set_unshard_in_backward(needed)
+        if explicit:
+            model.blocks[0].set_modules_to_backward_prefetch([model.table])
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(torch.tensor([[rank, 3]])).square().sum()
+            gathers = Gathers()
+            with events.subscribe(gathers):
+                loss.backward()
+            assert gathers.labels == ["blocks.1", "blocks.0", *(["table"] if needed else [])]
+        gradients.append(model.table.weight.grad.to_local())
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def test_unshard_in_backward() -> None:
+    run_ranks(2, _not_needed_in_backward)
+
+
+class Reductions:
+    """How many reduce-scatters are running, and how many were at most."""
+
+    def __init__(self) -> None:
+        self.running = self.peak = 0
+
+    def __call__(self, event: events.Event) -> None:
+        self.running += isinstance(event, events.ReduceStarted) - isinstance(event, events.ReduceFinished)
+        self.peak = max(self.peak, self.running)
+
+
+def _reductions_at_once(rank: int, world_size: int) -> None:
+    """At most ``max_input_buffers`` groups' gradients are in reduction, and so many there are."""
+    for most in (1, 2, 4):
+        model = _chain()
+        model.set_reduce_scatter_max_input_buffers(most)
+        reductions = Reductions()
+        with events.subscribe(reductions):
+            model(torch.randn(2, WIDTH)).square().sum().backward()
+        assert (reductions.running, reductions.peak) == (0, most)
+
+
+def test_reductions_at_once() -> None:
+    run_ranks(2, _reductions_at_once)
+
+
+def _not_the_last_backward(rank: int, world_size: int) -> None:
+    """Only the last backward of a step waits for its reductions, and for those that others have left running."""
+    model = _chain()
+    batch = torch.randn(2, WIDTH)
+    model(batch).square().sum().backward()
+    once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    reductions = Reductions()
+    with events.subscribe(reductions):
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            model(batch).square().sum().backward()
+            assert reductions.running == (0 if last else 1)
+    assert all(torch.equal(p.grad.to_local(), 2 * one) for p, one in zip(model.parameters(), once, strict=True))
+
+
+def test_only_the_last_backward_waits_for_reductions() -> None:
+    run_ranks(2, _not_the_last_backward)
+
+
 def _between_forward_and_backward(rank: int, world_size: int) -> None:
     for reshard, root in ((True, None), (True, True), (False, None), (False, False), (False, True), (None, None)):
         model = _chain(root=root, reshard_after_forward=reshard)
@@ -242,7 +365,49 @@ def _kept_by_settings(rank: int, world_size: int) -> None:
         assert meter.block_bytes == BLOCK_BYTES
         model.blocks[3].reshard()
         assert meter.block_bytes == 0
+        model.set_reshard_after_forward(False, recurse=False)
+        model.set_reshard_after_backward(False, recurse=False)
+        model(torch.randn(2, WIDTH)).square().sum().backward()
+        assert (meter.block_bytes, meter.root_bytes) == (0, ROOT_BYTES)
+    told_early = _chain()
+    told_early.set_reshard_after_forward(True)  # before it is known that this is the root
+    with Meter() as meter:
+        told_early(torch.randn(2, WIDTH))
+        assert meter.block_bytes + meter.root_bytes == 0
+
+
+def _kept_while_an_exception_is_handled(rank: int, world_size: int) -> None:
+    """A forward that an except clause runs, such as one tried again on a smaller batch, has not failed."""
+    model = _chain()
+    with Meter() as meter:
+        for _ in range(2):
+            try:
+                raise ValueError("on purpose")
+            except ValueError:
+                loss = model(torch.randn(2, WIDTH)).square().sum()
+                assert (meter.block_bytes, meter.root_bytes) == (0, ROOT_BYTES)
+            loss.backward()
+            assert meter.block_bytes + meter.root_bytes == 0
+
+
+def test_forward_while_an_exception_is_handled() -> None:
+    run_ranks(2, _kept_while_an_exception_is_handled)
 
 
 def test_settings_that_keep_parameters() -> None:
     run_ranks(2, _kept_by_settings)
+
+
+def _kept_on_neighbours_no_more(rank: int, world_size: int) -> None:
+    model = _chain(reshard_after_forward=2)
+    model.set_reshard_after_forward(True)
+    with Meter() as meter:
+        loss = model(torch.randn(2, WIDTH)).square().sum()
+        assert meter.block_bytes + meter.root_bytes == 0
+        groups = [group for module in (model, *model.blocks) for group in state_of(module).groups]
+        assert not any(param.kept for group in groups for param in group.params)
+        loss.backward()
+
+
+def test_a_setting_takes_the_place_of_neighbours() -> None:
+    run_ranks(4, _kept_on_neighbours_no_more)
