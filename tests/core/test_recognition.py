@@ -144,6 +144,18 @@ def test_reduction_by_hand(world_size: int) -> None:
     run_ranks(world_size, reduction_by_hand)
 
 
+def replicated(rank: int, world_size: int) -> None:
+    """The composable `replicate` of torch asks the registry of composable calls, and refuses what is sharded."""
+    from torch.distributed._composable.replicate import replicate
+
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(_sharded_mlp())
+
+
+def test_replicate_is_refused() -> None:
+    run_ranks(1, replicated)
+
+
 # -- torch's pipelining ------------------------------------------------------------------------------------------------
 
 WIDTH, MICRO_BATCHES = 8, 4
