@@ -317,6 +317,132 @@ def test_divide_factor_of_one_module() -> None:
     run_ranks(2, one_module_of_several)
 
 
+# Setter, a value that is not the default, the group's attribute.
+RECURSIVE = [
+    ("set_requires_gradient_sync", False, "reduce_grads"),
+    ("set_requires_all_reduce", False, "all_reduce_grads"),
+    ("set_reduce_scatter_unused_params", True, "reduce_unused_params"),
+    ("set_reduce_scatter_max_input_buffers", 3, "max_reduce_inputs"),
+    ("set_separate_reduce_scatter_group", True, "_reduce_group"),
+    ("set_reshard_after_forward", False, "reshard_after_forward"),
+    ("set_reshard_after_backward", False, "reshard_after_backward"),
+]
+
+
+def recursion(rank: int, world_size: int) -> None:
+    """With `recurse` a setter reaches all sharded modules below, without it the module itself alone."""
+    for setter, value, attribute in RECURSIVE:
+        for arguments, below in (({}, True), ({"recurse": True}, True), ({"recurse": False}, False)):
+            model = _model(shardkit, mesh=rank_mesh((world_size,)))
+            before = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+            getattr(model, setter)(value, **arguments)
+            after = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+            changed = [one != two for one, two in zip(before, after, strict=True)]
+            assert changed == [True, below, below], f"{setter} with {arguments}"
+
+
+def test_recursion_of_setters() -> None:
+    run_ranks(2, recursion)
+
+
+def forced_sums(rank: int, world_size: int) -> None:
+    """The division comes last: the hook sees the sum. Only the module that is told divides later; all get the mean."""
+    seen: list[list[Tensor]] = []
+    for force_sum in (False, True):
+        model = _model(shardkit, mesh=rank_mesh((world_size,)))
+        flat: list[Tensor] = []
+        for module in _sharded(model):
+            module.set_all_reduce_hook(lambda reduced, flat=flat: flat.append(reduced.clone()))
+        model[0].set_force_sum_reduction_for_comms(force_sum)
+        _gradients(model, rank)
+        _assert_full(model, _mean_gradients(range(world_size)))
+        seen.append(flat)
+    factors = [1, world_size, 1]  # model[1], model[0], the root
+    for once, again, factor in zip(*seen, factors, strict=True):
+        assert torch.equal(again, factor * once)
+
+
+def test_force_sum_divides_last() -> None:
+    run_ranks(2, forced_sums)
+
+
+class Sides(nn.Module):
+    """One group whose ranks may use one half or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor, side: str) -> Tensor:
+        return getattr(self, side)(x) * self.frozen
+
+
+def unused_on_some_ranks(rank: int, world_size: int) -> None:
+    """Counted as zero where a rank left them out; nothing for those that no rank can have a gradient of."""
+    torch.manual_seed(0)
+    model = Sides()
+    whole = Sides()
+    whole.load_state_dict(model.state_dict())
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(2):
+        sides = ["left" if (one + step) % 2 else "right" for one in range(world_size)]
+        for one, side in enumerate(sides):
+            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
+        model(_batch(rank, step)[:, :3], sides[rank]).square().mean().backward()
+        _assert_full_or_none(model, whole)
+        model.zero_grad()
+        whole.zero_grad()
+
+
+def _assert_full_or_none(model: nn.Module, whole: nn.Module) -> None:
+    expected = dict(whole.named_parameters())
+    for fqn, parameter in model.named_parameters():
+        if expected[fqn].grad is None:
+            assert parameter.grad is None, fqn
+        else:
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[fqn].grad, msg=fqn)
+
+
+def test_unused_parameters_are_reduced_as_zeros() -> None:
+    run_ranks(2, unused_on_some_ranks)
+
+
+class NotesEvents:
+    """A lane that remembers the events that its starts were to wait for, and what had started by then."""
+
+    def __init__(self, lane: Any) -> None:
+        self.lane, self.log = lane, []
+
+    def start(self, program: Any, label: str, keep_alive: Sequence[Tensor] = ()) -> Any:
+        self.log.append(label)
+        return self.lane.start(program, label, keep_alive)
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(event)
+
+
+def event_after_the_optimizer(rank: int, world_size: int) -> None:
+    """It is waited for once, before the next forward's first gather."""
+    model = _model(shardkit, mesh=rank_mesh((world_size,)))
+    _gradients(model, rank)
+    context = shardkit.fully_shard.state(model).iteration.context
+    context.gathers = lane = NotesEvents(context.gathers)
+    event = object()
+    model.set_post_optim_event(event)
+    model.reshard()
+    for _ in range(2):
+        model(_batch(rank))
+        model.reshard()
+    root = type(model).__name__
+    assert lane.log == [event, root, "0", "1", root, "0", "1"]
+
+
+def test_post_optim_event() -> None:
+    run_ranks(2, event_after_the_optimizer)
+
+
 # -- process groups that are neither gloo nor NCCL ---------------------------------------------------------------------
 
 
