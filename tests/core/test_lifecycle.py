@@ -1,5 +1,6 @@
 """What may happen to a sharded model in its life, against the same life of a whole model in one process."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -12,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core import fully_shard, register_fsdp_forward_method
+from shardkit.core import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardkit.core.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
-from tests.support import run_ranks
+from tests.support import rank_mesh, run_ranks
 from tests.support.models import MLP, Block
 
 RESHARD = (None, True, False)
@@ -338,6 +339,35 @@ def test_freezing_between_steps() -> None:
     run_ranks(2, _freezing)
 
 
+def _accumulation_hooks(rank: int, world_size: int) -> None:
+    """A hook runs once for each gradient that is reduced, also into one that is there, until it is removed."""
+    model = _sharded_mlp()
+    fqns = [fqn for fqn, _ in model.named_parameters()]
+    calls = dict.fromkeys(fqns, 0)
+
+    def count(parameter: Tensor, fqn: str) -> None:
+        assert parameter is model.get_parameter(fqn)
+        assert isinstance(parameter.grad, DTensor)
+        calls[fqn] += 1
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(count, fqn=fqn))
+        for fqn, parameter in model.named_parameters()
+    ]
+    for expected, synced in ((1, True), (1, False), (2, True)):
+        model.set_requires_gradient_sync(synced)
+        _mlp_loss(model, rank).backward()
+        assert calls == dict.fromkeys(fqns, expected)
+    handles[0].remove()
+    _mlp_loss(model, rank).backward()
+    assert calls == {**dict.fromkeys(fqns, 3), fqns[0]: 2}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_post_accumulate_grad_hooks(world_size: int) -> None:
+    run_ranks(world_size, _accumulation_hooks)
+
+
 # -- forwards that no backward follows ---------------------------------------------------------------------------------
 
 
@@ -541,6 +571,31 @@ def test_recovery_from_an_exception(reshard: bool | None) -> None:
     run_ranks(2, _failures, reshard)
 
 
+def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
+    """What backwards without sync, or without all-reduce, have accumulated is part of the failed iteration."""
+    hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    for mesh, hold_back in (
+        (rank_mesh((world_size,)), "set_requires_gradient_sync"),
+        (hsdp, "set_requires_gradient_sync"),
+        (hsdp, "set_requires_all_reduce"),
+    ):
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float64)):
+            options = {"mesh": mesh, "mp_policy": policy}
+            twins = Twins.of(rank, world_size, MLP, lambda model: _shard_mlp(model, **options))  # noqa: B023
+            twins.step(_mlp_loss)
+            getattr(twins.sharded, hold_back)(False)
+            for _ in range(2):
+                _mlp_loss(twins.sharded, rank).backward()
+            twins.sharded.reset_iter_state()
+            getattr(twins.sharded, hold_back)(True)
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reset_drops_unreduced_gradients(world_size: int) -> None:
+    run_ranks(world_size, _reset_drops_unreduced_gradients)
+
+
 def _forward_failure_without_reset(rank: int, world_size: int) -> None:
     """A forward that raised leaves nothing behind that reset_iter_state would have to repair."""
     for where in ("the root's forward", "a block's forward", "a block's pre-hook", "the root's own hook"):
@@ -713,9 +768,53 @@ def _other_methods(rank: int, world_size: int) -> None:
     assert _holds_no_unsharded(twins.sharded)
     assert isinstance(twins.sharded.talker.encoder.scale, DTensor)
 
+    handle = twins.sharded.talker.encoder.up.register_forward_hook(_raise)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        twins.sharded.talker.encode(batch(rank, 2, 4))
+    handle.remove()
+    assert _holds_no_unsharded(twins.sharded)
+    twins.step(lambda model, rank: model(batch(rank, 2, 4), "encode").square().sum())
+
 
 def test_other_methods_than_forward() -> None:
     run_ranks(2, _other_methods)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(4, 5)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def _keywords(rank: int, world_size: int) -> None:
+    """Keyword arguments are cast to param_dtype like positional ones."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(Keywords(), mp_policy=policy)
+    assert model(x=batch(rank, 2, 4)).dtype == torch.bfloat16
+
+
+def test_keyword_inputs_are_cast() -> None:
+    run_ranks(2, _keywords)
+
+
+def _attributes(rank: int, world_size: int) -> None:
+    """What a user has put on a parameter is on the sharded and on the unsharded one."""
+    linear = nn.Linear(4, 4)
+    linear.weight.no_decay = True
+    model = nn.Sequential(linear)
+    fully_shard(model)
+    assert linear.weight.no_decay
+    linear.weight.group = "late"
+    model.unshard()
+    assert not isinstance(linear.weight, DTensor)
+    assert (linear.weight.no_decay, linear.weight.group) == (True, "late")
+
+
+def test_attributes_of_parameters_are_kept() -> None:
+    run_ranks(2, _attributes)
 
 
 # -- groups of modules -------------------------------------------------------------------------------------------------
@@ -794,6 +893,20 @@ def _grouped(rank: int, world_size: int) -> None:
             assert_close(
                 _chunked_loss(twins.sharded, rank), _chunked_loss(twins.whole, rank), "evaluation after a step"
             )
+
+
+def _nested_in_a_list(rank: int, world_size: int) -> None:
+    """A module inside another one of the list belongs to that one."""
+    twins = Twins.of(rank, world_size, Trunk, lambda model: fully_shard([model, model.head, model.blocks[0].up]))
+    assert type(twins.sharded).__name__ == "FSDPTrunk"
+    assert type(twins.sharded.head) is nn.Linear
+    assert type(twins.sharded.blocks[0].up) is nn.Linear
+    for _ in range(2):
+        twins.step(_trunk_loss)
+
+
+def test_a_list_with_modules_inside_others() -> None:
+    run_ranks(2, _nested_in_a_list)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
