@@ -384,6 +384,31 @@ def test_fqn_modifiers() -> None:
     run_ranks(2, fqn_modifiers)
 
 
+def after_meta_initialisation(rank: int, world_size: int, kind: str, model: str) -> None:
+    """Built on meta, sharded, given memory; rank 0 alone has the weights and broadcasts them."""
+    torch.manual_seed(1)
+    spec, mesh = MODELS[model], _mesh(world_size, kind)
+    full = spec.build().state_dict()
+    with torch.device("meta"):
+        module = spec.build()
+    for part in (*spec.blocks(module), module):
+        shardkit.fully_shard(part, mesh=mesh)
+    module.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, dict(full) if rank == 0 else {}, options=options)
+    for fqn, tensor in module.state_dict().items():
+        assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, full[fqn]), fqn
+    built_whole = _build(shardkit, model, mesh, seed=1)
+    losses = [_train(one, model, _optimizer(one), range(3)) for one in (module, built_whole)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "fsdp"), (3, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_broadcast_after_meta_initialisation(model: str, world_size: int, kind: str) -> None:
+    run_ranks(world_size, after_meta_initialisation, kind, model)
+
+
 # -- dcp.save and dcp.load ---------------------------------------------------------------------------------------------
 
 
