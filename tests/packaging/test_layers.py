@@ -15,7 +15,7 @@ LAYERS: list[set[str]] = [
     {"runtime"},
     {"context", "managed", "order_check", "param", "param_group", "reduction"},
     {"iteration", "lazy_init", "state"},
-    {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize", "optimizers"},
+    {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize", "optimizers", "shard_steps"},
     {"__init__", "__main__"},
 ]
 

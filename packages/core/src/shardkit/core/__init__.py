@@ -14,6 +14,7 @@ from shardkit.core.policies import (
     OffloadPolicy,
     ReduceScatter,
 )
+from shardkit.core.shard_steps import optimizer_step_on_shards
 from shardkit.core.version import __version__
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "grad_norm",
     "load_full_state_dict",
     "materialize",
+    "optimizer_step_on_shards",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

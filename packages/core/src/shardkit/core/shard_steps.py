@@ -1,0 +1,157 @@
+"""Steps of element-wise optimizers on the plain tensors inside sharded parameters.
+
+Note [Two views of one state]
+DTensor operators cost host time for each parameter and each operator. An element-wise update does not need them: what
+it does to an element depends on that element alone, so every rank can update its shard as a plain tensor. While the
+optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they hold
+at any other time. Hooks, schedulers, gradient scalers and state dicts see DTensors.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import like_dtensor, local_of
+
+__all__ = ["optimizer_step_on_shards"]
+
+_ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+# State of torch's optimizers that is one number for a whole parameter; everything else has the parameter's shape.
+_NUMBERS = {"step", "eta", "mu", "mu_product"}
+
+
+def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """From now on `optimizer.step()` updates the plain shards of its DTensor parameters, at the cost of plain tensors.
+
+    The results are the same to the last bit, and state dicts stay as they are. For torch's element-wise optimizers;
+    others (Adafactor, Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. Not collective.
+
+    Raises:
+        TypeError: for any other optimizer, subclasses of torch's included: they may do anything.
+    """
+    if type(optimizer) not in _ELEMENTWISE and type(optimizer) is not torch.optim.AdamW:
+        names = ", ".join(sorted({kind.__name__ for kind in _ELEMENTWISE} | {"AdamW"}))
+        raise TypeError(
+            f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
+            f"{names} of torch.optim. Call step() without it: DTensor operators are right for every optimizer"
+        )
+    steps = _ShardSteps()
+    optimizer.register_step_pre_hook(steps.begin)
+    optimizer.register_step_post_hook(steps.end)
+    _restore_after_errors(optimizer, steps)
+
+
+def _restore_after_errors(optimizer: torch.optim.Optimizer, steps: _ShardSteps) -> None:
+    """A step that raises runs no post-hook."""
+    inner = optimizer.step
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            steps.end(self, args, kwargs)
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+class _Twin:
+    """A sharded parameter and the plain one over its shard; `state` pairs what both views have under each key."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self.parameter = parameter
+        self.local = local_of(parameter)
+        self.plain = nn.Parameter(self.local, requires_grad=False)
+        self.pairs: dict[str, tuple[Any, Any]] = {}
+
+    def lend_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The same state with plain tensors."""
+        lent = {}
+        for key, value in state.items():
+            pair = self.pairs.get(key)
+            if pair is None or pair[0] is not value:
+                pair = self.pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
+            lent[key] = pair[1]
+        return lent
+
+    def take_state(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
+        """Brings what the step has added or replaced back into `state`."""
+        for key, value in lent.items():
+            pair = self.pairs.get(key)
+            if pair is None or pair[1] is not value:
+                whole = like_dtensor(value, self.parameter) if self._is_sharded(key, value) else value
+                pair = self.pairs[key] = whole, value
+            state[key] = pair[0]
+
+    def _is_sharded(self, key: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
+
+
+class _ShardSteps:
+    """What is put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
+
+    def __init__(self) -> None:
+        self._twins: dict[int, _Twin] = {}
+        self._params: list[list[torch.Tensor]] | None = None
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step pre-hook: the optimizer sees plain tensors, unless a closure is to run forward and backward."""
+        if (args and args[-1] is not None and callable(args[-1])) or kwargs.get("closure") is not None:
+            return
+        self._params = [group["params"] for group in optimizer.param_groups]
+        self._state = optimizer.state
+        used: dict[int, _Twin] = {}
+        lent: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for group, params in zip(optimizer.param_groups, self._params, strict=True):
+            group["params"] = [self._lend(parameter, used, lent) for parameter in params]
+        self._twins = used
+        optimizer.state = lent
+
+    def _lend(self, parameter: torch.Tensor, used: dict[int, _Twin], lent: dict[torch.Tensor, Any]) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            if parameter in self._state:
+                lent[parameter] = self._state[parameter]
+            return parameter
+        twin = self._twins.get(id(parameter))
+        if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
+            twin = _Twin(parameter)
+        used[id(parameter)] = twin
+        twin.plain.grad = None if parameter.grad is None else local_of(parameter.grad)
+        if state := self._state.get(parameter):
+            lent[twin.plain] = twin.lend_state(state)
+        return twin.plain
+
+    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook: everything is as it was, with the new state."""
+        if self._params is None:
+            return
+        lent, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state
+        for group, params in zip(optimizer.param_groups, self._params, strict=True):
+            for plain, parameter in zip(group["params"], params, strict=True):
+                if plain in lent:
+                    if plain is parameter:
+                        self._state[parameter] = lent[parameter]
+                    else:
+                        self._twins[id(parameter)].take_state(self._state[parameter], lent[plain])
+                if plain is not parameter:
+                    plain.grad = None
+            group["params"] = params
+        self._params = None

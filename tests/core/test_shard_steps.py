@@ -1,0 +1,204 @@
+"""Optimizer steps on plain shards: the same bits as steps on DTensors, and nothing else to be seen of them."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import fully_shard, optimizer_step_on_shards
+from tests.support import rank_mesh, run_ranks
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"foreach": True, "amsgrad": True}),
+    ("AdamW", {"foreach": False}),
+    ("AdamW", {"fused": True}),
+    ("Adam", {"foreach": True, "weight_decay": 0.1}),
+    ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
+    ("SGD", {"foreach": False}),
+    ("Adagrad", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("NAdam", {"lr": 1e-2}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+]
+
+
+class _Net(nn.Module):
+    """Uneven and empty shards, a 0-dim parameter, one that is frozen and one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()) * self.scale
+
+
+def _model(world_size: int) -> _Net:
+    torch.manual_seed(0)
+    model = _Net()
+    fully_shard(model.first, mesh=rank_mesh((world_size,)))
+    return fully_shard(model, mesh=rank_mesh((world_size,)))
+
+
+def _optimizer(model: nn.Module, name: str, options: dict[str, Any]) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.02}, {"params": others}]
+    return getattr(torch.optim, name)(groups, **({"lr": 0.05} | options))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _same(ours: Any, theirs: Any, where: str) -> None:
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, DTensor):
+        assert ours.placements == theirs.placements, where
+        assert ours.shape == theirs.shape, where
+        assert torch.equal(ours.to_local(), theirs.to_local()), where
+    elif isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            _same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, list):
+        for index, pair in enumerate(itertools.zip_longest(ours, theirs)):
+            _same(*pair, f"{where}.{index}")
+    else:
+        assert ours == theirs, where
+
+
+def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    models = [_model(world_size), _model(world_size)]
+    optimizers = [_optimizer(model, name, options) for model in models]
+    optimizer_step_on_shards(optimizers[0])
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            _step(model, optimizer, seed=10 * step + rank)
+        if step == 1:  # a loaded state is taken up, and is not shared with what it came from
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        _same(dict(models[0].state_dict()), dict(models[1].state_dict()), f"step {step}")
+        _same(optimizers[0].state_dict(), optimizers[1].state_dict(), f"step {step}")
+    held = [parameter for group in optimizers[0].param_groups for parameter in group["params"]]
+    assert all(ours is theirs for ours, theirs in zip(held, models[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
+def test_the_same_bits_as_on_dtensors(name: str, options: dict[str, Any]) -> None:
+    for world_size in (1, 3) if name in ("AdamW", "SGD") and not options.get("fused") else (3,):
+        run_ranks(world_size, _steps_alike, name, options)
+
+
+def _steps_with_what_dtensors_lack(
+    rank: int, world_size: int, name: str, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    model = _model(world_size)
+    optimizer = _optimizer(model, name, options)
+    optimizer_step_on_shards(optimizer)
+    for step in range(3):
+        _step(model, optimizer, seed=step)
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "fused": True}), ("Rprop", {})])
+def test_optimizers_without_dtensor_strategies_work(name: str, options: dict[str, Any]) -> None:
+    # With DTensors torch refuses both.
+    alone = run_ranks(1, _steps_with_what_dtensors_lack, name, options)[0]
+    for ranks in run_ranks(2, _steps_with_what_dtensors_lack, name, options):
+        for seen, expected in zip(ranks, alone, strict=True):
+            torch.testing.assert_close(seen, expected)
+
+
+def _around_a_step(rank: int, world_size: int) -> None:
+    model = _model(world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(_holds_dtensors(optimizer)))
+    optimizer_step_on_shards(optimizer)
+    optimizer.register_step_post_hook(lambda *_: seen.append(_holds_dtensors(optimizer)))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    _step(model, optimizer, 0)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert seen == [True, True]
+    assert all(p.grad is None for p in model.parameters())
+    before = [p.to_local().clone() for p in model.parameters()]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) is not None
+    assert any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def _holds_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    return all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def test_hooks_schedulers_and_closures_see_dtensors() -> None:
+    run_ranks(2, _around_a_step)
+
+
+def _fails(rank: int, world_size: int) -> None:
+    model = _model(world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    assert _holds_dtensors(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert _holds_dtensors(optimizer)
+
+
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
+    run_ranks(2, _fails)
+
+
+def _gathers_what_was_stepped(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4), mesh=rank_mesh((world_size,)), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4))  # unsharded while the optimizer steps
+    optimizer.step()
+    output = model(torch.ones(2, 4))
+    model.reshard()
+    weight, bias = (parameter.full_tensor() for parameter in model.parameters())
+    return output.detach(), nn.functional.linear(torch.ones(2, 4), weight, bias).detach()
+
+
+def test_a_step_is_seen_by_the_next_forward() -> None:
+    for seen, expected in run_ranks(2, _gathers_what_was_stepped):
+        assert torch.equal(seen, expected)
+
+
+def test_optimizers_that_read_whole_parameters_are_refused() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    parameter = nn.Parameter(torch.ones(2))
+    for optimizer in (Mine([parameter], lr=0.1), torch.optim.LBFGS([parameter])):
+        with pytest.raises(TypeError, match=type(optimizer).__name__ + " is not known to update each element"):
+            optimizer_step_on_shards(optimizer)
