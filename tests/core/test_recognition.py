@@ -78,6 +78,8 @@ def isinstance_and_state(rank: int, world_size: int) -> None:
     assert not isinstance(model[2], stock.FSDPModule)
     assert type(model).__name__ == "FSDPSequential"
     assert type(model[0]).__name__ == "FSDPBlock"
+    for module, original in ((model, nn.Sequential), (model[0], Block)):
+        assert type(module).__mro__[type(module)._orig_cls_mro_index] is original
     handle = model[0].unshard(async_op=True)
     assert isinstance(handle, stock.UnshardHandle)
     handle.wait()
