@@ -327,18 +327,26 @@ RECURSIVE = [
     ("set_reshard_after_forward", False, "reshard_after_forward"),
     ("set_reshard_after_backward", False, "reshard_after_backward"),
 ]
+NOT_RECURSIVE = [
+    ("set_gradient_divide_factor", 3.0, "gradient_divide_factor"),
+    ("set_force_sum_reduction_for_comms", True, "force_sum_reduction"),
+    ("set_all_reduce_hook", Tensor.neg_, "all_reduce_hook"),
+    ("set_unshard_in_backward", False, "unshard_in_backward"),
+]
 
 
 def recursion(rank: int, world_size: int) -> None:
-    """With `recurse` a setter reaches all sharded modules below, without it the module itself alone."""
-    for setter, value, attribute in RECURSIVE:
-        for arguments, below in (({}, True), ({"recurse": True}, True), ({"recurse": False}, False)):
-            model = _model(shardkit, mesh=rank_mesh((world_size,)))
-            before = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
-            getattr(model, setter)(value, **arguments)
-            after = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
-            changed = [one != two for one, two in zip(before, after, strict=True)]
-            assert changed == [True, below, below], f"{setter} with {arguments}"
+    """With `recurse` a setter reaches all sharded modules below, without it, as those that lack it, itself alone."""
+    cases = [(case, *how) for case in RECURSIVE for how in (({}, True), ({"recurse": True}, True))]
+    cases += [(case, {"recurse": False}, False) for case in RECURSIVE]
+    cases += [(case, {}, False) for case in NOT_RECURSIVE]
+    for (setter, value, attribute), arguments, below in cases:
+        model = _model(shardkit, mesh=rank_mesh((world_size,)))
+        before = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+        getattr(model, setter)(value, **arguments)
+        after = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+        changed = [one != two for one, two in zip(before, after, strict=True)]
+        assert changed == [True, below, below], f"{setter} with {arguments}"
 
 
 def test_recursion_of_setters() -> None:
@@ -394,6 +402,48 @@ def unused_on_some_ranks(rank: int, world_size: int) -> None:
         _assert_full_or_none(model, whole)
         model.zero_grad()
         whole.zero_grad()
+
+
+def partial_gradient_alone(rank: int, world_size: int) -> None:
+    """What waits for its all-reduce is all-reduced by the next backward that does, also if that leaves it out."""
+    torch.manual_seed(0)
+    model, whole = Sides(), Sides()
+    whole.load_state_dict(model.state_dict())
+    shardkit.fully_shard(model, mesh=rank_mesh((2, world_size // 2), ("replicate", "shard")))
+    for step, side in enumerate(("left", "right")):
+        for one in range(world_size):
+            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
+        model.set_requires_all_reduce(side == "right")
+        model(_batch(rank, step)[:, :3], side).square().mean().backward()
+    _assert_full_or_none(model, whole)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(world_size: int) -> None:
+    run_ranks(world_size, partial_gradient_alone)
+
+
+def accumulated_unlike(rank: int, world_size: int) -> None:
+    """Ranks that have accumulated different halves in reduce_dtype still reduce the same things together."""
+    torch.manual_seed(0)
+    model, whole = Sides(), Sides()
+    whole.load_state_dict(model.state_dict())
+    policy = shardkit.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)), mp_policy=policy)
+    for step in range(2):
+        sides = ["left" if (one + step) % 2 else "right" for one in range(world_size)]
+        for one, side in enumerate(sides):
+            (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
+        model.set_requires_gradient_sync(step == 1)
+        model(_batch(rank, step)[:, :3], sides[rank]).square().mean().backward()
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            expected = whole.get_parameter(fqn).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=5e-2, atol=5e-3, msg=fqn)
+
+
+def test_accumulation_that_differs_between_ranks() -> None:
+    run_ranks(2, accumulated_unlike)
 
 
 def _assert_full_or_none(model: nn.Module, whole: nn.Module) -> None:
