@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardkit.core import adapters, fully_shard
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
+from shardkit.core.torch_compat import local_of
 from tests.core.installed_adapters import install_adapter, installed_adapters, no_installed_adapters
 from tests.support import rank_mesh, run_ranks
 
@@ -24,12 +24,9 @@ class Doubling:
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return local_of(parameter)
 
-    def sharded(self, shard: torch.Tensor) -> DTensor:
-        return new_dtensor(shard, self.mesh, self.placements, self.shape)
-
-    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
-        self.asked.append("sharded_gradient")
-        return like_dtensor(gradient, parameter)
+    def local(self, shard: torch.Tensor) -> torch.Tensor:
+        self.asked.append("local")
+        return shard
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         self.asked.append("unsharded")
@@ -73,7 +70,7 @@ def through_an_adapter(rank: int, world_size: int, directory: Path) -> None:
         expected(x).sum().backward()
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), 2 * theirs.grad), "the gradient goes through the form"
-    assert [form.asked[:3] for form in adapter.forms] == [["unsharded", "gradient", "sharded_gradient"]] * 2
+    assert [form.asked[:3] for form in adapter.forms] == [["local", "local", "unsharded"]] * 2
     assert all(form.asked.count("unsharded") == 1 for form in adapter.forms), "asked once, not at every gather"
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
 from shardkit.tp_adapter import CheckedLoadPlanner, logical_state_dict
+from shardkit.tp_adapter.boxes import BoxedTensor
 from tests.core.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
 from tests.tp_adapter.models import SPECS, FusedModel, build, shard
@@ -104,3 +105,22 @@ def taken_name(rank: int, world_size: int) -> None:
 
 def test_a_taken_name_is_refused():
     run_ranks(1, taken_name)
+
+
+def reassigned(rank: int, world_size: int) -> None:
+    """Tensors that a user assigns know nothing of boxes; the sharded parameter tells them."""
+    trainee = Trainee.of("fused", (1, 2), 1)
+    state = {
+        name: DTensor.from_local(value.to_local() + 1, value.device_mesh, value.placements, run_check=False)
+        for name, value in trainee.model.state_dict().items()
+    }
+    assert not isinstance(state["blocks.0.gate_up.weight"].to_local(), BoxedTensor)
+    trainee.model.load_state_dict(state, assign=True)
+    SPECS["fused"].loss(trainee.model, 1)
+    after = trainee.model.state_dict()["blocks.0.gate_up.weight"]
+    assert torch.equal(after.to_local().plain(), state["blocks.0.gate_up.weight"].to_local())
+    assert [tuple(chunk.offsets) for chunk in after.__create_chunk_list__()] == [(rank * 4, 0), (8 + rank * 4, 0)]
+
+
+def test_assigned_tensors_get_their_boxes():
+    run_ranks(2, reassigned)

@@ -3,7 +3,7 @@
 Note [Forms]
 Data parallelism cuts, gathers and reduces plain tensors. What a parameter is around such a tensor, the `ParameterForm`
 knows: for a parameter that another parallelism has made a DTensor, the tensor is this rank's local one, and the form
-makes the sharded DTensor over both meshes, the unsharded DTensor that the module computes with, and a plain tensor of
+knows the sharded DTensor's mesh, makes the unsharded DTensor that the module computes with, and a plain tensor of
 its gradient. Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point
 group `shardkit.dtensor_adapters`.
 """
@@ -19,11 +19,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.torch_compat import like_dtensor, new_dtensor
 
 __all__ = ["DTensorAdapter", "ParameterForm", "SubclassGather", "form_of"]
 
@@ -37,14 +36,22 @@ class ParameterForm(Protocol):
     def shape(self) -> torch.Size:
         """Shape of the whole parameter, as state dicts have it."""
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the sharded parameter."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements of the sharded parameter."""
+
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The plain tensor inside the original parameter; data parallelism cuts it."""
 
-    def sharded(self, shard: torch.Tensor) -> DTensor:
-        """The sharded parameter around this rank's shard of the plain tensor."""
+    def local(self, shard: torch.Tensor) -> torch.Tensor:
+        """The local tensor of the sharded parameter, or of its gradient, over the memory of a shard.
 
-    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
-        """The gradient of the sharded parameter around this rank's shard of it."""
+        The shard itself, unless local tensors have more to tell than their elements.
+        """
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor that the module computes with, over the memory of the gathered plain tensor."""
@@ -72,17 +79,14 @@ class _PlainForm:
     """The form of a parameter that is a plain tensor, or a subclass other than DTensor."""
 
     shape: torch.Size
-    mesh: DataParallelMesh
-    dim: int | None
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
-    def sharded(self, shard: torch.Tensor) -> DTensor:
-        return new_dtensor(shard, self.mesh.mesh, self.mesh.placements(self.dim), self.shape)
-
-    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
-        return like_dtensor(gradient, parameter)
+    def local(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         return whole
@@ -99,7 +103,7 @@ def form_of(parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int 
         ValueError, TypeError: from the adapter.
     """
     if not isinstance(parameter, DTensor):
-        return _PlainForm(parameter.shape, mesh, dim)
+        return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(dim))
     adapter = _dtensor_adapter()
     if adapter is None:
         raise TypeError(

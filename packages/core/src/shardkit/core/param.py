@@ -34,7 +34,9 @@ from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import (
+    like_dtensor,
     local_of,
+    new_dtensor,
     post_accumulate_grad_hooks,
     replace_local,
     version_of,
@@ -120,7 +122,10 @@ class FSDPParam:
         dim = 0 if placement is None else placement.dim
         self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
-        self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
+        local = form.local(self._shard(plain))
+        self.sharded_param = nn.Parameter(
+            new_dtensor(local, form.mesh, form.placements, form.shape), requires_grad=original.requires_grad
+        )
         self.sharded_param.__dict__.update(original.__dict__)
         setattr(original, _MARK, weakref.ref(self))
         setattr(self.sharded_param, _MARK, weakref.ref(self))
@@ -176,6 +181,8 @@ class FSDPParam:
             )
         if self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
+        local = self.form.local(local)
+        if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
         self._local = local
         self.orig_dtype = local.dtype
@@ -445,7 +452,7 @@ class FSDPParam:
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
             gradient = target.copy_(gradient, non_blocking=overlap)
         if existing is None:
-            self.sharded_param.grad = self.form.sharded_gradient(gradient, cast(DTensor, self.sharded_param))
+            self.sharded_param.grad = like_dtensor(self.form.local(gradient), cast(DTensor, self.sharded_param))
         else:
             local_of(existing).add_(gradient)
         for hook in hooks:

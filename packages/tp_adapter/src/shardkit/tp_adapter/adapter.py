@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.region import region_at
-from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
+from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.joint_mesh import joint_mesh
 from shardkit.tp_adapter.placing import order_of_cuts, region_held
@@ -48,13 +48,11 @@ class TensorParallelForm:
         """The local tensor."""
         return local_of(parameter)
 
-    def sharded(self, shard: torch.Tensor) -> DTensor:
-        """The DTensor on the joint mesh."""
-        return new_dtensor(self._boxed(shard), self.mesh, self.placements, self.shape)
-
-    def sharded_gradient(self, gradient: torch.Tensor, parameter: DTensor) -> DTensor:
-        """The same for a gradient, which has the placements of its parameter."""
-        return like_dtensor(self._boxed(gradient), parameter)
+    def local(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard; one that lies in several places with its boxes."""
+        if self.boxes is None or isinstance(shard, BoxedTensor):
+            return shard
+        return BoxedTensor.of(shard, self.boxes)
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The user's DTensor, over gathered memory."""
@@ -82,9 +80,6 @@ class TensorParallelForm:
         if wanted != tuple(gradient.placements):
             gradient = gradient.redistribute(placements=wanted)
         return arrived_local_of(gradient)
-
-    def _boxed(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard if self.boxes is None else BoxedTensor.of(shard, self.boxes)
 
 
 class TensorParallelAdapter:
