@@ -28,7 +28,8 @@ class Placement:
 
     Attributes:
         mesh: 1-D, or 2-D with the replicate axis first.
-        dims: which axes of it shard and replicate.
+        dims: which axes of it shard and replicate; None where their order says so. A mesh of the user's is left as it
+            is, since stock only takes DTensors on that very mesh.
         group: the process group that shards (with NO_SHARD: that replicates); FSDP1's `process_group`.
         replicate_group: hybrid strategies: the group that replicates.
         device: of the mesh on this rank.
@@ -37,7 +38,7 @@ class Placement:
     """
 
     mesh: DeviceMesh
-    dims: DataParallelMeshDims
+    dims: DataParallelMeshDims | None
     group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None
     device: torch.device
@@ -110,19 +111,17 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Placement:
             raise ValueError(f"{strategy} needs a 2-D device_mesh (replicate, shard), got {mesh.ndim}-D {mesh}")
         replicate, shard = mesh.get_group(0), mesh.get_group(1)
         named = mesh if mesh.mesh_dim_names else _hybrid_mesh(shard, replicate, mesh.device_type)
-        names = cast(tuple[str, ...], named.mesh_dim_names)
-        dims = DataParallelMeshDims(shard=names[1], replicate=names[0])
-        return Placement(named, dims, shard, replicate, device, True, strategy)
+        return Placement(named, None, shard, replicate, device, True, strategy)
     if mesh.ndim != 1:
         raise ValueError(
             f"{strategy} needs a 1-D device_mesh, got {mesh.ndim}-D {mesh}; pass a slice, or use HYBRID_SHARD"
         )
     group = mesh.get_group()
     strategy = ShardingStrategy.NO_SHARD if group.size() == 1 else strategy
-    if mesh.mesh_dim_names is None:
+    if strategy is ShardingStrategy.NO_SHARD:
         placed = _flat(group, strategy, device)
         return Placement(placed.mesh, placed.dims, group, None, device, True, strategy)
-    return Placement(mesh, _flat_dims(strategy, mesh.mesh_dim_names[0]), group, None, device, True, strategy)
+    return Placement(mesh, None, group, None, device, True, strategy)
 
 
 def _pair(groups: ProcessGroups | None, strategy: ShardingStrategy) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

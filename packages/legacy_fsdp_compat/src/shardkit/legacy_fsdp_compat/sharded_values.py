@@ -21,10 +21,10 @@ def to_sharded(
 
     Replicated values (0-dim parameters) become plain tensors, as FSDP1 has no sharded form for them.
     """
-    local = local_of(value).detach()
+    # A copy, as in stock: training goes on while a state dict is written.
+    local = local_of(value).detach().to("cpu" if offload else local_of(value).device, copy=True)
     if parameter.is_replicated:
-        return local.cpu() if offload else local.clone()
-    local = local.cpu() if offload else local
+        return local
     if as_dtensor:
         return parameter.like(local)
     layout, rank = parameter.param.layout, unit.group.rank()

@@ -1,0 +1,316 @@
+"""The optimizer methods of FSDP1's API: every form of state, there and back, with odd optimizers."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.legacy_fsdp_compat.both import (
+    OURS,
+    STOCK,
+    Setting,
+    api,
+    assert_same_tensors,
+    build,
+    loss_of,
+    train,
+    whole_state,
+    wrap,
+)
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def continued(rank: int, engine: str, setting: Setting, weights: Any, convert: Any) -> list[float]:
+    """Losses of a fresh model that got the weights and what `convert(model, optimizer)` gives to its optimizer."""
+    model = wrap(engine, setting, build(1))
+    model.load_state_dict(weights)
+    optimizer = adam(model)
+    optimizer.load_state_dict(convert(model, optimizer))
+    return train(model, optimizer, rank, range(2, 4))
+
+
+def all_forms(rank: int, world_size: int, use_orig_params: bool) -> None:
+    fsdp = api(OURS).FSDP
+    setting = Setting(use_orig_params=use_orig_params)
+    model = wrap(OURS, setting)
+    optimizer = adam(model)
+    train(model, optimizer, rank, range(2))
+    weights = whole_state(OURS, model)
+    everywhere = fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    first = fsdp.full_optim_state_dict(model, optimizer)
+    assert (first == {}) == (rank != 0)
+    rows = fsdp.sharded_optim_state_dict(model, optimizer)
+    by_input = fsdp.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()), rank0_only=False)
+    assert list(by_input["state"]) == list(everywhere["state"])
+    expected = train(model, optimizer, rank, range(2, 4))
+    ways = {
+        "shard": lambda m, o: fsdp.shard_full_optim_state_dict(everywhere, m, optim=o),
+        "shard by input": lambda m, o: fsdp.shard_full_optim_state_dict(
+            everywhere, m, optim_input=list(m.parameters())
+        ),
+        "scatter": lambda m, o: fsdp.scatter_full_optim_state_dict(first if rank == 0 else None, m, optim=o),
+        "flatten": lambda m, o: fsdp.flatten_sharded_optim_state_dict(rows, m, o),
+    }
+    for name, way in ways.items():
+        seen = continued(rank, OURS, setting, weights, way)
+        torch.testing.assert_close(seen, expected, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    theirs = api(STOCK).FSDP
+    for way in (
+        lambda m, o: theirs.shard_full_optim_state_dict(everywhere, m, optim=o),
+        lambda m, o: theirs.flatten_sharded_optim_state_dict(rows, m, o),
+    ):
+        torch.testing.assert_close(continued(rank, STOCK, setting, weights, way), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_every_form_there_and_back(use_orig_params: bool):
+    run_ranks(2, all_forms, use_orig_params)
+
+
+def groups(rank: int, world_size: int) -> None:
+    """Groups with hyper-parameters of their own, an empty one, parameters without state, and some left out."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    named = dict(model.named_parameters())
+    weights = [p for name, p in named.items() if name.endswith("weight") and "out" not in name]
+    biases = [p for name, p in named.items() if name.endswith("bias") and "out" not in name]
+    optimizer = torch.optim.AdamW([{"params": weights, "lr": 0.02}, {"params": biases, "weight_decay": 0.0}])
+    optimizer.add_param_group({"params": [], "lr": 0.5, "betas": (0.1, 0.2)})
+    for parameter in biases:
+        parameter.requires_grad_(False)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    state = names.FSDP.optim_state_dict(model, optimizer)
+    saved = state["param_groups"]
+    assert [group["lr"] for group in saved] == [0.02, 1e-3, 0.5]
+    assert saved[2]["params"] == []
+    assert saved[2]["betas"] == (0.1, 0.2)
+    assert "inp.bias" in saved[1]["params"]
+    assert "inp.bias" not in state["state"]
+    assert not any(name.startswith("out") for group in saved for name in group["params"])
+    before = copy.deepcopy(state)
+    loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+    assert state.keys() == before.keys()
+    assert [len(group["params"]) for group in loaded["param_groups"]] == [len(weights), len(biases), 0]
+    again = names.FSDP.optim_state_dict(model, optimizer)
+    for name, values in state["state"].items():
+        assert_same_tensors(values, again["state"][name], rtol=0, atol=0)
+    state["param_groups"][0]["params"].append("out.weight")
+    with pytest.raises(ValueError, match=r"'out\.weight', which is not in the optimizer"):
+        names.FSDP.optim_state_dict_to_load(model, optimizer, state)
+    state["param_groups"][0]["params"][-1] = "nowhere"
+    with pytest.raises(ValueError, match="'nowhere', which is not in the model"):
+        names.FSDP.optim_state_dict_to_load(model, optimizer, state)
+    state["param_groups"][0]["params"].pop()
+    state["state"]["inp.weight"]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"'inp.weight: exp_avg' has shape \(2, 2\), the parameter has \(5, 4\)"):
+        names.FSDP.optim_state_dict_to_load(model, optimizer, state)
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ValueError, match="not in the model"):
+        names.FSDP.optim_state_dict(model, foreign)
+
+
+def test_groups_keep_their_hyper_parameters():
+    run_ranks(2, groups)
+
+
+class Counting(torch.optim.Optimizer):
+    """State of every kind: per element, 0-dim, a number, None."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                state["scale"] = torch.tensor(0.5)
+                state["count"] = state.get("count", 0) + 1
+                state["nothing"] = None
+                parameter.sub_(state["sum"], alpha=group["lr"])
+
+
+class WithScalar(nn.Module):
+    """A 0-dim parameter, and one weight in two places with another between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.between(self.first(x)))) * self.gain
+
+
+def odd_state(rank: int, world_size: int, kind: str) -> None:
+    names = api(OURS)
+    torch.manual_seed(0)
+    model = names.FSDP(WithScalar(), use_orig_params=True)
+    optimizer = Counting(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + rank + step)).sum().backward()
+        optimizer.step()
+    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+        state = names.FSDP.optim_state_dict(model, optimizer)
+        assert set(state["state"]) == {
+            "first.weight",
+            "first.bias",
+            "between.weight",
+            "between.bias",
+            "last.bias",
+            "gain",
+        }
+        one = state["state"]["between.bias"]
+        assert (one["count"], one["nothing"], one["scale"].item()) == (2, None, 0.5)
+        expected = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state))
+    for parameter, values in expected.items():
+        loaded = optimizer.state[parameter]
+        assert isinstance(loaded["sum"], DTensor)
+        assert torch.equal(loaded["sum"].to_local(), values["sum"].to_local())
+        assert (loaded["count"], loaded["nothing"]) == (2, None)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_state_of_every_kind_and_tied_parameters(kind: str):
+    run_ranks(2, odd_state, kind)
+
+
+def named_optimizer(rank: int, world_size: int) -> None:
+    """An optimizer whose own state dict has names for keys, as torch's _NamedOptimizer and KeyedOptimizer."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    optimizer = adam(model)
+    train(model, optimizer, rank, range(2))
+    own = optimizer.state_dict()
+    order = [name for name, _ in model.named_parameters()]
+    by_name = {
+        "state": {order[number]: values for number, values in own["state"].items()},
+        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in own["param_groups"]],
+    }
+    state = names.FSDP.optim_state_dict(model, optimizer, by_name)
+    usual = names.FSDP.optim_state_dict(model, optimizer)
+    for name, values in usual["state"].items():
+        assert_same_tensors(values, state["state"][name], rtol=0, atol=0)
+    loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+    assert list(loaded["state"]) == order
+    assert torch.equal(
+        loaded["state"]["inp.weight"]["exp_avg"].to_local(), by_name["state"]["inp.weight"]["exp_avg"].to_local()
+    )
+
+
+def test_named_optimizers():
+    run_ranks(2, named_optimizer)
+
+
+def rekeying(rank: int, world_size: int) -> None:
+    """A full state by name goes into a model without FSDP, and comes back."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    optimizer = adam(model)
+    train(model, optimizer, rank, range(2))
+    full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = build()
+    plain_optimizer = adam(plain)
+    kinds = names.OptimStateKeyType
+    numbered = names.FSDP.rekey_optim_state_dict(full, kinds.PARAM_ID, plain, optim=plain_optimizer)
+    plain_optimizer.load_state_dict(numbered)
+    assert torch.equal(plain_optimizer.state[plain.inp.weight]["exp_avg"], full["state"]["inp.weight"]["exp_avg"])
+    named = names.FSDP.rekey_optim_state_dict(
+        plain_optimizer.state_dict(), kinds.PARAM_NAME, plain, optim=plain_optimizer
+    )
+    assert set(named["state"]) == set(full["state"])
+    assert names.FSDP.rekey_optim_state_dict(named, kinds.PARAM_NAME, plain, optim=plain_optimizer) is named
+    theirs = api(STOCK).FSDP.rekey_optim_state_dict(
+        full, api(STOCK).OptimStateKeyType.PARAM_ID, plain, optim_input=list(plain.parameters())
+    )
+    by_input = names.FSDP.rekey_optim_state_dict(full, kinds.PARAM_ID, plain, optim_input=list(plain.parameters()))
+    assert by_input["param_groups"] == theirs["param_groups"]
+    assert set(by_input["state"]) == set(theirs["state"])
+    with pytest.raises(ValueError, match="nowhere"):
+        names.FSDP.rekey_optim_state_dict(
+            {"state": {"nowhere": {}}, "param_groups": []}, kinds.PARAM_ID, plain, optim=plain_optimizer
+        )
+    with pytest.raises(ValueError, match="names or numbers"):
+        names.FSDP.rekey_optim_state_dict(
+            {"state": {"a": {}, 1: {}}, "param_groups": []}, kinds.PARAM_ID, plain, optim=plain_optimizer
+        )
+
+
+def test_rekey_optim_state_dict():
+    run_ranks(2, rekeying)
+
+
+def with_mesh(rank: int, world_size: int) -> None:
+    """A mesh makes sharded state of DTensors, which stock loads and writes too."""
+    setting = Setting()
+    states = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        model = wrap(engine, setting, device_mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = adam(model)
+        train(model, optimizer, rank, range(2))
+        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+            states[engine] = model, optimizer, model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
+        if engine == OURS:
+            local = names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT)
+            with local, pytest.raises(RuntimeError, match="cannot be used with device_mesh"):
+                model.state_dict()
+    for reader, writer in ((STOCK, OURS), (OURS, STOCK)):
+        names = api(reader)
+        model, optimizer = states[reader][:2]
+        weights, optim = states[writer][2:]
+        assert isinstance(weights["inp.weight"], DTensor)
+        assert isinstance(optim["state"]["inp.weight"]["exp_avg"], DTensor)
+        with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+            model.load_state_dict(dict(weights))
+            optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, optim))
+    losses = [train(*states[engine][:2], rank, range(2, 4)) for engine in (STOCK, OURS)]
+    torch.testing.assert_close(losses[0], losses[1], **TOLERANCE)
+
+
+def test_device_mesh_makes_dtensors():
+    run_ranks(2, with_mesh)
+
+
+def partial_state(rank: int, world_size: int) -> None:
+    """rank0_only in both directions, and ranks that disagree."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    optimizer = adam(model)
+    train(model, optimizer, rank, range(2))
+    config = names.FullOptimStateDictConfig(rank0_only=True)
+    with names.FSDP.state_dict_type(
+        model, names.StateDictType.FULL_STATE_DICT, names.FullStateDictConfig(rank0_only=True), config
+    ):
+        state = names.FSDP.optim_state_dict(model, optimizer)
+        assert (state == {}) == (rank != 0)
+        before = {id(p): values["exp_avg"].to_local().clone() for p, values in optimizer.state.items()}
+        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state))
+    assert all(torch.equal(values["exp_avg"].to_local(), before[id(p)]) for p, values in optimizer.state.items())
+    if rank == 1:
+        del optimizer.state[next(iter(optimizer.state))]
+    with pytest.raises(RuntimeError, match=r"'inp.weight' is .* on rank 0 and None on rank 1"):
+        names.FSDP.optim_state_dict(model, optimizer)
+
+
+def test_rank0_only_and_disagreement():
+    run_ranks(2, partial_state)
