@@ -1,6 +1,7 @@
 """Who shards the workload. Every system wraps each block and then the whole network, and uses one optimizer."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -29,18 +30,21 @@ class System:
 
     `shards`: each rank holds a part of the gradients, so that their squares add up over the ranks.
     `averages`: gradients are averaged over the ranks.
+    `prepare_optimizer`: what the system's users are told to do with an element-wise optimizer.
     """
 
     network: nn.Module
     around_forward: Autocast
     shards: bool
     averages: bool
+    prepare_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
 
 def _shardkit(workload: Workload, place: Place) -> System:
-    from shardkit.core import MixedPrecisionPolicy, fully_shard
+    from shardkit.core import MixedPrecisionPolicy, fully_shard, optimizer_step_on_shards
 
-    return _per_block(workload, place, fully_shard, MixedPrecisionPolicy)
+    system = _per_block(workload, place, fully_shard, MixedPrecisionPolicy)
+    return dataclasses.replace(system, prepare_optimizer=optimizer_step_on_shards)
 
 
 def _fsdp2(workload: Workload, place: Place) -> System:
@@ -118,4 +122,6 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
 def optimizer_for(system: System) -> torch.optim.Optimizer:
     """AdamW over all trained parameters at once: its default loop would cost more than sharding does."""
     trained = [parameter for parameter in system.network.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=True)
+    system.prepare_optimizer(optimizer)
+    return optimizer

@@ -20,7 +20,7 @@ from model import GPT, VOCABULARY
 from processes import failing_together, local_device, process_group, total
 from report import Report
 from settings import Settings, parse
-from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, optimizer_step_on_shards
 
 
 def main(argv: Sequence[str]) -> None:
@@ -128,7 +128,9 @@ def build_optimizer(model: GPT, settings: Settings) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    optimizer_step_on_shards(optimizer)  # AdamW is element-wise, so a step needs no DTensor operators
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> None:
