@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardkit.core.adapters import form_of
 from shardkit.core.mesh import data_parallel_mesh
 from shardkit.core.param import FSDPParam, Slot
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
@@ -45,10 +46,9 @@ def _param(device: str, policy: OffloadPolicy, original: Tensor, mesh: DeviceMes
     module = nn.Module()
     module.weight = nn.Parameter(original, requires_grad=False)
     slots = (Slot.of(module, "weight"),)
-    on = torch.device(device)
-    return module, FSDPParam(
-        module.weight, "weight", slots, data_parallel_mesh(mesh, None), Shard(0), on, MixedPrecisionPolicy(), policy
-    )
+    axes, on = data_parallel_mesh(mesh, None), torch.device(device)
+    form = form_of(module.weight, "weight", axes, 0)
+    return module, FSDPParam(module.weight, "weight", slots, axes, Shard(0), form, on, MixedPrecisionPolicy(), policy)
 
 
 def _shards_live_where_they_are_told(rank: int, world_size: int) -> None:

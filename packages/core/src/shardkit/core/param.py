@@ -376,7 +376,7 @@ class FSDPParam:
         """Whether the sharded parameter was written to, or replaced, since it was gathered. Alike on all ranks."""
         current = self.slots[0].get()
         replaced = current is not None and current is not self.unsharded_param
-        return replaced or version_of(self.sharded_param) != self._gathered_version
+        return replaced or (not self.aliased and version_of(self.sharded_param) != self._gathered_version)
 
     def free(self) -> None:
         """Frees the unsharded storage; the tensors over it stay."""
@@ -444,7 +444,8 @@ class FSDPParam:
         Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
         waits for them.
         """
-        gradient = gradient.view(self.local_shape)
+        if gradient.shape != self.local_shape:
+            gradient = gradient.view(self.local_shape)
         existing = self.sharded_param.grad
         hooks = post_accumulate_grad_hooks(self.sharded_param)
         if self.offload is not None and gradient.device.type != "cpu":

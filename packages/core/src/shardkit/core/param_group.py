@@ -307,6 +307,9 @@ class FSDPParamGroup:
                 param.check_ready()
             self._share_shards()
         self.stale = False
+        if self._items and not any(self._items):  # every parameter is its own shard
+            self._drop_kept()
+            return None
         sources = [param.sources() for param in self.params]
         self._drop_kept()
         if not self._items or any(param.subclass for param in self.params):

@@ -96,7 +96,10 @@ class GradientReduction:
         hook: Callable[[torch.Tensor], None] | None,
         hook_stream: Any,
     ) -> list[Program]:
-        """One program for each dtype among the gradients, in an order that is the same on all ranks."""
+        """One program for each dtype among the gradients, in an order that is the same on all ranks.
+
+        Gradients that are reduced with nobody are delivered at once, without a program.
+        """
         buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
         for param, gradient in gradients:
             buckets[gradient.dtype, reduce_dtype or gradient.dtype].append((param, gradient))
@@ -105,7 +108,7 @@ class GradientReduction:
         for (grad_dtype, dtype), bucket in buckets.items():
             division = division_for(self.mesh.size, dtype, divide_factor, force_sum)
             if transport is None and not self.mesh.replicate_groups and hook is None:
-                programs.append(_deliver_unreduced(bucket, dtype, division))
+                _deliver_unreduced(bucket, dtype, division)
                 continue
             scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
             groups = self.mesh.replicate_groups if native_all_reduce else ()
@@ -243,15 +246,11 @@ def _deliver(scattered: _Scattered) -> None:
         param.deliver(view.to(param.orig_dtype))
 
 
-def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> Program:
+def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
-    hold(*(gradient for _, gradient in bucket))
     for param, gradient in bucket:
-        reduced = gradient.to(dtype)
+        reduced = gradient if gradient.dtype == dtype else gradient.to(dtype)
         for factor in factors:
             reduced = reduced / factor
-        param.deliver(reduced.to(param.orig_dtype))
-    bucket.clear()
-    return
-    yield
+        param.deliver(reduced if reduced.dtype == param.orig_dtype else reduced.to(param.orig_dtype))

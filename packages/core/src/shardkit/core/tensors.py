@@ -18,6 +18,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     if value is None or isinstance(value, str | bytes | int | float):
         return value
+    kind = type(value)
+    if kind is tuple or kind is list:  # nearly always; the other tests are dear
+        return kind([map_tensors(function, one) for one in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
         # A dataclass that is a dict too (model outputs of Hugging Face) keeps both in step in its own __setattr__.
@@ -50,7 +53,11 @@ def tensors_with_grad(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for one in value:
+            _collect(one, found)
+    elif isinstance(value, torch.Tensor):
         found.append(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
