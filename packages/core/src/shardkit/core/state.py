@@ -26,7 +26,7 @@ from shardkit.core.managed import STATE
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.tensors import cast_floating, map_tensors, tensors_in, tensors_with_grad
-from shardkit.core.torch_compat import in_backward, is_leaf_or_view, no_dynamo, register_with_stock
+from shardkit.core.torch_compat import in_backward, is_leaf_or_view, local_of, no_dynamo, register_with_stock
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -209,11 +209,11 @@ class FSDPState:
 
         The copy also has a place in the graph, which a parameter has not, where `_watch_outputs` can put its hook.
         """
-        suspects = [tensor for tensor in tensors_in(output) if is_leaf_or_view(tensor)]
+        suspects = [tensor for tensor in tensors_in(output) if is_leaf_or_view(_on_this_rank(tensor))]
         if not suspects:
             return output
         memory = {address for group in self.groups for param in group.params for address in param.memory}
-        theirs = {id(tensor) for tensor in suspects if tensor.untyped_storage().data_ptr() in memory}
+        theirs = {id(tensor) for tensor in suspects if _on_this_rank(tensor).untyped_storage().data_ptr() in memory}
         if not theirs:
             return output
         return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
@@ -317,6 +317,10 @@ class FSDPState:
                     "of state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
                 )
                 state_dict[prefix + name] = parameter  # keeps what is there, so that torch does not complain as well
+
+
+def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _PostBackward(torch.autograd.Function):
