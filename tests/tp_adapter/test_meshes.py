@@ -133,3 +133,39 @@ def expert_parallel(rank: int, world_size: int) -> None:
 
 def test_expert_parallel():
     run_ranks(4, expert_parallel)
+
+
+class Gated(nn.Module):
+    """A matrix on two model axes, and a 0-dim parameter."""
+
+    def __init__(self, weight: torch.Tensor, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.gate = nn.Parameter(weight), nn.Parameter(gate)
+
+    def forward(self) -> torch.Tensor:
+        product = self.weight * self.gate
+        out = (product * product).sum()
+        return out.full_tensor() if isinstance(out, DTensor) else out
+
+
+def two_model_axes(rank: int, world_size: int) -> None:
+    whole, gate = torch.arange(45.0).view(9, 5) / 10, torch.tensor(2.0)
+    expected = Gated(whole, gate)
+    expected().backward()
+    for shape in ((2, 2, 1), (2, 1, 2), (1, 2, 2)):
+        mesh = rank_mesh(shape, ("dp", "ep", "tp"))
+        for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]):
+            scalar = distribute_tensor(gate, mesh["ep", "tp"], [Replicate(), Replicate()])
+            model = Gated(distribute_tensor(whole, mesh["ep", "tp"], placements), scalar)
+            shardkit.fully_shard(model, mesh=mesh["dp"])
+            assert torch.equal(model.weight.detach().full_tensor(), whole), (shape, placements)
+            assert all(placement.is_replicate() for placement in model.gate.placements)
+            model().backward()
+            for name, parameter in model.named_parameters():
+                assert_close(
+                    parameter.grad, dict(expected.named_parameters())[name].grad, f"{shape} {placements} {name}"
+                )
+
+
+def test_two_model_axes_and_a_scalar():
+    run_ranks(4, two_model_axes)
