@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert
+from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, joined
 
@@ -30,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or 1 after an error, which is printed to stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["script"]:
-        from shardkit.legacy_fsdp_compat.migrate.script_command import main as script
-
-        return script(arguments[1:])
+        return rewrite_script(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return _run(options)

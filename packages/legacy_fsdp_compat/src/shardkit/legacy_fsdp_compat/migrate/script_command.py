@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardkit.legacy_fsdp_compat.migrate.script import rewrite
+
 __all__ = ["main"]
 
 
@@ -21,11 +23,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help="change the file")
     options = parser.parse_args(arguments)
-    try:
-        from shardkit.legacy_fsdp_compat.migrate.script import rewrite
-    except ImportError:
-        sys.stderr.write("error: this needs libcst; run: pip install 'shardkit-legacy-fsdp-compat[script]'\n")
-        return 1
     try:
         source = options.file.read_text()
         result = rewrite(source)
