@@ -633,3 +633,78 @@ def load_errors(rank: int, world_size: int) -> None:
 
 def test_errors_of_loading():
     run_ranks(2, load_errors)
+
+
+# -- order, moves, experts ---------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A mixture: every rank runs both experts, in an order of its own if told so."""
+
+    def __init__(self, fsdp: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(fsdp(nn.Linear(4, 1), use_orig_params=True, device_id=CPU) for _ in range(2))
+        self.reversed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(self.gate(x), dim=-1)
+        order = [1, 0] if self.reversed else [0, 1]
+        return sum(weights[:, one : one + 1] * self.experts[one](x) for one in order)
+
+
+def mixture(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        torch.manual_seed(0)
+        fsdp = api(engine).FSDP
+        model = fsdp(Experts(fsdp), use_orig_params=True, device_id=CPU)
+        losses = train(model, sgd(model), rank, range(3))
+        seen[engine] = {"losses": torch.tensor(losses), **whole_state(engine, model)}
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+def test_mixture_of_experts():
+    run_ranks(2, mixture)
+
+
+def order_of_execution(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    fsdp = api(OURS).FSDP
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = fsdp(Experts(fsdp), use_orig_params=True)
+        train(model, sgd(model), rank, range(1))
+        model.module.reversed = rank == 1
+        with pytest.raises(RuntimeError, match=r"experts\.[01]") as caught:
+            train(model, sgd(model), rank, range(1))
+        assert "_fsdp_wrapped_module" not in str(caught.value)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_another_order_of_execution_is_reported():
+    run_ranks(2, order_of_execution, isolated=True)
+
+
+def casts_and_assignments(rank: int, world_size: int) -> None:
+    """What changes parameters behind FSDP's back: a cast, a load by assignment."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    train(model, sgd(model), rank, range(1))
+    model.double()
+    with names.FSDP.summon_full_params(model):
+        assert model.inp.weight.dtype == torch.float64
+    assert model(batch(rank, 0)[0].double()).dtype == torch.float64
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+        model.load_state_dict(state, assign=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(rank, 0)[0].double()).sum().backward()
+    optimizer.step()
+    full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert full["state"]["inp.weight"]["exp_avg"].dtype == torch.float64
+
+
+def test_casts_and_loads_by_assignment():
+    run_ranks(2, casts_and_assignments)

@@ -45,42 +45,42 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
 
     A failure on the way in leaves the sharded parameters registered.
     """
-    shown: list[tuple[Unit, UnitParameter, nn.Parameter]] = []
+    shown: list[tuple[UnitParameter, nn.Parameter]] = []  # with the sharded parameter that comes back
     finished = False
     try:
         for unit, state in units:
             refuse_while_running(state, "summon_full_params")
             state.to_sharded()
             for parameter in unit.parameters:
-                full = _show(unit, parameter, options)
-                if full is not None:
-                    shown.append((unit, parameter, full))
+                sharded = parameter.sharded
+                if _show(unit, parameter, options):
+                    shown.append((parameter, sharded))
         yield
         finished = True
     finally:
-        changed = [parameter.param.slots[0].get() for _, parameter, _ in shown]
-        for _, parameter, _ in shown:  # whatever goes wrong below, the model is as it was
-            parameter.param.register(parameter.sharded)
+        changed = [parameter.param.slots[0].get() for parameter, _ in shown]
+        for parameter, sharded in shown:  # whatever goes wrong below, the model is as it was
+            parameter.param.register(sharded)
         if options.writeback and finished:
-            for (_, parameter, _), current in zip(shown, changed, strict=True):
+            for (parameter, _), current in zip(shown, changed, strict=True):
                 _write_back(parameter, current, options)
 
 
-def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> nn.Parameter | None:
+def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> bool:
+    """Registers the whole parameter; returns whether this rank gets it."""
     everywhere = not options.rank0_only
-    parameter.param.refresh()
     value = unit.full(parameter, parameter.sharded, everywhere=everywhere)
     gradient = parameter.sharded.grad if options.with_grads else None
     full_gradient = None if gradient is None else unit.full(parameter, gradient, everywhere=everywhere)
     if value is None:
-        return None
+        return False
     if options.offload_to_cpu:
         value = value.cpu()
     full = nn.Parameter(value, requires_grad=parameter.sharded.requires_grad)
     if full_gradient is not None:
         full.grad = full_gradient.to(full.device)
     parameter.param.register(full)
-    return full
+    return True
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.param import FSDPParam, sharded_counterpart
 from shardkit.core.torch_compat import local_of, new_dtensor
@@ -46,8 +46,9 @@ class UnitParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The sharded parameter, a DTensor: what optimizers hold."""
-        return self.param.sharded_param
+        """The sharded parameter, a DTensor: what optimizers hold; also one that was assigned since core last looked."""
+        current = self.param.slots[0].get()
+        return current if isinstance(current, DTensor) else self.param.sharded_param
 
     @property
     def shape(self) -> torch.Size:
