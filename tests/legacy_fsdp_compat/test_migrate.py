@@ -330,6 +330,25 @@ def test_local_needs_the_right_shapes(copied: Path):
         open_checkpoint(copied / "LOCAL", {**shapes, "inp.weight": (6, 4)})
 
 
+def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
+    names = api(STOCK)
+    model = wrap(STOCK, Setting())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam([{"params": parameters[1:]}, {"params": parameters[:1]}])
+    train(model, optimizer, rank, range(1))
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch.save(state, directory / f"rank{rank}.pt")
+
+
+def test_numbers_that_tell_nothing_are_refused(tmp_path: Path):
+    """Several groups have an order of their own, which only the script knows."""
+    run_ranks(2, write_two_groups, tmp_path)
+    shapes = {name: tuple(value.shape) for name, value in build().state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"in 2 groups.*optim_state_dict, which writes names"):
+        open_checkpoint(tmp_path, shapes)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("ran",)

@@ -150,9 +150,7 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     """Of the source's files, by size and time, and of the tensors in them."""
     described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
     described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
-    for name in sorted(
-        {name for one in checkpoint.tensors.values() for part in one.parts for name in part.file.split(", ")}
-    ):
+    for name in sorted({part.file for one in checkpoint.tensors.values() for part in one.parts}):
         stat = Path(name).stat()
         described.append([name, stat.st_size, stat.st_mtime_ns])
     return hashlib.sha256(repr(described).encode()).hexdigest()

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, aligned_numel
-from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, stored_shards
+from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
 from shardkit.legacy_fsdp_compat.migrate.stored import (
     Checkpoint,
     CheckpointError,
     Part,
+    Read,
     StoredTensor,
     joined,
     range_reader,
     whole,
 )
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, release_pages
+from shardkit.legacy_fsdp_compat.migrate.torch_files import release_pages
 
 __all__ = ["Shapes", "is_local", "local_checkpoint"]
 
@@ -44,7 +45,6 @@ class _FlatUnit:
     flat: StoredTensor
     names: list[str]
     layout: FlatLayout
-    lengths: tuple[int, ...]
 
 
 def local_checkpoint(files: list[RankFile], shapes: Shapes | None) -> Checkpoint:
@@ -70,16 +70,10 @@ def local_checkpoint(files: list[RankFile], shapes: Shapes | None) -> Checkpoint
     mine = {name for unit in units for name in unit.names}
     order = list(shapes)
     checkpoint.tensors = dict(sorted(checkpoint.tensors.items(), key=lambda item: order.index(item[0][-1])))
-    for path, value in files[0].leaves.items():
-        if path in flats or (path[:-1] == base and path[-1] in mine):
-            continue
-        if path[:-1] == base or not _is_optimizer(path):
-            if isinstance(value, StoredShards):
-                checkpoint.tensors[path] = stored_shards(joined(path), files, path)
-            elif isinstance(value, torch.Tensor):
-                checkpoint.tensors[path] = whole(joined(path), value, str(files[0].path), release_pages)
-            else:
-                checkpoint.objects[path] = value
+    for path in files[0].leaves:
+        is_flat = path in flats or (path[:-1] == base and path[-1] in mine)
+        if not is_flat and (path[:-1] == base or not _is_optimizer(path)):
+            add_leaf(checkpoint, files, path)
     _add_optimizer(checkpoint, files, units, shapes, use_orig_params)
     return checkpoint
 
@@ -138,7 +132,7 @@ def _unit(
         )
         tried.append(layout.numel)
         if layout.numel == flat.numel:
-            return _FlatUnit(path, prefix, flat, names, layout, ())
+            return _FlatUnit(path, prefix, flat, names, layout)
     described = {name: tuple(shapes[name]) for name in names}
     raise CheckpointError(
         f"'{joined(path)}' has {flat.numel} elements, but the parameters that the shapes list below '{prefix}' make "
@@ -150,51 +144,38 @@ def _unit(
 def _from_flat(unit: _FlatUnit, index: int, shape: tuple[int, ...]) -> StoredTensor:
     start, stop = unit.layout.intervals[index]
     name = unit.names[index]
-    if start == stop:
-        return StoredTensor(name, unit.flat.dtype, tuple(shape), ())
-    part = Part(
-        0,
-        stop - start,
-        lambda low, high: unit.flat.read(start + low, start + high),
-        ", ".join({p.file for p in unit.flat.parts}),
-    )
-    return StoredTensor(name, unit.flat.dtype, tuple(shape), (part,))
+    parts = [
+        Part(max(start, one.start) - start, min(stop, one.stop) - start, _shifted(one.read, start), one.file)
+        for one in unit.flat.parts
+        if max(start, one.start) < min(stop, one.stop)
+    ]
+    return StoredTensor(name, unit.flat.dtype, tuple(shape), tuple(parts))
+
+
+def _shifted(read: Read, by: int) -> Read:
+    return lambda low, high: read(low + by, high + by)
 
 
 def _add_optimizer(
     checkpoint: Checkpoint, files: list[RankFile], units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool
 ) -> None:
-    """Each rank's `optimizer.state_dict()`: numbers for flat parameters, or for pieces of parameters."""
-    groups = [path for path in files[0].leaves if path[-1] == "param_groups"]
-    for path in groups:
+    """The optimizer's state: by name, or each rank's `optimizer.state_dict()` with numbers for parameters."""
+    for path in [path for path in files[0].leaves if path[-1] == "param_groups"]:
         base = path[:-1]
-        entries: dict[str, dict[str, str]] = {}
-        for file in files:
-            for key in file.leaves:
-                if key[: len(base)] == base and len(key) == len(base) + 3 and key[len(base)] == "state":
-                    entries.setdefault(key[-2], {})[key[-1]] = ""
-        if any(not number.isdigit() for number in entries):
-            for file_path, value in files[0].leaves.items():  # by name already: FSDP.optim_state_dict wrote it
-                if file_path[: len(base)] == base and file_path not in checkpoint.tensors:
-                    if isinstance(value, StoredShards):
-                        checkpoint.tensors[file_path] = stored_shards(joined(file_path), files, file_path)
-                    elif isinstance(value, torch.Tensor):
-                        checkpoint.tensors[file_path] = whole(
-                            joined(file_path), value, str(files[0].path), release_pages
-                        )
-                    else:
-                        checkpoint.objects[file_path] = value
+        every = dict.fromkeys(key for file in files for key in file.leaves if key[: len(base)] == base)
+        entries = [key for key in every if len(key) == len(base) + 3 and key[len(base)] == "state"]
+        if not all(key[-2].isdigit() for key in entries):
+            for key in every:
+                if key not in checkpoint.tensors:
+                    add_leaf(checkpoint, files, key)
             continue
+        groups = files[0].leaves[path]
         numbered = _numbered(units, shapes, use_orig_params)
-        _check_count(files[0].leaves[path], numbered, files[0])
-        for number, names in entries.items():
-            for state in names:
-                where = (*base, "state", number, state)
-                for name, tensor in _state_tensors(files, units, where, numbered[int(number)], shapes).items():
-                    checkpoint.tensors[(*base, "state", name, state)] = tensor
+        _check_groups(groups, numbered, files[0])
+        for key in entries:
+            _add_state(checkpoint, files, units, key, numbered[int(key[-2])], shapes)
         checkpoint.objects[path] = [
-            {**group, "params": [name for number in group["params"] for name in numbered[number]]}
-            for group in files[0].leaves[path]
+            {**group, "params": [name for number in group["params"] for name in numbered[number]]} for group in groups
         ]
 
 
@@ -206,38 +187,53 @@ def _numbered(units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool) -> 
     return [[name] for name in shapes if name in mine]
 
 
-def _check_count(groups: list[dict[str, Any]], numbered: list[list[str]], file: RankFile) -> None:
+def _check_groups(groups: list[dict[str, Any]], numbered: list[list[str]], file: RankFile) -> None:
+    """Numbers follow the groups, and only one group of all parameters follows the model."""
     count = sum(len(group["params"]) for group in groups)
-    if count != len(numbered):
+    if len(groups) != 1 or count != len(numbered):
         raise CheckpointError(
-            f"the optimizer in {file.path} has {count} parameters, the model {len(numbered)}; an optimizer over some "
-            "of them cannot be told apart offline: save it with FSDP.optim_state_dict"
+            f"the optimizer in {file.path} has {count} parameters in {len(groups)} groups, the model {len(numbered)}; "
+            "its numbers tell which is which only for one group of all parameters. Save it with FSDP.optim_state_dict, "
+            "which writes names"
         )
 
 
-def _state_tensors(
-    files: list[RankFile], units: list[_FlatUnit], where: tuple[str, ...], names: list[str], shapes: Shapes
-) -> dict[str, StoredTensor]:
-    found = [file.leaves.get(where) for file in files]
-    first = next(one for one in found if one is not None)
-    if not isinstance(first, torch.Tensor) or first.dim() == 0:
-        holder = next(file for file in files if where in file.leaves)
-        value = first if isinstance(first, torch.Tensor) else torch.tensor(first)
-        return {name: whole(joined(where), value, str(holder.path), release_pages) for name in names}
+def _add_state(
+    checkpoint: Checkpoint,
+    files: list[RankFile],
+    units: list[_FlatUnit],
+    where: tuple[str, ...],
+    names: list[str],
+    shapes: Shapes,
+) -> None:
+    """One value of one numbered parameter, for each of the `names` that this is."""
+    found = [file.leaves[where] for file in files if file.leaves.get(where) is not None]
     unit = next(one for one in units if names[0] in one.names)
-    result: dict[str, StoredTensor] = {}
     for name in names:
-        index = unit.names.index(name)
-        parts = []
-        for file in files:
-            state = file.leaves.get(where)
-            low, high = unit.layout.piece(index, file.rank)
-            if low == high:
-                continue
-            if not isinstance(state, torch.Tensor):
-                raise CheckpointError(f"'{joined(where)}' is missing in {file.path}, which holds a part of '{name}'")
-            # A flat parameter's state lies as it does; a piece's begins with the piece.
-            inside = unit.layout.within_shard(index, file.rank)[0] if names == unit.names else 0
-            parts.append(Part(low, high, range_reader(state, low - inside, release_pages), str(file.path)))
-        result[name] = StoredTensor(name, first.dtype, tuple(shapes[name]), tuple(parts))
-    return result
+        target = (*where[:-2], name, where[-1])
+        if not found or not isinstance(found[0], torch.Tensor):
+            checkpoint.objects[target] = found[0] if found else None
+        elif found[0].dim() == 0:
+            holder = next(file for file in files if where in file.leaves)
+            checkpoint.tensors[target] = whole(joined(target), found[0], str(holder.path), release_pages)
+        else:
+            parts = [part for file in files for part in _state_part(unit, name, file, where, names == unit.names)]
+            checkpoint.tensors[target] = StoredTensor(name, found[0].dtype, tuple(shapes[name]), tuple(parts))
+
+
+def _state_part(unit: _FlatUnit, name: str, file: RankFile, where: tuple[str, ...], is_flat: bool) -> Iterator[Part]:
+    """A rank's part of a state that is as long as its parameter: none, or one."""
+    index, value = unit.names.index(name), file.leaves.get(where)
+    low, high = unit.layout.piece(index, file.rank)
+    if low == high:
+        return
+    expected = unit.layout.shard_numel if is_flat else high - low
+    if not isinstance(value, torch.Tensor) or value.numel() != expected:
+        seen = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else "no tensor"
+        raise CheckpointError(
+            f"'{joined(where)}' is {seen} in {file.path}, expected {expected} for its part of '{name}'; was the "
+            "optimizer built from model.parameters()?"
+        )
+    # A flat parameter's state lies as it does; a piece's begins with the piece.
+    inside = unit.layout.within_shard(index, file.rank)[0] if is_flat else 0
+    yield Part(low, high, range_reader(value, low - inside, release_pages), str(file.path))

@@ -23,7 +23,7 @@ from shardkit.legacy_fsdp_compat.migrate.stored import (
 )
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file, release_pages
 
-__all__ = ["RankFile", "read_rank_files", "sharded_checkpoint", "stored_shards"]
+__all__ = ["RankFile", "add_leaf", "read_rank_files", "sharded_checkpoint", "stored_shards"]
 
 _NUMBER = re.compile(r"\d+")
 
@@ -141,14 +141,18 @@ def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
         CheckpointError: as `stored_shards`, and for plain tensors that differ in shape.
     """
     checkpoint = Checkpoint("SHARDED", [str(file.path) for file in files], len(files))
-    every = dict.fromkeys(path for file in files for path in file.leaves)
-    for path in every:
-        holder = next(file for file in files if path in file.leaves)
-        value = holder.leaves[path]
-        if isinstance(value, StoredShards):
-            checkpoint.tensors[path] = stored_shards(joined(path), files, path)
-        elif isinstance(value, torch.Tensor):
-            checkpoint.tensors[path] = whole(joined(path), value, str(holder.path), release_pages)
-        else:
-            checkpoint.objects[path] = value
+    for path in dict.fromkeys(path for file in files for path in file.leaves):
+        add_leaf(checkpoint, files, path)
     return checkpoint
+
+
+def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None:
+    """Puts what the files have at `path` into the checkpoint; of what every rank has, the first file's counts."""
+    holder = next(file for file in files if path in file.leaves)
+    value = holder.leaves[path]
+    if isinstance(value, StoredShards):
+        checkpoint.tensors[path] = stored_shards(joined(path), files, path)
+    elif isinstance(value, torch.Tensor):
+        checkpoint.tensors[path] = whole(joined(path), value, str(holder.path), release_pages)
+    else:
+        checkpoint.objects[path] = value

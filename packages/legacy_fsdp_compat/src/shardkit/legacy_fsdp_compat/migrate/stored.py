@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHUNK_BYTES", "Checkpoint", "CheckpointError", "Part", "StoredTensor"]
+__all__ = ["CHUNK_BYTES", "Checkpoint", "CheckpointError", "Part", "Read", "StoredTensor"]
 
 CHUNK_BYTES = 32 * 2**20
 """How much of a tensor is in memory at a time; a row that is longer is read whole."""
