@@ -2,12 +2,13 @@
 
 import copy
 import itertools
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardkit.core import fully_shard, optimizer_step_on_shards
 from tests.support import rank_mesh, run_ranks
@@ -202,3 +203,50 @@ def test_optimizers_that_read_whole_parameters_are_refused() -> None:
     for optimizer in (Mine([parameter], lr=0.1), torch.optim.LBFGS([parameter])):
         with pytest.raises(TypeError, match=type(optimizer).__name__ + " is not known to update each element"):
             optimizer_step_on_shards(optimizer)
+
+
+def _prepared_twice(rank: int, world_size: int) -> None:
+    model = _model(world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    optimizer_step_on_shards(optimizer)
+    for step in range(3):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        _step(model, optimizer, seed=step)
+        after = [parameter.to_local() for parameter in model.parameters()]
+        changed = torch.tensor(sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        torch.distributed.all_reduce(changed)
+        assert changed > 0, step
+        assert _holds_dtensors(optimizer)
+
+
+def test_a_second_call_changes_nothing() -> None:
+    run_ranks(2, _prepared_twice)
+
+
+def _partial_gradient(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [Replicate()]))
+    parameter.grad = DTensor.from_local(torch.ones(2), rank_mesh((world_size,)), [Partial()])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    with pytest.raises(RuntimeError, match=r"shape \(2,\) with placements \(Replicate\(\),\) has a gradient with"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == [parameter]
+
+
+def test_a_gradient_with_other_placements_is_refused() -> None:
+    run_ranks(2, _partial_gradient)
+
+
+def _loads(rank: int, world_size: int) -> bool:
+    model = _model(world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    _step(model, optimizer, 0)
+    old = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return old() is None
+
+
+def test_a_loaded_state_takes_the_place_of_the_old_one_at_once() -> None:
+    assert run_ranks(2, _loads) == [True, True]

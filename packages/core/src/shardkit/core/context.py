@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from shardkit.core.runtime.lanes import Program, Ticket, make_lane
-from shardkit.core.runtime.transport import Transport
+from shardkit.core.runtime.transport import SharedTransport
 
 __all__ = ["CommContext"]
 
@@ -23,7 +23,7 @@ class CommContext:
         self.gathers = make_lane(device, "all-gather", priority=-1)
         self.reductions = make_lane(device, "reduce-scatter", priority=-1)
         self.unsharded = 0
-        self._lenders: set[Transport] = set()
+        self._lent: list[tuple[Ticket, SharedTransport]] = []
         self._in_flight: deque[Ticket] = deque()
 
     def reduce(self, program: Program, label: str, max_inputs: int) -> None:
@@ -38,19 +38,24 @@ class CommContext:
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
 
-    def gathered_through(self, transport: Transport) -> None:
-        """Remembers what may have lent shards to peers."""
-        self._lenders.add(transport)
+    def lent(self, ticket: Ticket, transport: SharedTransport) -> None:
+        """Remembers a gather in which peers read this rank's shards."""
+        self._lent.append((ticket, transport))
 
     def settle_gathers(self) -> None:
         """Waits until no peer reads this rank's shards any more, so that they may be written to.
+
+        Gathers that are still under way are waited for first: peers read a shard when they come to need it.
 
         For when control goes back to the user: the end of forward and of backward, an unshard of theirs. An optimizer
         that steps in backward is not among these: a gradient is only delivered once every peer has sent its part, which
         it computed from what it had read.
         """
-        while self._lenders:
-            self._lenders.pop().settle()
+        lent, self._lent = self._lent, []
+        for ticket, _ in lent:
+            ticket.wait()
+        for transport in {transport for _, transport in lent}:
+            transport.settle()
 
     def finish_reductions(self) -> None:
         """Waits for every reduction: afterwards the compute stream may use all sharded gradients."""

@@ -72,6 +72,7 @@ class FSDPModule(StockFSDPModule):
         """Frees this module's unsharded parameters and registers the sharded ones. Not recursive."""
         for group in self._groups():
             group.reshard()
+            group.context.settle_gathers()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's parameters, in `param_dtype` (collective over the shard group). Not recursive.

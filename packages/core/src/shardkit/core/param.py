@@ -130,6 +130,7 @@ class FSDPParam:
         setattr(original, _MARK, weakref.ref(self))
         setattr(self.sharded_param, _MARK, weakref.ref(self))
         self.flats: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
@@ -204,6 +205,7 @@ class FSDPParam:
         )
         self.free()
         self.flats = []
+        self._targets = []
         self.unsharded_param = None
 
     @property
@@ -294,6 +296,9 @@ class FSDPParam:
         if not self.flats and items:
             with torch.inference_mode(False):  # the tensors outlive this forward
                 self.flats = [self._new_flat(item) for item in items]
+                # Beyond dim 0 the slots are no part of the tensor.
+                whole = self.subclass is not None or self.layout.dim == 0
+                self._targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
         if self.subclass is not None and self.unsharded_param is not None:
@@ -312,9 +317,7 @@ class FSDPParam:
 
     def targets(self) -> list[torch.Tensor]:
         """The 1-D tensors that a gather over the whole shard group writes."""
-        if self.subclass is not None or self.layout.dim == 0:
-            return self.flats
-        return [flat[: self.layout.numel] for flat in self.flats]
+        return self._targets
 
     def finish_gather(self) -> None:
         """Builds the unsharded parameter when it is first gathered; refills a subclass's inner tensors."""

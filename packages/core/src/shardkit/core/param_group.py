@@ -33,7 +33,7 @@ from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_copies
-from shardkit.core.runtime.transport import Transport, may_share_memory, transport_for
+from shardkit.core.runtime.transport import SharedTransport, Transport, may_share_memory, transport_for
 from shardkit.core.runtime.transport.custom import (
     CustomTransport,
     ProcessGroupAllocatedAllGather,
@@ -331,8 +331,10 @@ class FSDPParamGroup:
         if self._plan is None:
             items_flat = [item for each in self._items for item in each]
             self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
-        self.context.gathered_through(transport)
-        return self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
+        ticket = self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
+        if isinstance(transport, SharedTransport):
+            self.context.lent(ticket, transport)
+        return ticket
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
         """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).

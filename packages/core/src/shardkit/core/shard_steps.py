@@ -4,12 +4,15 @@ Note [Two views of one state]
 DTensor operators cost host time for each parameter and each operator. An element-wise update does not need them: what
 it does to an element depends on that element alone, so every rank can update its shard as a plain tensor. While the
 optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they hold
-at any other time. Hooks, schedulers, gradient scalers and state dicts see DTensors.
+at any other time. Schedulers, gradient scalers and state dicts see DTensors. Step hooks run in the order in which they
+were registered: pre-hooks from before `optimizer_step_on_shards` and post-hooks from after it see DTensors.
 """
 
 from __future__ import annotations
 
+import functools
 import types
+import weakref
 from collections import defaultdict
 from typing import Any, cast
 
@@ -42,7 +45,8 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """From now on `optimizer.step()` updates the plain shards of its DTensor parameters, at the cost of plain tensors.
 
     The results are the same to the last bit, and state dicts stay as they are. For torch's element-wise optimizers;
-    others (Adafactor, Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. Not collective.
+    others (Adafactor, Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. A second call
+    changes nothing. Not collective.
 
     Raises:
         TypeError: for any other optimizer, subclasses of torch's included: they may do anything.
@@ -53,16 +57,24 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
             f"{names} of torch.optim. Call step() without it: DTensor operators are right for every optimizer"
         )
+    if optimizer in _prepared:
+        return
+    _prepared.add(optimizer)
     steps = _ShardSteps()
     optimizer.register_step_pre_hook(steps.begin)
     optimizer.register_step_post_hook(steps.end)
+    optimizer.register_load_state_dict_pre_hook(steps.forget)
     _restore_after_errors(optimizer, steps)
+
+
+_prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _restore_after_errors(optimizer: torch.optim.Optimizer, steps: _ShardSteps) -> None:
     """A step that raises runs no post-hook."""
     inner = optimizer.step
 
+    @functools.wraps(inner)  # a scheduler that was made before looks for its mark
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         try:
             return inner(*args, **kwargs)
@@ -104,6 +116,17 @@ class _Twin:
         return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
 
 
+def _local_gradient(parameter: DTensor) -> torch.Tensor:
+    gradient = cast(DTensor, parameter.grad)
+    if tuple(gradient.placements) != tuple(parameter.placements):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} has a "
+            f"gradient with {tuple(gradient.placements)}; redistribute it before the step, or step without "
+            "optimizer_step_on_shards"
+        )
+    return local_of(gradient)
+
+
 class _ShardSteps:
     """What is put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
 
@@ -134,10 +157,14 @@ class _ShardSteps:
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             twin = _Twin(parameter)
         used[id(parameter)] = twin
-        twin.plain.grad = None if parameter.grad is None else local_of(parameter.grad)
+        twin.plain.grad = None if parameter.grad is None else _local_gradient(parameter)
         if state := self._state.get(parameter):
             lent[twin.plain] = twin.lend_state(state)
         return twin.plain
+
+    def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Before another state is loaded: nothing of the old one is kept."""
+        self._twins.clear()
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook: everything is as it was, with the new state."""
@@ -155,3 +182,4 @@ class _ShardSteps:
                     plain.grad = None
             group["params"] = params
         self._params = None
+        self._state = defaultdict(dict)

@@ -298,6 +298,7 @@ class FSDPState:
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
+                group.context.settle_gathers()
 
     def before_load(
         self,

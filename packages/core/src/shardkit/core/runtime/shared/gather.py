@@ -1,7 +1,7 @@
 """The all-gather among ranks of one host: each copies its peers' shards into its own unsharded tensors.
 
-A shard that lies in shared memory is read from where it is, cast on the way; nothing is allocated and nothing is copied
-but the elements themselves, once. Any other shard is copied to the outbox first.
+Shards that lie in shared memory are read from where they are, cast on the way; nothing is allocated and nothing is
+copied but the elements themselves, once. If one of a group's does not, all of them are copied to the outbox first.
 
 A peer may read a shard until it has said that it is done; `SharedTransport.settle` waits for that, before whoever owns
 the shard may change it.
@@ -32,6 +32,7 @@ class GatherBinding:
     def __init__(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
         self.sources = list(sources)
         self.flats = list(flats)
+        self._addresses = [source.data_ptr() for source in sources]
         lent = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
         self.table = Table(plan.label, sources) if lent else None
         self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
@@ -39,8 +40,9 @@ class GatherBinding:
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def matches(self, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same tensor objects."""
-        return _same(self.sources, sources) and _same(self.flats, flats)
+        """Whether these are the same tensor objects, over the same memory (pickling moves a tensor, `set_` may)."""
+        same = _same(self.sources, sources) and _same(self.flats, flats)
+        return same and self._addresses == [source.data_ptr() for source in sources]
 
     def copies(
         self, plan: GatherPlan, peers: list[list[torch.Tensor] | None]
@@ -101,9 +103,9 @@ def shared_gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequ
             transport.bindings[plan] = binding
     posting = transport.lend(binding.table) if binding.table is not None else _send_copies(plan, transport, sources)
     described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, transport.group)
-    if events.hub.active:
-        events.emit(events.GatherStarted(*described))
     try:
+        if events.hub.active:
+            events.emit(events.GatherStarted(*described))
         yield (posting,)
         targets, chunks = binding.copies(plan, posting.peers)
         if targets:

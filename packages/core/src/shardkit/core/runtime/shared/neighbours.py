@@ -70,7 +70,9 @@ class Neighbours:
         self._mapped: list[weakref.WeakValueDictionary[int, segment.Mapping]]
         self._mapped = [weakref.WeakValueDictionary() for _ in sockets]
         self._posted: list[dict[Operation, PeerTable]] = [{} for _ in sockets]
+        self._unwanted: list[set[Operation]] = [set() for _ in sockets]
         self._unreleased: dict[Operation, set[int]] = {}
+        _everyone.add(self)
         self._sent: set[int] = set()
         self._dropped: list[int] = []
 
@@ -99,7 +101,8 @@ class Neighbours:
     def release(self, operation: Operation) -> None:
         """Tells the peers that this rank has read their parts."""
         for peer in self.peers:
-            self._posted[peer].pop(operation, None)
+            if self._posted[peer].pop(operation, None) is None:
+                self._unwanted[peer].add(operation)  # given up before the peer came
             with contextlib.suppress(OSError):  # a peer that is gone needs no permission
                 self._send(peer, _Kind.RELEASE, operation, 0, [])
 
@@ -114,11 +117,17 @@ class Neighbours:
         connection = self._sockets[peer]
         assert connection is not None
         message = _MESSAGE.pack(kind, operation[0], operation[1], number)
-        if not fds:
-            connection.send(message)
-            return
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        connection.sendmsg([message], ancillary)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            connection.sendmsg([message], ancillary)
+        except ConnectionError as error:
+            raise _gone(peer) from error
+
+    def close(self) -> None:
+        """Closes all connections of this process."""
+        for connection in self._sockets:
+            if connection is not None:
+                connection.close()
 
     # -- the peers' parts ----------------------------------------------------------------------------------------------
 
@@ -160,21 +169,27 @@ class Neighbours:
         assert connection is not None
         space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
         try:
-            message, ancillary, _, _ = connection.recvmsg(_MESSAGE.size, space, flags)
+            try:
+                message, ancillary, _, _ = connection.recvmsg(_MESSAGE.size, space, flags)
+            except ConnectionResetError:  # said once when a peer has left with something unread; what it sent is there
+                message, ancillary, _, _ = connection.recvmsg(_MESSAGE.size, space, flags)
         except BlockingIOError:
             if flags:
                 raise
             raise TimeoutError(f"rank {peer} of the group has not come within {self._timeout:.0f} s") from None
-        except ConnectionError:
-            message = b""
+        except ConnectionError as error:
+            raise _gone(peer) from error
         if not message:
-            raise ConnectionError(f"the process of rank {peer} of the group has ended")
+            raise _gone(peer)
         kind, channel, sequence, number = _MESSAGE.unpack(message)
         operation = (channel, sequence)
         if kind == _Kind.POST:
             if fds := _descriptors(ancillary):
                 self._adopt(peer, number, fds)
-            self._posted[peer][operation] = self._tables[peer][number]
+            if operation in self._unwanted[peer]:
+                self._unwanted[peer].remove(operation)
+            else:
+                self._posted[peer][operation] = self._tables[peer][number]
         elif kind == _Kind.DROP:
             self._tables[peer].pop(number, None)
         elif waiting := self._unreleased.get(operation):
@@ -188,6 +203,20 @@ class Neighbours:
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def _gone(peer: int) -> ConnectionError:
+    return ConnectionError(f"the process of rank {peer} of the group has ended")
+
+
+def _close_all() -> None:
+    """In a child that was forked (a worker of a DataLoader): a rank's sockets are to close when the rank ends."""
+    for neighbours in _everyone:
+        neighbours.close()
+
+
+_everyone: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -252,11 +281,14 @@ def _invite(listener: socket.socket | None, world: int) -> tuple[bytes, bytes]:
     if listener is None:
         return b"", b""
     name = b"shardkit-" + secrets.token_hex(16).encode()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    place = b"%s/%d/%d" % (boot, Path("/proc/self/ns/net").stat().st_ino, os.getuid())
-    listener.bind(b"\0" + name)
-    listener.listen(world)
-    return place, name
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        network, users = (Path("/proc/self/ns", kind).stat().st_ino for kind in ("net", "user"))
+        listener.bind(b"\0" + name)
+        listener.listen(world)
+    except OSError:
+        return b"", b""
+    return b"%s/%d/%d/%d" % (boot, network, users, os.getuid()), name
 
 
 def _is_ours(connection: socket.socket) -> bool:
@@ -268,7 +300,9 @@ def _is_ours(connection: socket.socket) -> bool:
 def _limit_waiting(connection: socket.socket, seconds: float) -> None:
     """Makes the kernel end a receive after `seconds`. Python's own timeout would cost a system call each time."""
     connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+    connection.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
+    )
 
 
 def _exchange(group: dist.ProcessGroup, record: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -15,6 +15,10 @@ Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 """Elements and dtype of each tensor of a parcel."""
 
 
+# Groups share parcels, and parameters used at random make ever new sets of gradients.
+_MOST_CUTS = 256
+
+
 class Parcel:
     """One segment, cut up for whoever uses it; each way of cutting it has a table, which is sent once.
 
@@ -30,6 +34,8 @@ class Parcel:
         """1-D tensors as `specs` says, one behind the other, and the table that lists them."""
         known = self._cuts.get((label, specs))
         if known is None:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
             tensors, offset = [], 0
             for numel, dtype in specs:
                 tensors.append(carve(self.memory, offset, (numel,), dtype))
@@ -41,8 +47,7 @@ class Parcel:
 class Outbox:
     """This rank's parcels. Memory is kept from step to step: what has been read by all peers is used again.
 
-    A parcel that nobody reads any more and that is too small for the next use is freed first, so that the outbox never
-    holds more than the most that was on its way at one time.
+    When none of those that nobody reads any more is large enough for the next use, they are freed first.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:

@@ -32,6 +32,17 @@ class Posting:
         self._failed = False
         self.peers = [None if table is None else table.tensors for table in tables]
 
+    def wait_released(self) -> None:
+        """Waits until all peers have read this rank's part.
+
+        Raises:
+            RuntimeError: if one of them is gone or does not come, with the group's name.
+        """
+        try:
+            self._neighbours.wait_released(self.operation)
+        except (ConnectionError, TimeoutError) as error:
+            raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
+
     def release(self) -> None:
         """Tells the peers that their tensors have been read, or will not be."""
         if not self.released:

@@ -34,9 +34,9 @@ def shared_reduce(
     posting = _post(plan, transport, grads, output)
     grads.clear()
     described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.wire_dtype, transport.group)
-    if events.hub.active:
-        events.emit(events.ReduceStarted(*described))
     try:
+        if events.hub.active:
+            events.emit(events.ReduceStarted(*described))
         yield (posting,)
         terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
         _sum(plan, terms, output, before)

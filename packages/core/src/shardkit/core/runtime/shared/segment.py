@@ -6,14 +6,20 @@ process is killed: it goes when the last process that maps it ends.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
 import os
+import sys
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+# Python maps through a second descriptor, unless told not to (3.13).
+_ONE_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 # Every tensor starts at a cache line of its own.
 ALIGNMENT = 64
@@ -34,13 +40,16 @@ class Segment(mmap.mmap):
     address: int
 
     def __new__(cls, nbytes: int) -> Segment:
-        fd = os.memfd_create("shardkit", os.MFD_CLOEXEC)
+        try:
+            fd = os.memfd_create("shardkit", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _refused(nbytes, error) from error
         try:
             os.ftruncate(fd, nbytes)
-            self = super().__new__(cls, fd, nbytes)
-        except BaseException:
+            self = super().__new__(cls, fd, nbytes, **_ONE_DESCRIPTOR)
+        except OSError as error:
             os.close(fd)
-            raise
+            raise _refused(nbytes, error) from error
         weakref.finalize(self, os.close, fd)
         self.number, self.fd, self.nbytes = next(_numbers), fd, nbytes
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -48,11 +57,26 @@ class Segment(mmap.mmap):
         return self
 
 
+def _refused(nbytes: int, error: OSError) -> RuntimeError:
+    return RuntimeError(
+        f"no memory file of {nbytes} bytes to be had: {error}. Each parameter group needs one: raise the limit on open "
+        "files (ulimit -n) or on memory, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
+    )
+
+
+@functools.cache
 def available() -> bool:
-    """Whether this system has anonymous memory files."""
-    return hasattr(os, "memfd_create")
+    """Whether this system has anonymous memory files, and lets this process make them."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        os.close(os.memfd_create("shardkit", os.MFD_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
+@torch.inference_mode(False)  # tensors over shared memory outlive the forward that happens to make them
 def carve(memory: Segment, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A dense tensor over `memory` from byte `offset` on, which keeps `memory` alive and cannot be resized."""
     numel = math.prod(shape)
@@ -79,6 +103,8 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def shared_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Dense copies of CPU tensors, side by side in one new segment."""
     sizes = [aligned(tensor.numel() * tensor.itemsize) for tensor in tensors]

@@ -64,9 +64,6 @@ class C10dTransport:
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def settle(self) -> None:
-        """Nothing to wait for: peers get copies, or are done when a gather is."""
-
     def _require_direct(self, count: int) -> None:
         if not self.direct:
             raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")

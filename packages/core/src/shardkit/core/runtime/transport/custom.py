@@ -62,9 +62,6 @@ class CustomTransport:
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._allocated(self._reduce, numel, dtype, label)
 
-    def settle(self) -> None:
-        """Nothing to wait for: peers get copies, or are done when a gather is."""
-
     def _allocated(self, comm: AllGather | ReduceScatter, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)
         who = f"{label}: {type(comm).__name__}.allocate"

@@ -35,9 +35,6 @@ class Transport(Protocol):
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """A 1-D buffer for the packed gradients of a reduction, or for its output."""
 
-    def settle(self) -> None:
-        """Wait until no peer reads the shards that this rank has lent it in gathers which are over here."""
-
 
 @runtime_checkable
 class Collective(Transport, Protocol):

@@ -77,6 +77,3 @@ class PairwiseTransport:
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def settle(self) -> None:
-        """Nothing to wait for: peers get copies, or are done when a gather is."""

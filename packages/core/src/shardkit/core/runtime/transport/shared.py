@@ -55,13 +55,16 @@ class SharedTransport:
         """Waits until the peers have read what this rank has lent, in operations that are over for this rank.
 
         Raises:
-            ConnectionError, TimeoutError: if a peer is gone, or does not come.
+            RuntimeError: if a peer is gone, or does not come, with the name of the group that it was to read.
         """
-        unfinished = [posting for posting in self._lent if not posting.released]
-        finished = [posting for posting in self._lent if posting.released]
+        unfinished = []
+        while self._lent:
+            posting = self._lent.pop()
+            if posting.released:
+                posting.wait_released()
+            else:
+                unfinished.append(posting)
         self._lent = unfinished
-        for posting in finished:
-            self._neighbours.wait_released(posting.operation)
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
