@@ -54,6 +54,16 @@ def _is_wrapped(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP wraps a module, got {type(module).__name__}")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"a {type(module).__name__} has no forward, so FSDP will not gather its parameters; wrap its modules",
+            stacklevel=3,
+        )
+
+
 class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     """Shards a module's parameters over data-parallel ranks: the API of stock FSDP1 on core's `fully_shard`.
 
@@ -107,13 +117,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"FSDP wraps a module, got {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            warnings.warn(
-                f"a {type(module).__name__} has no forward, so FSDP will not gather its parameters; wrap its modules",
-                stacklevel=2,
-            )
+        _check_module(module)
         strategy = own(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
         self.cpu_offload = own(CPUOffload, cpu_offload or CPUOffload(), "cpu_offload")
         self.mixed_precision = own(MixedPrecision, mixed_precision or MixedPrecision(), "mixed_precision")
