@@ -296,11 +296,12 @@ class FSDPParam:
         if not self.flats and items:
             with torch.inference_mode(False):  # the tensors outlive this forward
                 self.flats = [self._new_flat(item) for item in items]
-                # Beyond dim 0 the slots are no part of the tensor.
-                whole = self.subclass is not None or self.layout.dim == 0
-                self._targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
+        if self.flats and not self._targets:
+            # A flat is padded; beyond dim 0 the unsharded tensor is the beginning of it.
+            whole = self.subclass is not None or self.layout.dim == 0
+            self._targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
             for tensor in self.subclass.inner:
                 if not tensor.untyped_storage().size():  # else it is a view of a flat tensor
