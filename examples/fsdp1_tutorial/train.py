@@ -4,7 +4,8 @@ It runs with stock torch as it stands:
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp1_tutorial/train.py
 
-and on shardkit with its FSDP imports changed, by hand or by `shardkit migrate script`. Both print the same losses.
+and on shardkit with its FSDP imports changed, by hand or by
+`python -m shardkit.legacy_fsdp_compat migrate script`. Both print the same losses.
 """
 
 import argparse
@@ -133,6 +134,7 @@ def save(model, optimizer, path):
         weights = model.state_dict()
         state = FSDP.optim_state_dict(model, optimizer)
     if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"model": weights, "optimizer": state}, path)
     dist.barrier()
 
@@ -161,7 +163,7 @@ def main():
     parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], default="FULL_SHARD")
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--use-orig-params", action="store_true")
-    parser.add_argument("--checkpoint", type=Path, default=Path("tutorial.pt"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/tutorial.pt"))
     args = parser.parse_args()
     device = setup()
     model, optimizer, scheduler = make(args, device, seed=0)

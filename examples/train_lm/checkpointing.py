@@ -65,7 +65,9 @@ def newest(out: Path, config: ModelConfig) -> Checkpoint:
         found = Checkpoint(path, run["step"], run["model"], run["training"])
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file can fail in any way: json, pickle, a missing key
-        raise UserError(f"checkpoint {path} is damaged ({error!r}); delete it to resume from an earlier one") from error
+        raise UserError(
+            f"checkpoint {path} is damaged ({error!r}); delete it to resume from the one before, if there is one"
+        ) from error
     check_fits(found, entries, config)
     return found
 
@@ -142,10 +144,10 @@ def load(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) 
     try:
         dcp.load(state, checkpoint_id=found.path)
     except dcp.api.CheckpointException as error:
-        reasons = {f"{type(reason[0]).__name__}: {reason[0]}" for reason in error.failures.values()}
+        reasons = {repr(reason[0]) for reason in error.failures.values()}
         why = "; ".join(sorted(reasons))
         raise UserError(
-            f"checkpoint {found.path} is damaged ({why}); delete it to resume from an earlier one"
+            f"checkpoint {found.path} is damaged ({why}); delete it to resume from the one before, if there is one"
         ) from error
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -1,4 +1,4 @@
-"""`shardkit migrate` and `python -m shardkit.legacy_fsdp_compat migrate`."""
+"""`python -m shardkit.legacy_fsdp_compat migrate`; an entry point offers it to a common command, too."""
 
 from __future__ import annotations
 
