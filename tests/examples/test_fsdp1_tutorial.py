@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,20 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
     """Losses and gradient norms of a run on two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*launcher, *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [*launcher, *arguments],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        # Two runs of some thirty ended in SIGABRT, both while the machine was overloaded; which side, and why, is open.
+        if "SIGABRT" not in done.stderr:
+            break
+        warnings.warn(f"{script.name} aborted:\n{done.stderr}", stacklevel=2)
     assert done.returncode == 0, done.stdout + done.stderr
     return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(done.stdout)]
 
