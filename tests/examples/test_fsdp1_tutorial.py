@@ -29,7 +29,7 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
             timeout=240,
             check=False,
         )
-        # Two runs of some thirty ended in SIGABRT, both while the machine was overloaded; which side, and why, is open.
+        # Seen once, on an overloaded machine: SIGABRT in a rank. Which side aborts, and why, is open.
         if "SIGABRT" not in done.stderr:
             break
         warnings.warn(f"{script.name} aborted:\n{done.stderr}", stacklevel=2)
