@@ -57,8 +57,7 @@ class _Kind(IntEnum):
 class Neighbours:
     """Connections to the other ranks; `None` stands for this rank. Not for several threads."""
 
-    def __init__(self, rank: int, sockets: list[socket.socket | None], timeout: float) -> None:
-        self.rank = rank
+    def __init__(self, sockets: list[socket.socket | None], timeout: float) -> None:
         self.peers = tuple(peer for peer, one in enumerate(sockets) if one is not None)
         self._sockets = sockets
         self._timeout = timeout
@@ -270,7 +269,7 @@ def _meet(group: dist.ProcessGroup) -> Neighbours | None:
                 sockets[int.from_bytes(connection.recv(4), "little")] = connection
             else:
                 connection.close()
-    return Neighbours(rank, sockets, timeout)
+    return Neighbours(sockets, timeout)
 
 
 def _invite(listener: socket.socket | None, world: int) -> tuple[bytes, bytes]:
