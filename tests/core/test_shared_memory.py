@@ -3,7 +3,9 @@
 import ctypes
 import itertools
 import os
+import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ from shardkit.core import fully_shard
 from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment
-from shardkit.core.runtime.shared.neighbours import neighbours_of
+from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, neighbours_of
+from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.transport import PairwiseTransport, SharedTransport, transport_for
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, rank_mesh, run_ranks
@@ -322,3 +325,24 @@ def _meets_again(rank: int, world_size: int) -> bool:
 
 def test_ranks_meet_once() -> None:
     assert run_ranks(2, _meets_again) == [True, True]
+
+
+def _over_the_limit(rank: int, world_size: int) -> str:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = Neighbours([None, ends[0]], 5.0), Neighbours([ends[1], None], 5.0)
+    operation = sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.ones(4)])))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        receiver.collect(operation, "block")
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sender.close(), receiver.close()
+    return "no error"
+
+
+def test_a_limit_on_open_files_is_named() -> None:
+    [message] = run_ranks(1, _over_the_limit)
+    assert "at its limit of 1 open files" in message and "ulimit -n" in message

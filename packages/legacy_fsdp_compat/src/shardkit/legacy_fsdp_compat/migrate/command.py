@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert
+from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, joined
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    refuse_existing(options.target)  # before anything is read
     shapes = None
     if options.shapes is not None:
         shapes = shapes_of_file(options.shapes)

@@ -22,7 +22,7 @@ from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor, joined
 
-__all__ = ["FORMATS", "REPORT", "Migration", "convert"]
+__all__ = ["FORMATS", "REPORT", "Migration", "convert", "refuse_existing"]
 
 REPORT = "migration.json"
 _JOURNAL = "journal.jsonl"
@@ -78,8 +78,7 @@ def convert(
         CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
     """
     target = Path(target)
-    if target.exists():
-        raise CheckpointError(f"{target} exists; it would be overwritten: remove it, or choose another place")
+    refuse_existing(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format '{to}', expected one of {', '.join(FORMATS)}")
     partial = target.with_name(target.name + ".partial")
@@ -102,6 +101,12 @@ def convert(
     _report(partial, migration, checkpoint, to)
     os.replace(partial, target)  # noqa: PTH105 - atomic on one file system
     return migration
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises `CheckpointError` if there is anything at `target`."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists; it would be overwritten: remove it, or choose another place")
 
 
 def _hashed(

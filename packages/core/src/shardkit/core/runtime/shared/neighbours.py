@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -169,9 +171,9 @@ class Neighbours:
         space = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
         try:
             try:
-                message, ancillary, _, _ = connection.recvmsg(_MESSAGE.size, space, flags)
+                message, ancillary, came, _ = connection.recvmsg(_MESSAGE.size, space, flags)
             except ConnectionResetError:  # said once when a peer has left with something unread; what it sent is there
-                message, ancillary, _, _ = connection.recvmsg(_MESSAGE.size, space, flags)
+                message, ancillary, came, _ = connection.recvmsg(_MESSAGE.size, space, flags)
         except BlockingIOError:
             if flags:
                 raise
@@ -180,6 +182,8 @@ class Neighbours:
             raise _gone(peer) from error
         if not message:
             raise _gone(peer)
+        if came & socket.MSG_CTRUNC:
+            raise _too_many_open(peer)
         kind, channel, sequence, number = _MESSAGE.unpack(message)
         operation = (channel, sequence)
         if kind == _Kind.POST:
@@ -206,6 +210,15 @@ class Neighbours:
 
 def _gone(peer: int) -> ConnectionError:
     return ConnectionError(f"the process of rank {peer} of the group has ended")
+
+
+def _too_many_open(peer: int) -> OSError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OSError(
+        errno.EMFILE,
+        f"rank {peer} of the group shares memory that this process cannot open: it is at its limit of {limit} open "
+        "files; raise it (ulimit -n) or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without",
+    )
 
 
 def _close_all() -> None:
