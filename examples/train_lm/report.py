@@ -109,10 +109,11 @@ class Report:
             (self.out / "sample.txt").write_text(text, encoding="utf-8")
             self.say(f"---- sample (the first 64 bytes are the prompt) ----\n{text}\n----")
         plot(self.records, self.out / "losses.png")
-        speed = self.trained * self.tokens_a_step / self.seconds if self.seconds else 0.0
+        trained = self.trained * self.tokens_a_step
+        speed = f"{trained / self.seconds:,.0f} tokens/s in training, " if self.seconds else ""
         final = [record["val_loss"] for record in self.records if "val_loss" in record][-1]
         self.say(
-            f"held-out loss {final:.4f} (a uniform guess: 5.5452); {speed:,.0f} tokens/s in training, "
+            f"held-out loss {final:.4f} (a uniform guess: 5.5452); {speed}"
             f"{time.perf_counter() - self.started:.0f} s in all; see {self.out}/losses.png"
         )
 
