@@ -6,6 +6,7 @@ notices the end of the pytest process, and leaves. SIGUSR1 writes all stacks to 
 
 import faulthandler
 import gc
+import itertools
 import os
 import pickle
 import queue
@@ -96,15 +97,14 @@ def serve(place: RankPlace, connection: Connection) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_COLLECTIVE_TIMEOUT
     )
-    gc.collect()
-    gc.freeze()  # torch's own objects need not be visited after every body
+    _collect_garbage(all_of_it=True)
     environment = dict(os.environ)
-    while True:
+    for count in itertools.count():
         request = requests.get()
         if isinstance(request, Job):
             reply: Outcome | Clean = _run(request, place)
         else:
-            reply = _clean(environment)
+            reply = _clean(environment, all_garbage=count % 100 == 99)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(pickle.dumps(reply))
@@ -187,7 +187,7 @@ def _portable(caught: list[warnings.WarningMessage]) -> tuple[RankWarning, ...]:
     return tuple(kept)
 
 
-def _clean(environment: dict[str, str]) -> Clean:
+def _clean(environment: dict[str, str], *, all_garbage: bool) -> Clean:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
@@ -196,6 +196,14 @@ def _clean(environment: dict[str, str]) -> Clean:
     torch.set_num_threads(1)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    gc.collect()
+    _collect_garbage(all_of_it=all_garbage)
     dist.barrier()
     return Clean(process_groups=len(c10d._world.pg_map))
+
+
+def _collect_garbage(*, all_of_it: bool) -> None:
+    """Collect what the last body left. What has survived a collection (torch, above all) is not visited each time."""
+    if all_of_it:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
