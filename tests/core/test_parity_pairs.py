@@ -1,9 +1,11 @@
-"""Training against stock's with two features at once: every pair of the main ones, the others with a few each.
+"""Training against stock's with several features at once: every pair of the main ones, the others with a few each.
 
-The pairs are dealt out to the world sizes in turn: each runs on one of those that both features mean something on.
+Three features in one run try three pairs. The runs are dealt out to the world sizes in turn, each to one of those that
+all its features mean something on.
 """
 
 import itertools
+from collections.abc import Container
 
 import pytest
 
@@ -38,17 +40,40 @@ OTHERS = tuple(name for name in FEATURES if name not in MAIN)
 COMPANIONS = ("no_reshard", "bfloat16_reduce_float32", "hsdp_2", "accumulate_no_sync")
 
 
-def _deal_out() -> list[tuple[int, str, str]]:
+def _deal_out() -> list[tuple[int, tuple[str, ...]]]:
     pairs = [*itertools.combinations(MAIN, 2), *itertools.product(OTHERS, COMPANIONS)]
+    left = dict.fromkeys(frozenset(pair) for pair in pairs if _world_sizes(pair))
     dealt = []
-    for turn, pair in enumerate(pair for pair in pairs if can_pair(*pair)):
-        world_sizes = [size for size in (2, 3, 4) if runs_on(pair, size)]
-        if world_sizes:
-            dealt.append((world_sizes[turn % len(world_sizes)], *pair))
+    while left:
+        first, second = (name for name in FEATURES if name in next(iter(left)))
+        third = max(FEATURES, key=lambda name: _pairs_tried((first, second, name), left))
+        chosen = (first, second, third) if _pairs_tried((first, second, third), left) > 1 else (first, second)
+        world_sizes = _world_sizes(chosen)
+        dealt.append((world_sizes[len(dealt) % len(world_sizes)], chosen))
+        for pair in itertools.combinations(chosen, 2):
+            left.pop(frozenset(pair), None)
     return sorted(dealt)
 
 
-@pytest.mark.parametrize(("world_size", "first", "second"), _deal_out())
-def test_pair(first: str, second: str, world_size: int) -> None:
-    model = model_for((first, second), preferred="transformer" if world_size == 4 else "mlp")
-    run_ranks(world_size, compare_training, Case(model, (first, second), steps=2))
+def _world_sizes(names: tuple[str, ...]) -> list[int]:
+    """Those that the features can be tried on at once; none if two are in each other's way."""
+    if not all(can_pair(*pair) for pair in itertools.combinations(names, 2)) or model_for(names) is None:
+        return []
+    return [size for size in (2, 3, 4) if runs_on(names, size)]
+
+
+def _pairs_tried(names: tuple[str, ...], left: Container[frozenset[str]]) -> int:
+    """How many pairs that are still to be tried a run with these features would try."""
+    if not _world_sizes(names):
+        return 0
+    return sum(frozenset(pair) in left for pair in itertools.combinations(names, 2))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "features"),
+    _deal_out(),
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_together(features: tuple[str, ...], world_size: int) -> None:
+    model = model_for(features, preferred="transformer" if world_size == 4 else "mlp")
+    run_ranks(world_size, compare_training, Case(model, features, steps=2))
