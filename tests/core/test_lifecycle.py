@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
@@ -588,7 +588,12 @@ def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
                 _mlp_loss(twins.sharded, rank).backward()
             twins.sharded.reset_iter_state()
             getattr(twins.sharded, hold_back)(True)
-            twins.step(_mlp_loss)
+            heard: list[events.Event] = []
+            with events.subscribe(heard.append):
+                twins.step(_mlp_loss)
+            # As if nothing had been accumulated, in reduce_dtype, before. A shard group of one rank reduces nothing.
+            sent = {one.dtype for one in heard if isinstance(one, events.ReduceStarted)}
+            assert sent == ({torch.float32} if mesh.size(-1) > 1 else set())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
