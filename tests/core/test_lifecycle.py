@@ -606,13 +606,23 @@ def _forward_failure_without_reset(rank: int, world_size: int) -> None:
     for where in ("the root's forward", "a block's forward", "a block's pre-hook", "the root's own hook"):
         twins = Twins.of(rank, world_size, MLP, _shard_mlp)
         twins.step(_mlp_loss)
+        usual = _gathers_of_a_step(twins)
         handle = FAILURES[where](twins.sharded)
         with pytest.raises(RuntimeError, match="on purpose"):
             _mlp_loss(twins.sharded, rank)
+        # A hook that comes behind ours fails a forward that has ended: the root stays as it is for a backward.
+        assert where == "the root's own hook" or _holds_no_unsharded(twins.sharded), where
         handle.remove()
         for _ in range(2):
-            twins.step(_mlp_loss)
+            assert _gathers_of_a_step(twins) == usual, where
             assert _holds_no_unsharded(twins.sharded), where
+
+
+def _gathers_of_a_step(twins: Twins) -> list[str]:
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        twins.step(_mlp_loss)
+    return [one.fqn for one in heard if isinstance(one, events.GatherStarted)]
 
 
 def test_a_failed_forward_needs_no_reset() -> None:
