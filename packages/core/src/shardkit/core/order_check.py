@@ -30,6 +30,8 @@ def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool
 
     One all-reduce: the maxima of a value and of its negation cancel only if all values are equal.
     """
+    if dist.get_backend(group) == "fake":  # its ranks are all this one
+        return True
     value = int.from_bytes(hashlib.blake2b(digest, digest_size=7).digest(), "big")
     pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)

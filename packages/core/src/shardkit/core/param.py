@@ -34,6 +34,7 @@ from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import (
+    is_plain,
     like_dtensor,
     local_of,
     new_dtensor,
@@ -252,7 +253,7 @@ class FSDPParam:
     def _shard(self, full: torch.Tensor) -> torch.Tensor:
         world, rank, dim = self.mesh.shard_size, self.mesh.shard_rank, self.layout.dim
         chunk = full
-        if world > 1 and type(full) is torch.Tensor:
+        if world > 1 and is_plain(full):
             chunk = full.narrow(dim, self.layout.offset(rank), self.layout.length(rank))
         elif world > 1:
             chunks = torch.chunk(full, world, dim)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed.fsdp as stock_fsdp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as StockCPUOffloadPolicy
@@ -35,6 +36,7 @@ __all__ = [
     "flattened_axis",
     "in_backward",
     "is_leaf_or_view",
+    "is_plain",
     "foreach_norm",
     "foreach_scale_",
     "joined_mesh",
@@ -170,6 +172,11 @@ foreach_zero_: Callable[..., None] = torch._foreach_zero_
 def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Puts another local tensor of the same shape and dtype into a DTensor."""
     cast(DTensor, dtensor)._local_tensor = local
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no subclass that brings its own meaning; a fake tensor only leaves out the data."""
+    return type(tensor) in (torch.Tensor, FakeTensor)
 
 
 def is_leaf_or_view(tensor: torch.Tensor) -> bool:

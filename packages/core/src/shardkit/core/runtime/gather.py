@@ -13,6 +13,7 @@ from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.gather import shared_gather
 from shardkit.core.runtime.transport.shared import SharedTransport
+from shardkit.core.runtime.transport.stand_in import StandIn
 from shardkit.core.torch_compat import foreach_copy_
 
 
@@ -32,6 +33,8 @@ def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[to
         return _copy_alone(plan, sources, flats)
     if isinstance(plan.transport, SharedTransport):
         return shared_gather(plan, sources, flats)
+    if isinstance(plan.transport, StandIn):
+        return plan.transport.gather_program(plan, sources, flats)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)

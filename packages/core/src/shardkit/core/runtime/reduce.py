@@ -22,6 +22,7 @@ from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.reduce import shared_reduce
 from shardkit.core.runtime.transport.shared import SharedTransport
+from shardkit.core.runtime.transport.stand_in import StandIn
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div, foreach_zero_
 
 # Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
@@ -65,6 +66,8 @@ def reduce_scatter(
         return _copy_alone(plan, grads, output, _Scaling(predivide, postdivide))
     if isinstance(plan.transport, SharedTransport):
         return shared_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
+    if isinstance(plan.transport, StandIn):
+        return plan.transport.reduce_program(plan, grads, output)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)

@@ -14,6 +14,7 @@ from shardkit.core.runtime.transport.c10d import C10dTransport
 from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
 from shardkit.core.runtime.transport.pairwise import PairwiseTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
+from shardkit.core.runtime.transport.stand_in import StandIn, chosen_stand_in, stand_ins
 
 __all__ = [
     "C10dTransport",
@@ -21,8 +22,10 @@ __all__ = [
     "Exchange",
     "PairwiseTransport",
     "SharedTransport",
+    "StandIn",
     "Transport",
     "may_share_memory",
+    "stand_ins",
     "transport_for",
 ]
 
@@ -41,6 +44,9 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     plain collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks
     have to meet.
     """
+    stand_in = chosen_stand_in(group, device)
+    if stand_in is not None:
+        return stand_in
     by_device = _cache.setdefault(group, {})
     reference = by_device.get(device)
     transport = reference() if reference is not None else None

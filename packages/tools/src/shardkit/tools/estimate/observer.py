@@ -1,0 +1,252 @@
+"""Watches one simulated iteration: operators by a dispatch mode, modules by hooks, core by its events."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardkit.core import events
+from shardkit.core.torch_compat import TorchDispatchMode, local_of
+from shardkit.tools.estimate.errors import EstimateError
+from shardkit.tools.estimate.ledger import Category, Ledger
+from shardkit.tools.estimate.trace import Awaited, Launched, Operators, Ran, Trace
+from shardkit.tools.estimate.traffic import Collective, Transfer, neighbourhood
+from shardkit.tools.estimate.whereabouts import Whereabouts
+from shardkit.tools.torch_compat import NEEDS_DATA, fake_error_operator, group_named
+
+_MADE_IN: dict[str, Category] = {
+    "building": "other",
+    "inputs": "inputs",
+    "forward": "activations",
+    "backward": "activations",
+    "between": "activations",
+    "optimizer": "optimizer",
+}
+
+_COMMUNICATION: dict[str, Collective] = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "broadcast_": "broadcast",
+}
+
+
+class Observer(TorchDispatchMode):
+    """Keeps the ledger and the trace of a rank while it is open.
+
+    Attributes:
+        ledger: the memory.
+        where: FQN and phase.
+        trace: what happened since `start`.
+        values_read: where the data of a tensor was asked for, which fake ones have not; 1 was the answer.
+    """
+
+    def __init__(self, ranks_per_host: int) -> None:
+        super().__init__()
+        self.where = Whereabouts(self._after_forward)
+        self.ledger = Ledger(self.where.here)
+        self.trace = Trace()
+        self.values_read: dict[str, None] = {}
+        self._ranks_per_host = ranks_per_host
+        self._operators = Operators()
+        self._inside = 0
+        self._launched = 0
+        self._waiting: dict[tuple[type, str], deque[int]] = {}
+        self._functional: dict[int, int] = {}
+        self._own_all_reduces = 0
+        self._hooked: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+        self._subscription: events.Subscription | None = None
+
+    def __enter__(self) -> Observer:
+        self.where.__enter__()
+        self._subscription = events.subscribe(self._on_event)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        assert self._subscription is not None
+        self._subscription.close()
+        self.where.__exit__()
+
+    def start(self) -> None:
+        """From now on everything counts."""
+        self.trace = Trace()
+        self.ledger.start()
+
+    def adopt(self, model: nn.Module) -> None:
+        """The model has been built: its parameters and buffers get their categories."""
+        self.where.name(model)
+        for parameter in model.parameters():
+            self.ledger.assign(_on_this_rank(parameter), "sharded_parameters")
+            self._watch_gradient(parameter)
+        for buffer in model.buffers():
+            self.ledger.assign(_on_this_rank(buffer), "other")
+
+    def announce(self, inside: int) -> None:
+        """The next communication of core sends so many bytes inside this host."""
+        self._inside = inside
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its local operators come by
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self._read_value(args[0])
+        try:
+            out = function(*args, **kwargs)
+        except NEEDS_DATA as error:
+            raise self._needs_data(error) from error
+        fqn, phase = self.where.here()
+        category = _MADE_IN[phase]
+        for tensor in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.ledger.see(tensor, category)
+        if function.namespace in ("_c10d_functional", "c10d"):
+            self._communicated(function, args, out, fqn, phase)
+        else:
+            self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase))
+        return out
+
+    def _read_value(self, tensor: torch.Tensor) -> int | float | bool:
+        fqn, phase = self.where.here()
+        if phase != "optimizer":  # optimizers read their step count
+            self.values_read[f"{phase} of '{fqn}'" if fqn else phase] = None
+        if tensor.dtype == torch.bool:
+            return True
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _needs_data(self, error: BaseException) -> EstimateError:
+        fqn, phase = self.where.here()
+        return EstimateError(
+            f"{fake_error_operator(error)}, called in {phase} of '{fqn}', gives a tensor whose shape depends on data, "
+            "and an estimate has shapes but no data. Give the factory a variant with fixed shapes (for instance a fixed "
+            "capacity for each expert, or a mask in place of an index)"
+        )
+
+    # -- communication of the model's own ------------------------------------------------------------------------------
+
+    def _communicated(self, function: Any, args: tuple[Any, ...], out: Any, fqn: str, phase: str) -> None:
+        name = function._opname
+        if name == "wait_tensor":
+            number = self._functional.pop(id(args[0]), None)
+            if number is not None:
+                self.trace.steps.append(Awaited(number, fqn, phase))
+            return
+        if name == "allreduce_" and self._own_all_reduces:  # core's, which its event has told
+            self._own_all_reduces -= 1
+            return
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        group = _group_of(args)
+        if group is None or not tensors:
+            return
+        outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)] or tensors
+        nbytes = max(sum(t.numel() * t.itemsize for t in some) for some in (tensors, outs))
+        number = self._launch(_COMMUNICATION.get(name, "other"), fqn, phase, nbytes, None, tensors[0].dtype, group)
+        if function.namespace == "_c10d_functional":
+            self._functional[id(outs[0])] = number
+        else:
+            self.trace.steps.append(Awaited(number, fqn, phase))
+
+    # -- core's events -------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.StorageAllocated | events.StorageFreed):
+            if event.kind == "unsharded":
+                self.ledger.unsharded_changed(event.fqn, event.bytes)
+            elif isinstance(event, events.StorageAllocated) and event.kind in ("packed", "reduce_input", "outbox"):
+                self.ledger.assign_newest(event.bytes, "communication")
+        elif isinstance(event, events.GatherStarted):
+            self._began("all-gather", events.GatherFinished, event)
+        elif isinstance(event, events.ReduceStarted):
+            self._began("reduce-scatter", events.ReduceFinished, event)
+        elif isinstance(event, events.AllReduceStarted):
+            self._inside = round(event.wire_bytes * neighbourhood(event.group, self._ranks_per_host).local_share)
+            self._own_all_reduces += 1
+            self._began("all-reduce", events.AllReduceFinished, event)
+        elif isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
+            waiting = self._waiting.get((type(event), event.fqn))
+            if waiting:
+                fqn, phase = self.where.here()
+                self.trace.steps.append(Awaited(waiting.popleft(), fqn, phase))
+
+    def _began(self, what: Collective, finished: type, event: Any) -> None:
+        number = self._launch(
+            what, event.fqn, self.where.phase, event.bytes, event.wire_bytes, event.dtype, event.group, of_core=True
+        )
+        self._waiting.setdefault((finished, event.fqn), deque()).append(number)
+
+    def _launch(
+        self,
+        what: Collective,
+        fqn: str,
+        phase: str,
+        nbytes: int,
+        wire_bytes: int | None,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        *,
+        of_core: bool = False,
+    ) -> int:
+        around = neighbourhood(group, self._ranks_per_host)
+        if wire_bytes is None:
+            # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
+            halves = 2 if what == "all-reduce" else 1
+            wire_bytes = halves * (around.ranks - 1) * nbytes // around.ranks
+            self._inside = round(wire_bytes * around.local_share)
+        transfer = Transfer(
+            what, fqn, phase, nbytes, wire_bytes, self._inside, dtype, around.ranks, around.hosts, of_core
+        )
+        self._launched += 1
+        self.trace.steps.append(Launched(self._launched, transfer))
+        return self._launched
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _after_forward(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in self._hooked:
+                self._watch_gradient(parameter)
+
+    def _watch_gradient(self, parameter: torch.Tensor) -> None:
+        self._hooked.add(id(parameter))
+        self._kept.append(parameter)
+        if parameter.requires_grad and parameter.is_leaf:
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)
+
+    def _has_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.ledger.assign(_on_this_rank(parameter.grad), "gradients")
+
+
+def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    for value in args:
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
+            return group_named(value)
+    return None

@@ -1,0 +1,146 @@
+"""Runs a training job with fake tensors, as one rank of a world that does not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.core.runtime.transport import StandIn, stand_ins
+from shardkit.core.state import state_of
+from shardkit.tools.estimate.errors import EstimateError
+from shardkit.tools.estimate.job import TrainingJob
+from shardkit.tools.estimate.ledger import Peak
+from shardkit.tools.estimate.observer import Observer
+from shardkit.tools.estimate.trace import Trace
+from shardkit.tools.estimate.transport import SimulatedTransport
+from shardkit.tools.estimate.world import fake_world
+from shardkit.tools.machine import Transport
+from shardkit.tools.torch_compat import fake_tensors
+
+__all__ = ["Recording", "simulate"]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one iteration of a rank was.
+
+    Attributes:
+        trace: what it did.
+        peak: the moment of most memory.
+        idle_bytes: what stays between iterations.
+        shard_bytes: of this rank's parameters and buffers.
+        optimizer_bytes: of its optimizer state.
+        parameters: elements of the whole model's parameters.
+        mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
+        groups: labels of the parameter groups.
+        values_read: where data of tensors was asked for.
+    """
+
+    trace: Trace
+    peak: Peak
+    idle_bytes: int
+    shard_bytes: int
+    optimizer_bytes: int
+    parameters: int
+    mapped_bytes: int
+    groups: tuple[str, ...]
+    values_read: tuple[str, ...]
+
+
+def simulate(
+    job: TrainingJob, axes: Mapping[str, int], rank: int, transport: Transport, ranks_per_host: int
+) -> Recording:
+    """Runs two iterations and records the second, when the order of groups is known and the optimizer has its state.
+
+    Raises:
+        EstimateError: for a job that cannot run with fake tensors, saying where and why.
+    """
+    with fake_world(axes, rank) as mesh:
+        observer = Observer(ranks_per_host)
+        transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
+
+        def stand_in(group: dist.ProcessGroup, device: torch.device) -> StandIn:
+            if group not in transports:
+                transports[group] = SimulatedTransport(group, device, transport, ranks_per_host, observer.announce)
+            return transports[group]
+
+        try:
+            with fake_tensors(), stand_ins(stand_in), observer:
+                return _run(job, mesh, observer, transports)
+        finally:
+            gc.collect()
+
+
+def _run(
+    job: TrainingJob, mesh: Any, observer: Observer, transports: dict[dist.ProcessGroup, SimulatedTransport]
+) -> Recording:
+    with _explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
+        model = job.build(mesh)
+    observer.adopt(model)
+    with _explained("making the optimizer failed", "it gets the parameters of the sharded model"):
+        optimizer = job.optimizer(model.parameters())
+    for recording in (False, True):
+        observer.where.set_phase = "inputs"
+        with _explained("making the inputs failed", "the function is called without arguments"):
+            batches = [job.inputs() for _ in range(job.policies.accumulate)]
+        observer.where.set_phase = "between"
+        if recording:
+            idle = observer.ledger.total
+            observer.start()
+        with _explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
+            job.run(model, optimizer, batches)
+        del batches
+    assert observer.ledger.peak is not None
+    groups = [group for module in model.modules() if (state := state_of(module)) for group in state.groups]
+    return Recording(
+        trace=observer.trace,
+        peak=observer.ledger.peak,
+        idle_bytes=idle,
+        shard_bytes=_shard_bytes(model),
+        optimizer_bytes=_state_bytes(optimizer),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
+        groups=tuple(dict.fromkeys(group.label for group in groups)),
+        values_read=tuple(observer.values_read),
+    )
+
+
+@contextlib.contextmanager
+def _explained(what: str, hint: str) -> Iterator[None]:
+    """Turns what the user's functions raise into an `EstimateError` that says in which of them."""
+    try:
+        yield
+    except EstimateError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while isinstance(cause.__cause__, EstimateError | RuntimeError):
+            cause = cause.__cause__
+            if isinstance(cause, EstimateError):
+                raise cause from error
+        raise EstimateError(f"{what}: {type(error).__name__}: {error} ({hint})") from error
+
+
+def _shard_bytes(model: nn.Module) -> int:
+    from shardkit.core.torch_compat import local_of
+    from torch.distributed.tensor import DTensor
+
+    tensors = [*model.parameters(), *model.buffers()]
+    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.itemsize for tensor in locals_)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    from shardkit.core.torch_compat import local_of
+    from torch.distributed.tensor import DTensor
+
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.itemsize for tensor in locals_)

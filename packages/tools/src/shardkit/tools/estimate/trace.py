@@ -1,0 +1,154 @@
+"""What a simulated rank did in one iteration, in order: operators, and communication with the places it is waited for.
+
+The trace knows no times: `clock.replay` gives it those of a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from shardkit.tools.estimate.traffic import Transfer
+from shardkit.tools.torch_compat import count_flops, is_view
+
+TensorSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One way that an operator was called.
+
+    Attributes:
+        function: the overload.
+        args, kwargs: as it was called, with a `TensorSpec` in the place of each tensor.
+        dtype: of its first tensor, None if it has none.
+        flops: of matrix products and convolutions, 0 for everything else.
+        bytes: that it reads and writes; 0 for one that only makes views.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An operator ran in a module."""
+
+    operator: Operator
+    fqn: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A communication began; `number` tells it from the others."""
+
+    number: int
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """From here on the rank needs what a communication brings."""
+
+    number: int
+    fqn: str
+    phase: str
+
+
+Step: TypeAlias = Ran | Launched | Awaited
+
+
+@dataclass
+class Trace:
+    """The steps of one iteration."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Every communication, in order."""
+        return [step.transfer for step in self.steps if isinstance(step, Launched)]
+
+    @property
+    def operators(self) -> dict[Operator, int]:
+        """Every way that an operator was called, and how often."""
+        counts: dict[Operator, int] = {}
+        for step in self.steps:
+            if isinstance(step, Ran):
+                counts[step.operator] = counts.get(step.operator, 0) + 1
+        return counts
+
+
+class Operators:
+    """Every operator call that was seen: equal calls are one object."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Operator] = {}
+
+    def of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+        """The operator of a call that has returned `out`."""
+        specs = _spec(args)
+        named = _spec(kwargs)
+        key = (function, specs, named)
+        operator = self._known.get(key)
+        if operator is None:
+            operator = self._known[key] = _operator(function, specs, dict(named), args, kwargs, out)
+        return operator
+
+
+def _operator(
+    function: Any, specs: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Operator:
+    tensors = list(_tensors((*args, *kwargs.values())))
+    moved = 0 if is_view(function) else sum(map(_nbytes, (*tensors, *_tensors((out,)))))
+    return Operator(
+        function=function,
+        args=specs,
+        kwargs=named,
+        dtype=tensors[0].dtype if tensors else None,
+        flops=count_flops(function, args, kwargs, out) or 0,
+        bytes=moved,
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    # An expanded tensor is read again and again from the same few bytes.
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _tensors(values: Sequence[Any]) -> Sequence[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _spec(value: Any) -> Any:
+    """A hashable picture of arguments."""
+    if isinstance(value, torch.Tensor):
+        return TensorPicture((tuple(value.shape), value.stride(), value.dtype))
+    if isinstance(value, list | tuple):
+        return tuple(map(_spec, value))
+    if isinstance(value, dict):
+        return tuple((name, _spec(one)) for name, one in value.items())
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return value
+
+
+class TensorPicture(tuple[tuple[int, ...], tuple[int, ...], torch.dtype]):
+    """A `TensorSpec` that is told from other tuples by its class."""
+
+    __slots__ = ()
