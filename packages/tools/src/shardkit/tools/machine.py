@@ -85,7 +85,7 @@ class Machine:
         if name not in self.flops:
             raise MachineError(
                 f"machine '{self.name}' says nothing of FLOP/s in {name}, which the model computes in; it has "
-                f"{', '.join(self.flops) or 'no dtype'}. Add \"{name}\" to \"flops\" of its description"
+                f'{", ".join(self.flops) or "no dtype"}. Add "{name}" to "flops" of its description'
             )
         return self.flops[name] * self.efficiency
 
@@ -136,7 +136,9 @@ def load_machine(path: Path) -> Machine:
     except (OSError, json.JSONDecodeError) as error:
         raise MachineError(f"{path} cannot be read as a machine description: {error}") from error
     if not isinstance(described, dict):
-        raise MachineError(f"{path}: expected an object with the attributes of a machine, got {type(described).__name__}")
+        raise MachineError(
+            f"{path}: expected an object with the attributes of a machine, got {type(described).__name__}"
+        )
     return machine_of(described, str(path))
 
 
@@ -275,9 +277,7 @@ _PRESETS = {
         (32e9, "PCIe 4.0 x16, one direction"),
         _network(100),
     ),
-    "h100": _gpu(
-        "H100 SXM", {"bfloat16": 989, "float16": 989, "float32": 67}, 3350e9, 80, _nvlink(450), _network(400)
-    ),
+    "h100": _gpu("H100 SXM", {"bfloat16": 989, "float16": 989, "float32": 67}, 3350e9, 80, _nvlink(450), _network(400)),
     "h200": _gpu(
         "H200 SXM", {"bfloat16": 989, "float16": 989, "float32": 67}, 4800e9, 141, _nvlink(450), _network(400)
     ),

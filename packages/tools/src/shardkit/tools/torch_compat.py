@@ -6,7 +6,6 @@ The rest of the package uses torch's public names, and what `shardkit.core.torch
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,10 +20,12 @@ from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FakeTensor",
+    "FakeTensors",
     "NEEDS_DATA",
     "count_flops",
-    "fake_tensors",
+    "fake_error_operator",
     "group_named",
+    "is_view",
     "join_fake_world",
     "operator_of",
 ]
@@ -33,9 +34,29 @@ __all__ = [
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """A context in which tensors have shapes, dtypes and storage sizes, but no data."""
-    return FakeTensorMode()
+class FakeTensors:
+    """A context in which tensors have shapes, dtypes and storage sizes, but no data.
+
+    torch remembers by weak references which tensor a parameter or constant was made from, and a tensor with such a
+    reference cannot be swapped, so that `Module.to(dtype)` fails. Here it remembers by plain ones, until `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._remembered: dict[Any, Any] = {}
+        self._mode.fake_tensor_converter.meta_converter.tensor_memo = self._remembered  # type: ignore[assignment]
+
+    def __enter__(self) -> FakeTensors:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._mode.__exit__(*exc_info)
+
+    def forget(self) -> None:
+        """Drops what is remembered: tensors that nobody else holds are freed."""
+        if self._remembered:
+            self._remembered.clear()
 
 
 def join_fake_world(rank: int, world_size: int) -> None:

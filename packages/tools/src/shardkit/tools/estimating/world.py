@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardkit.tools.estimate.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.torch_compat import join_fake_world
 
 MOST_RANKS = 16_384
@@ -23,7 +23,9 @@ def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
     """
     axes = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
     if not axes or any(size < 1 for size in axes.values()) or math.prod(axes.values()) > MOST_RANKS:
-        raise EstimateError(f"a mesh of {axes} cannot be simulated; expected sizes from 1 on, {MOST_RANKS} ranks at most")
+        raise EstimateError(
+            f"a mesh of {axes} cannot be simulated; expected sizes from 1 on, {MOST_RANKS} ranks at most"
+        )
     return axes
 
 

@@ -20,7 +20,7 @@ from shardkit.core.runtime.program import Program
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport import StandIn
-from shardkit.tools.estimate.traffic import neighbourhood
+from shardkit.tools.estimating.traffic import neighbourhood
 from shardkit.tools.machine import Transport as Kind
 
 
@@ -31,7 +31,7 @@ class _Parcel:
 
 
 class _Outbox:
-    """Follows `runtime.shared.outbox`. Ranks are never quite in step: one parcel is on its way while the next is filled."""
+    """Follows `runtime.shared.outbox`. Ranks are not quite in step: one parcel is on its way while the next is filled."""
 
     def __init__(self) -> None:
         self._parcels: list[_Parcel] = []

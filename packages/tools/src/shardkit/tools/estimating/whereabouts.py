@@ -1,7 +1,7 @@
 """Where a rank is in its iteration: the module (FQN) that runs, and the phase.
 
-Forward is followed by module hooks. Backward is followed by tensor hooks: when the gradient of a module's output arrives,
-the rank is in that module's backward; when the gradient of its input is done, it is back in the module around it.
+Forward is followed by module hooks, backward by tensor hooks: when the gradient of a module's output arrives, the
+rank is in that module's backward; when the gradient of its input is done, it is back in the module around it.
 """
 
 from __future__ import annotations

@@ -73,6 +73,12 @@ class Ledger:
         self._most = 0
         self._note_peak()
 
+    def watch(self, observer: Observer) -> None:
+        """Tells `observer` of every storage that is live, and from now on of every change."""
+        self.observer = observer
+        for key, entry in self._entries.items():
+            observer(key, entry.nbytes)
+
     def see(self, tensor: torch.Tensor, category: Category) -> None:
         """A tensor that an operator returned; a storage that is known already keeps its category."""
         storage = tensor.untyped_storage()
@@ -100,7 +106,8 @@ class Ledger:
     def unsharded_changed(self, fqn: str, nbytes: int) -> None:
         """A storage of `nbytes` of an unsharded parameter was given memory, or lost it, behind the operators' back."""
         known = [entry for entry in self._unsharded.get(fqn, []) if entry.storage() is not None]
-        if not any([self._measure(entry) for entry in known]):
+        changed = [entry for entry in known if self._measure(entry)]
+        if not changed:
             new = next(e for e in reversed(self._entries.values()) if e.nbytes == nbytes and e not in known)
             self._recategorise(new, "unsharded_parameters")
             known.append(new)

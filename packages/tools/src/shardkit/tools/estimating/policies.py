@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from shardkit.tools.estimate.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError
 
 __all__ = ["Policies", "apply_policies", "blocks_of"]
 
@@ -70,7 +70,9 @@ def _repeated(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> list[tu
             continue
         if any(fqn.startswith(f"{block}.") or fqn == block for block, _ in found):
             continue
-        children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+        children = [
+            (name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None
+        ]
         counts = Counter(type(child) for _, child in children)
         prefix = f"{fqn}." if fqn else ""
         found += [(prefix + name, child) for name, child in children if counts[type(child)] > 1]

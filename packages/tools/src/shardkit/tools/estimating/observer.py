@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from shardkit.core import events
 from shardkit.core.torch_compat import TorchDispatchMode, local_of
-from shardkit.tools.estimate.errors import EstimateError
-from shardkit.tools.estimate.ledger import Category, Ledger
-from shardkit.tools.estimate.trace import Awaited, Launched, Operators, Ran, Trace
-from shardkit.tools.estimate.traffic import Collective, Transfer, neighbourhood
-from shardkit.tools.estimate.whereabouts import Whereabouts
-from shardkit.tools.torch_compat import NEEDS_DATA, fake_error_operator, group_named
+from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.ledger import Category, Ledger
+from shardkit.tools.estimating.trace import Awaited, Launched, Operators, Ran, Trace
+from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
+from shardkit.tools.estimating.whereabouts import Whereabouts
+from shardkit.tools.torch_compat import NEEDS_DATA, FakeTensors, fake_error_operator, group_named
 
 _MADE_IN: dict[str, Category] = {
     "building": "other",
@@ -54,8 +54,9 @@ class Observer(TorchDispatchMode):
         values_read: where the data of a tensor was asked for, which fake ones have not; 1 was the answer.
     """
 
-    def __init__(self, ranks_per_host: int) -> None:
+    def __init__(self, ranks_per_host: int, fake: FakeTensors) -> None:
         super().__init__()
+        self._fake = fake
         self.where = Whereabouts(self._after_forward)
         self.ledger = Ledger(self.where.here)
         self.trace = Trace()
@@ -90,6 +91,7 @@ class Observer(TorchDispatchMode):
 
     def adopt(self, model: nn.Module) -> None:
         """The model has been built: its parameters and buffers get their categories."""
+        self._fake.forget()
         self.where.name(model)
         for parameter in model.parameters():
             self.ledger.assign(_on_this_rank(parameter), "sharded_parameters")
@@ -116,6 +118,8 @@ class Observer(TorchDispatchMode):
         except NEEDS_DATA as error:
             raise self._needs_data(error) from error
         fqn, phase = self.where.here()
+        if phase != "building":
+            self._fake.forget()
         category = _MADE_IN[phase]
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
@@ -138,8 +142,8 @@ class Observer(TorchDispatchMode):
         fqn, phase = self.where.here()
         return EstimateError(
             f"{fake_error_operator(error)}, called in {phase} of '{fqn}', gives a tensor whose shape depends on data, "
-            "and an estimate has shapes but no data. Give the factory a variant with fixed shapes (for instance a fixed "
-            "capacity for each expert, or a mask in place of an index)"
+            "and an estimate has shapes but no data. Give the factory a variant with fixed shapes (for instance a "
+            "fixed capacity for each expert, or a mask in place of an index)"
         )
 
     # -- communication of the model's own ------------------------------------------------------------------------------

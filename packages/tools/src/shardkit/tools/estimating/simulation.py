@@ -10,21 +10,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
-from shardkit.tools.estimate.errors import EstimateError
-from shardkit.tools.estimate.job import TrainingJob
-from shardkit.tools.estimate.ledger import Peak
-from shardkit.tools.estimate.observer import Observer
-from shardkit.tools.estimate.trace import Trace
-from shardkit.tools.estimate.transport import SimulatedTransport
-from shardkit.tools.estimate.world import fake_world
+from shardkit.core.torch_compat import local_of
+from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.job import TrainingJob
+from shardkit.tools.estimating.ledger import Peak
+from shardkit.tools.estimating.observer import Observer
+from shardkit.tools.estimating.reserved import CachingAllocator
+from shardkit.tools.estimating.trace import Trace
+from shardkit.tools.estimating.traffic import neighbourhood
+from shardkit.tools.estimating.transport import SimulatedTransport
+from shardkit.tools.estimating.world import fake_world
 from shardkit.tools.machine import Transport
-from shardkit.tools.torch_compat import fake_tensors
+from shardkit.tools.torch_compat import FakeTensors
 
 __all__ = ["Recording", "simulate"]
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of tensors that a checkpoint holds: this rank's part, and the whole over all ranks."""
+
+    own: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,9 @@ class Recording:
         trace: what it did.
         peak: the moment of most memory.
         idle_bytes: what stays between iterations.
-        shard_bytes: of this rank's parameters and buffers.
-        optimizer_bytes: of its optimizer state.
+        weights: size of parameters and buffers.
+        optimizer: size of the optimizer's state.
+        cached_bytes: what torch's caching allocator of GPUs would have taken from the device.
         parameters: elements of the whole model's parameters.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
         groups: labels of the parameter groups.
@@ -46,8 +58,9 @@ class Recording:
     trace: Trace
     peak: Peak
     idle_bytes: int
-    shard_bytes: int
-    optimizer_bytes: int
+    weights: StateSize
+    optimizer: StateSize
+    cached_bytes: int
     parameters: int
     mapped_bytes: int
     groups: tuple[str, ...]
@@ -63,16 +76,19 @@ def simulate(
         EstimateError: for a job that cannot run with fake tensors, saying where and why.
     """
     with fake_world(axes, rank) as mesh:
-        observer = Observer(ranks_per_host)
+        fake = FakeTensors()
+        observer = Observer(ranks_per_host, fake)
         transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
 
         def stand_in(group: dist.ProcessGroup, device: torch.device) -> StandIn:
             if group not in transports:
-                transports[group] = SimulatedTransport(group, device, transport, ranks_per_host, observer.announce)
+                several = neighbourhood(group, ranks_per_host).hosts > 1
+                kind: Transport = "pairwise" if several and transport == "shared" else transport
+                transports[group] = SimulatedTransport(group, device, kind, ranks_per_host, observer.announce)
             return transports[group]
 
         try:
-            with fake_tensors(), stand_ins(stand_in), observer:
+            with fake, stand_ins(stand_in), observer:
                 return _run(job, mesh, observer, transports)
         finally:
             gc.collect()
@@ -84,6 +100,8 @@ def _run(
     with _explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
     observer.adopt(model)
+    allocator = CachingAllocator()
+    observer.ledger.watch(allocator.changed)
     with _explained("making the optimizer failed", "it gets the parameters of the sharded model"):
         optimizer = job.optimizer(model.parameters())
     for recording in (False, True):
@@ -103,8 +121,9 @@ def _run(
         trace=observer.trace,
         peak=observer.ledger.peak,
         idle_bytes=idle,
-        shard_bytes=_shard_bytes(model),
-        optimizer_bytes=_state_bytes(optimizer),
+        weights=_state_size([*model.parameters(), *model.buffers()]),
+        optimizer=_state_size(_tensors_of(optimizer)),
+        cached_bytes=allocator.reserved,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
         groups=tuple(dict.fromkeys(group.label for group in groups)),
@@ -128,19 +147,14 @@ def _explained(what: str, hint: str) -> Iterator[None]:
         raise EstimateError(f"{what}: {type(error).__name__}: {error} ({hint})") from error
 
 
-def _shard_bytes(model: nn.Module) -> int:
-    from shardkit.core.torch_compat import local_of
-    from torch.distributed.tensor import DTensor
-
-    tensors = [*model.parameters(), *model.buffers()]
-    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.itemsize for tensor in locals_)
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    from shardkit.core.torch_compat import local_of
-    from torch.distributed.tensor import DTensor
-
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    locals_ = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.itemsize for tensor in locals_)
+def _state_size(tensors: list[torch.Tensor]) -> StateSize:
+    own = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return StateSize(
+        sum(tensor.numel() * tensor.itemsize for tensor in own),
+        sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+    )

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardkit.tools.estimate.traffic import Transfer
+from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.torch_compat import count_flops, is_view
 
 TensorSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

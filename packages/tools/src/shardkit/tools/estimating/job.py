@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import FSDPModule
-from shardkit.tools.estimate.policies import Policies, apply_policies
+from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.policies import Policies, apply_policies
 
 __all__ = ["TrainingJob", "default_step"]
 
@@ -26,7 +27,7 @@ class TrainingJob:
     """A training job, in functions that run with fake tensors as well as with real ones.
 
     Attributes:
-        model: makes the model. If it takes an argument, that is the mesh, and the model comes sharded (by `fully_shard`,
+        model: makes the model. If it takes an argument, that is the mesh, and the model comes sharded (`fully_shard`,
             tensor parallelism and whatever else); otherwise `policies` shard it.
         inputs: makes one micro-batch: a tensor, or a tuple or dict of the model's arguments.
         optimizer: makes the optimizer of the sharded parameters.
@@ -53,6 +54,11 @@ class TrainingJob:
         model = self.model(mesh) if takes_mesh else self.model()
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             apply_policies(model, self.policies, mesh)
+        elif replace(self.policies, accumulate=1) != Policies():
+            raise EstimateError(
+                f"the model comes sharded, so {self.policies} has nothing to act on; leave the policies out, or give a "
+                "factory that makes the model unsharded"
+            )
         return model
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:

@@ -1,0 +1,169 @@
+"""The description of this machine, by measurement: what each of several ranks gets while all of them work.
+
+Ranks of gloo on the CPU are started, and all measure the same at the same time, so that what they share (cores, memory,
+caches) is shared in the numbers too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from shardkit.core import fully_shard
+from shardkit.core.runtime.transport import SharedTransport, transport_for
+from shardkit.tools.machine import Link, Machine
+
+__all__ = ["calibrate"]
+
+_SIDE = 768
+_STREAM = 4 * 2**20
+_SMALL_GROUP, _LARGE_GROUP = 64, 1536
+
+
+def calibrate(ranks: int | None = None) -> Machine:
+    """Measures this machine with so many ranks at work (by default one for each core, two at least); takes seconds.
+
+    The result describes one host. Other programs that run meanwhile make it slower than it is.
+
+    Raises:
+        RuntimeError: if the ranks cannot be started.
+    """
+    ranks = ranks or max(2, len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory(prefix="shardkit-calibration-") as directory:
+        mp.spawn(_rank, (ranks, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = torch.load(Path(directory) / "found.pt")
+    return Machine(
+        name=f"this machine ({platform.machine()}, {ranks} ranks)",
+        device="cpu",
+        transport=found["transport"],
+        flops={"float32": found["float32"], "bfloat16": found["bfloat16"]},
+        memory_bandwidth=found["memory_bandwidth"],
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks,
+        ranks_per_host=ranks,
+        inside=Link(found["bandwidth"], found["latency"]),
+        between=None,
+        efficiency=1.0,
+        operator_seconds=found["operator_seconds"],
+        storage_bandwidth=found["storage_bandwidth"],
+        process_bytes=found["process_bytes"],
+        sources={
+            "all": f"measured on {ranks} ranks at once, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        },
+    )
+
+
+def _rank(rank: int, ranks: int, directory: str) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    try:
+        found = _measure(Path(directory) / f"probe-{rank}")
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, found)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        numbers = {name: statistics.median(one[name] for one in everyone) for name in found if name != "transport"}
+        numbers["process_bytes"] = int(numbers["process_bytes"])
+        torch.save({**numbers, "transport": found["transport"]}, Path(directory) / "found.pt")
+
+
+def _measure(file: Path) -> dict[str, Any]:
+    process_bytes = _resident()
+    latency, bandwidth = _link()
+    group = dist.group.WORLD
+    assert group is not None
+    shared = isinstance(transport_for(group, torch.device("cpu")), SharedTransport)
+    return {
+        "process_bytes": process_bytes,
+        "float32": _matmul(torch.float32),
+        "bfloat16": _matmul(torch.bfloat16),
+        "memory_bandwidth": _stream(),
+        "operator_seconds": _operators(),
+        "latency": latency,
+        "bandwidth": bandwidth,
+        "storage_bandwidth": _storage(file),
+        "transport": "shared" if shared else "pairwise",
+    }
+
+
+def _seconds(work: Callable[[], object], runs: int = 9) -> float:
+    """The median of some runs that all ranks begin together."""
+    work()
+    measured = []
+    for _ in range(runs):
+        dist.barrier()
+        started = time.perf_counter()
+        work()
+        measured.append(time.perf_counter() - started)
+    return statistics.median(measured)
+
+
+def _matmul(dtype: torch.dtype) -> float:
+    a, b = torch.rand(_SIDE, _SIDE).to(dtype), torch.rand(_SIDE, _SIDE).to(dtype)
+    return 2 * _SIDE**3 / _seconds(lambda: a @ b, runs=5)
+
+
+def _stream() -> float:
+    a, b, out = torch.rand(_STREAM), torch.rand(_STREAM), torch.empty(_STREAM)
+    return 3 * 4 * _STREAM / _seconds(lambda: torch.add(a, b, out=out))
+
+
+def _operators() -> float:
+    """Host time of a small operator in training, autograd's part of it included."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(32)))
+    x = torch.rand(4, 8)
+
+    def step() -> None:
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    # A linear layer runs three operators in forward, and six in backward.
+    return _seconds(step, runs=15) / (32 * 9)
+
+
+def _link() -> tuple[float, float]:
+    """Latency and bandwidth of gathers, from a small and a large group of parameters."""
+    small, large = _gather_seconds(_SMALL_GROUP), _gather_seconds(_LARGE_GROUP)
+    ranks = dist.get_world_size()
+    received = 4 * (_LARGE_GROUP**2 - _SMALL_GROUP**2) * (ranks - 1) / ranks
+    return small, received / max(large - small, 1e-9)
+
+
+def _gather_seconds(width: int) -> float:
+    module = fully_shard(nn.Linear(width, width, bias=False))
+
+    def gather() -> None:
+        module.unshard()
+        module.reshard()
+
+    return _seconds(gather)
+
+
+def _storage(file: Path) -> float:
+    data = torch.zeros(_STREAM)
+
+    def write() -> None:
+        with file.open("wb") as opened:
+            torch.save(data, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+
+    return 4 * _STREAM / _seconds(write, runs=3)
+
+
+def _resident() -> int:
+    """Resident bytes of this process, as Linux tells them."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,98 @@
+"""Gives a trace the times of a machine: when operators run, when communication runs beside them, who waits for it.
+
+There are two kinds of machine. Ranks on a CPU compute themselves: an operator's overhead and its work follow one
+another, and with shared memory the copying of a communication is work of the rank itself, done where it is waited for. A device with a
+queue works behind its host, which only launches; communication runs on streams of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from shardkit.tools.estimating.costs import OperatorCosts, transfer_seconds
+from shardkit.tools.estimating.trace import Awaited, Launched, Operator, Ran, Trace
+from shardkit.tools.estimating.traffic import Transfer
+from shardkit.tools.machine import Machine
+
+__all__ = ["Timeline", "replay"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The times of one iteration, in seconds.
+
+    Attributes:
+        step: from its beginning to its end.
+        compute: in operators, launches included where they are on the critical path.
+        communication: that communications take by themselves, overlapped or not.
+        exposed: that computation waits for them.
+        exposed_by_fqn: the same, by the group that is waited for.
+        compute_by_fqn: time in operators, by module.
+    """
+
+    step: float
+    compute: float
+    communication: float
+    exposed: float
+    exposed_by_fqn: dict[str, float]
+    compute_by_fqn: dict[str, float]
+
+
+class _Lanes:
+    """What communicates beside the computation: one lane for gathers and one for everything else, as in core."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._free: dict[bool, float] = defaultdict(float)
+        self._pending: dict[int, tuple[float, float, str]] = {}
+        self.communication = 0.0
+
+    def launch(self, number: int, transfer: Transfer, now: float) -> None:
+        seconds = transfer_seconds(transfer, self._machine)
+        self.communication += seconds
+        if self._machine.transport == "shared" and transfer.of_core:
+            self._pending[number] = now, seconds, transfer.fqn
+            return
+        lane = transfer.collective == "all-gather"
+        end = self._free[lane] = max(self._free[lane], now) + seconds
+        self._pending[number] = end, 0.0, transfer.fqn
+
+    def wait(self, number: int, now: float) -> tuple[float, str]:
+        """When the communication's bytes are there, if one waits from `now` on, and whose they are."""
+        end, work, fqn = self._pending.pop(number, (now, 0.0, ""))
+        return max(end, now) + work, fqn
+
+
+def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
+    """The times of a trace on a machine."""
+    lanes = _Lanes(machine)
+    queued = machine.device != "cpu"
+    seconds_of: dict[Operator, float] = {}
+    host = device = machine.iteration_seconds
+    exposed: dict[str, float] = defaultdict(float)
+    compute: dict[str, float] = defaultdict(float)
+    for step in trace.steps:
+        if isinstance(step, Ran):
+            seconds = seconds_of.get(step.operator)
+            if seconds is None:
+                seconds = seconds_of[step.operator] = costs.seconds(step.operator)
+            before = device
+            host += machine.operator_seconds
+            device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
+            compute[step.fqn] += device - before
+        elif isinstance(step, Launched):
+            lanes.launch(step.number, step.transfer, device)
+        else:
+            assert isinstance(step, Awaited)
+            ready, fqn = lanes.wait(step.number, device)
+            exposed[fqn] += ready - device
+            device = ready
+    return Timeline(
+        step=max(device, host if queued else 0.0),
+        compute=sum(compute.values()) + machine.iteration_seconds,
+        communication=lanes.communication,
+        exposed=sum(exposed.values()),
+        exposed_by_fqn=dict(exposed),
+        compute_by_fqn=dict(compute),
+    )

@@ -1,0 +1,180 @@
+"""A Llama-shaped language model from a Hugging Face config: shapes and arithmetic, no weights and no download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardkit.tools.estimating.errors import EstimateError
+
+__all__ = ["Llama", "LlamaConfig", "model_from_hf_config"]
+
+# Model types of Hugging Face whose layers have these shapes; with biases on query, key and value for the second group.
+_PLAIN = ("llama", "mistral")
+_WITH_BIAS = ("qwen2",)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a model, named as Hugging Face's configs name them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> LlamaConfig:
+        """Reads a Hugging Face config.
+
+        Raises:
+            EstimateError: for a model of another shape, and for sizes that are missing.
+        """
+        kind = config.get("model_type")
+        if kind not in (*_PLAIN, *_WITH_BIAS):
+            raise EstimateError(
+                f"a config of model_type {kind!r} is none of {', '.join((*_PLAIN, *_WITH_BIAS))}, the Llama-shaped "
+                "ones that are built without transformers; install transformers, which builds any model from its config, or "
+                "give a factory (shardkit estimate pkg.module:function)"
+            )
+        wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [name for name in wanted if not isinstance(config.get(name), int)]:
+            raise EstimateError(f"the config lacks {', '.join(missing)}; expected whole numbers")
+        heads = config["num_attention_heads"]
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return LlamaConfig(
+            **{name: config[name] for name in wanted},
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-5),
+            rope_theta=config.get("rope_theta") or 10_000.0,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", kind in _WITH_BIAS)),
+            dtype=getattr(torch, dtype),
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        width, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        query, key, value = (
+            projection(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.groups > 1)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """Token ids of shape (batch, sequence) to logits of shape (batch, sequence, vocabulary)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.to(config.dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        cosine, sine = self._positions(input_ids.shape[1], x)
+        for layer in self.layers:
+            x = layer(x, cosine, sine)
+        return self.lm_head(self.norm(x))
+
+    def _positions(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.config.head_dim, 2, device=like.device) / self.config.head_dim
+        angles = torch.outer(torch.arange(length, device=like.device), self.config.rope_theta**-half)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def model_from_hf_config(path: Path) -> nn.Module:
+    """Builds the model of a config.json: with transformers if it is installed, else Llama-shaped ones by ourselves.
+
+    Raises:
+        EstimateError: for a file that is no config, or one of a model that cannot be built.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise EstimateError(f"{path} cannot be read as a Hugging Face config: {error}") from error
+    if not isinstance(config, dict):
+        raise EstimateError(f"{path}: expected an object, got {type(config).__name__}")
+    try:
+        import transformers
+    except ImportError:
+        return Llama(LlamaConfig.of(config))
+    settings = transformers.AutoConfig.for_model(**config)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings)
+    return model
+
+
+def vocabulary_of(path: Path) -> int:
+    """How many token ids a config knows."""
+    return int(json.loads(path.read_text())["vocab_size"])

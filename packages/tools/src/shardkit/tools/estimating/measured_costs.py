@@ -1,0 +1,84 @@
+"""Times of operators by running them: each way that a trace calls one, on this machine's CPU, with real tensors."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from shardkit.tools.estimating.costs import Roofline
+from shardkit.tools.estimating.trace import Operator, TensorPicture
+from shardkit.tools.machine import Machine
+
+__all__ = ["MeasuredCosts"]
+
+_LEAST_RUNS = 5
+_LEAST_SECONDS = 0.003
+_MOST_BYTES = 2**31
+
+
+class MeasuredCosts:
+    """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
+
+    The launch that the machine counts for every operator is taken off, as the measured time contains it.
+
+    Attributes:
+        estimated: operators that could not be run alone.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._roofline = Roofline(machine)
+        self._known: dict[Any, float] = {}
+        self.estimated: list[str] = []
+
+    def seconds(self, operator: Operator) -> float:
+        """Seconds of one call."""
+        key = (operator.function, operator.args, tuple(operator.kwargs.items()))
+        if key not in self._known:
+            self._known[key] = self._measure(operator)
+        return self._known[key]
+
+    def _measure(self, operator: Operator) -> float:
+        if not operator.bytes or operator.bytes > _MOST_BYTES:
+            return self._roofline.seconds(operator) if operator.bytes else 0.0
+        bound = _rows(operator)
+        try:
+            args = _real(operator.args, bound)
+            kwargs = {name: _real(value, bound) for name, value in operator.kwargs.items()}
+            with torch.no_grad():
+                return max(0.0, _median_seconds(operator.function, args, kwargs) - self._machine.operator_seconds)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            self.estimated.append(str(operator.function))
+            return self._roofline.seconds(operator)
+
+
+def _median_seconds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    function(*args, **kwargs)
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_RUNS or sum(seconds) < _LEAST_SECONDS:
+        started = time.perf_counter()
+        function(*args, **kwargs)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _rows(operator: Operator) -> int:
+    """What an index may not reach: the fewest rows of a tensor of numbers."""
+    pictures = [one for one in (*operator.args, *operator.kwargs.values()) if isinstance(one, TensorPicture)]
+    rows = [min(shape) for shape, _, dtype in pictures if dtype.is_floating_point and shape and min(shape) > 0]
+    return max(1, min(rows, default=1))
+
+
+def _real(value: Any, bound: int) -> Any:
+    if isinstance(value, TensorPicture):
+        shape, strides, dtype = value
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        if dtype.is_floating_point:
+            return tensor.uniform_(0.1, 1.0)
+        return tensor.random_(0, bound) if dtype == torch.int64 else tensor.zero_()
+    if isinstance(value, tuple):
+        return [_real(one, bound) for one in value]
+    return None if isinstance(value, str) and value == "generator" else value

@@ -1,0 +1,238 @@
+"""An estimate: what a training job will take, from a recording and a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.tools.estimating.clock import Timeline, replay
+from shardkit.tools.estimating.costs import OperatorCosts, Roofline
+from shardkit.tools.estimating.job import TrainingJob
+from shardkit.tools.estimating.ledger import Peak
+from shardkit.tools.estimating.policies import Policies
+from shardkit.tools.estimating.reserved import resident_bytes
+from shardkit.tools.estimating.simulation import Recording, simulate
+from shardkit.tools.estimating.traffic import Transfer
+from shardkit.tools.estimating.world import axes_of
+from shardkit.tools.machine import Machine, preset
+
+__all__ = ["Checkpoint", "Estimate", "TrafficRow", "estimate", "estimate_job"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What one parameter group, or module, sends in one iteration with one kind of collective in one phase.
+
+    Attributes:
+        calls: how many collectives.
+        bytes: of the full tensors that are gathered or reduced.
+        inside: bytes that this rank sends to ranks of its own host.
+        between: bytes that it sends to other hosts.
+    """
+
+    collective: str
+    fqn: str
+    phase: str
+    calls: int
+    bytes: int
+    inside: int
+    between: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights and optimizer state: bytes of this rank's part and of the whole; seconds to write the part."""
+
+    own: int
+    whole: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank of a training job takes, in one iteration after the first.
+
+    Attributes:
+        axes: the mesh, sizes by name.
+        rank: whose view this is.
+        machine: what it runs on.
+        policies: how the model is sharded, if it did not come sharded.
+        parameters: elements of the whole model.
+        peak: most bytes of tensors, by category, and where.
+        idle_bytes: bytes of tensors between iterations.
+        reserved_bytes: memory of the process at the peak: on a CPU what is resident, on a GPU what is taken from it.
+        traffic: communication by module.
+        timeline: predicted times.
+        checkpoint: predicted size and time of a checkpoint.
+        notes: what the estimate had to leave out or assume.
+    """
+
+    axes: dict[str, int]
+    rank: int
+    machine: Machine
+    policies: Policies
+    parameters: int
+    peak: Peak
+    idle_bytes: int
+    reserved_bytes: int
+    traffic: tuple[TrafficRow, ...]
+    timeline: Timeline
+    checkpoint: Checkpoint
+    notes: tuple[str, ...]
+    recording: Recording = dataclasses.field(repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.axes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the reserved memory is no more than the device has."""
+        return self.reserved_bytes <= self.machine.memory
+
+    def to_json(self) -> dict[str, Any]:
+        """The estimate as JSON values; `schema` counts incompatible changes of it."""
+        policies = {
+            name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            for name, value in dataclasses.asdict(self.policies).items()
+        }
+        return {
+            "schema": SCHEMA,
+            "kind": "estimate",
+            "axes": self.axes,
+            "rank": self.rank,
+            "machine": self.machine.to_json(),
+            "policies": policies,
+            "parameters": self.parameters,
+            "peak": dataclasses.asdict(self.peak),
+            "idle_bytes": self.idle_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "fits": self.fits,
+            "traffic": [dataclasses.asdict(row) for row in self.traffic],
+            "timeline": dataclasses.asdict(self.timeline),
+            "checkpoint": dataclasses.asdict(self.checkpoint),
+            "notes": list(self.notes),
+        }
+
+
+def estimate(
+    model_factory: Callable[..., nn.Module],
+    inputs: Callable[[], Any],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
+    mesh: int | Mapping[str, int] = 1,
+    policies: Policies | None = None,
+    *,
+    machine: Machine | str = "h100",
+    rank: int = 0,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    step: Callable[[nn.Module, torch.optim.Optimizer, Any], None] | None = None,
+    costs: OperatorCosts | None = None,
+) -> Estimate:
+    """Runs one iteration with fake tensors as one rank of a world that does not exist, and says what it takes.
+
+    Args:
+        model_factory: makes the model; with an argument it gets the mesh and shards the model itself.
+        inputs: makes one micro-batch.
+        optimizer: makes the optimizer.
+        mesh: number of ranks, or sizes of the axes by name; 16,384 ranks at most.
+        policies: how `fully_shard` is applied, if the model does not come sharded.
+        machine: a description, or the name of a preset.
+        rank: as which rank to run.
+        loss: makes a scalar of output and micro-batch; see `TrainingJob`.
+        step: runs one iteration, in place of forward, backward and step.
+        costs: times of operators; by default from the machine's description.
+
+    Raises:
+        EstimateError: if the job cannot run with fake tensors.
+        MachineError: if the machine's description does not suffice.
+
+    Not collective: it needs a process without a process group.
+    """
+    job = TrainingJob(model_factory, inputs, optimizer, loss, step, policies or Policies())
+    return estimate_job(job, mesh, machine, rank=rank, costs=costs)
+
+
+def estimate_job(
+    job: TrainingJob,
+    mesh: int | Mapping[str, int],
+    machine: Machine | str = "h100",
+    *,
+    rank: int = 0,
+    costs: OperatorCosts | None = None,
+) -> Estimate:
+    """`estimate` for a `TrainingJob`."""
+    described = preset(machine) if isinstance(machine, str) else machine
+    axes = axes_of(mesh)
+    recording = simulate(job, axes, rank, described.transport, described.ranks_per_host)
+    return assess(recording, axes, rank, job.policies, described, costs)
+
+
+def assess(
+    recording: Recording,
+    axes: dict[str, int],
+    rank: int,
+    policies: Policies,
+    machine: Machine,
+    costs: OperatorCosts | None = None,
+) -> Estimate:
+    """What a recording means on a machine."""
+    state = recording.weights.own + recording.optimizer.own
+    if machine.device == "cpu":
+        reserved = resident_bytes(recording.peak.bytes, recording.mapped_bytes, machine.process_bytes)
+    else:
+        reserved = recording.cached_bytes + machine.process_bytes
+    return Estimate(
+        axes=axes,
+        rank=rank,
+        machine=machine,
+        policies=policies,
+        parameters=recording.parameters,
+        peak=recording.peak,
+        idle_bytes=recording.idle_bytes,
+        reserved_bytes=reserved,
+        traffic=_rows(recording.trace.transfers),
+        timeline=replay(recording.trace, machine, costs or Roofline(machine)),
+        checkpoint=Checkpoint(
+            state, recording.weights.whole + recording.optimizer.whole, state / machine.storage_bandwidth
+        ),
+        notes=_notes(recording, policies, machine),
+        recording=recording,
+    )
+
+
+def _rows(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
+    by_place: dict[tuple[str, str, str], list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        by_place[transfer.collective, transfer.fqn, transfer.phase].append(transfer)
+    return tuple(
+        TrafficRow(
+            *place,
+            calls=len(some),
+            bytes=sum(one.bytes for one in some),
+            inside=sum(one.inside for one in some),
+            between=sum(one.between for one in some),
+        )
+        for place, some in by_place.items()
+    )
+
+
+def _notes(recording: Recording, policies: Policies, machine: Machine) -> tuple[str, ...]:
+    notes = []
+    if recording.values_read:
+        places = ", ".join(recording.values_read)
+        notes.append(f"the data of a tensor was read in {places}; fake tensors have none, so it got 1 (or True)")
+    if machine.device != "cpu":
+        notes.append("operators are those that torch runs on a CPU; kernels of a GPU may save other tensors")
+        if policies.offload:
+            notes.append("CPU offload: shards, their gradients and optimizer state are counted as if on the device")
+    return tuple(notes)

@@ -1,0 +1,176 @@
+"""What if: the same job with one setting after another changed, as a table and as a drawing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.policies import Policies
+from shardkit.tools.estimating.render import size, time
+from shardkit.tools.estimating.result import Estimate
+
+__all__ = ["DTYPES", "SETTINGS", "Point", "draw", "print_sweep", "settings_of", "sweep"]
+
+DTYPES: Mapping[str, torch.dtype | None] = {
+    "own": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+RESHARD: Mapping[str, bool | None] = {"default": None, "true": True, "false": False}
+
+# Setting -> what it takes when the command line does not say.
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "world-size": ("8", "16", "32", "64"),
+    "reshard": ("true", "false"),
+    "dtype": ("own", "bfloat16"),
+    "prefetch": ("0", "1", "2"),
+    "micro-batch": ("1", "2", "4"),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of settings, and what it takes; None with the reason where it cannot be estimated."""
+
+    settings: Mapping[str, str]
+    estimate: Estimate | None
+    problem: str = ""
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """`world-size=8,64`, or names alone (`dtype,prefetch`) for the usual values.
+
+    Raises:
+        EstimateError: for settings that there are not.
+    """
+    chosen: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, given, values = text.partition("=")
+        for one in [name] if given else name.split(","):
+            if one not in SETTINGS:
+                raise EstimateError(f"'{one}' cannot be swept; expected {', '.join(SETTINGS)}, with or without =VALUES")
+            chosen[one] = tuple(values.split(",")) if given else SETTINGS[one]
+    return chosen
+
+
+def reshard_of(text: str) -> bool | int | None:
+    """true, false, default, or a number of ranks."""
+    if text in RESHARD:
+        return RESHARD[text]
+    if text.isdigit():
+        return int(text)
+    raise EstimateError(f"'{text}' is no reshard policy; expected true, false, default or a number of ranks")
+
+
+def dtype_of(text: str) -> torch.dtype | None:
+    """A dtype by its name; `own` leaves parameters what they are."""
+    if text not in DTYPES:
+        raise EstimateError(f"'{text}' is no dtype to compute in; expected {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def number_of(name: str, text: str, least: int) -> int:
+    """A whole number from `least` on."""
+    if not text.isdigit() or int(text) < least:
+        raise EstimateError(f"{name}={text}; expected a whole number from {least} on")
+    return int(text)
+
+
+def changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
+    """The policies with the settings of one point."""
+    if "reshard" in settings:
+        policies = replace(policies, reshard_after_forward=reshard_of(settings["reshard"]))
+    if "dtype" in settings:
+        policies = replace(policies, param_dtype=dtype_of(settings["dtype"]))
+    if "prefetch" in settings:
+        policies = replace(policies, prefetch_depth=number_of("prefetch", settings["prefetch"], 0))
+    return policies
+
+
+def sweep(
+    values: Mapping[str, Sequence[str]], run: Callable[[Mapping[str, str]], Estimate], console: Console
+) -> list[Point]:
+    """Runs every combination of the values; one that fails is reported and does not end the others."""
+    points = []
+    for combination in itertools.product(*values.values()):
+        settings = dict(zip(values, combination, strict=True))
+        try:
+            points.append(Point(settings, run(settings)))
+        except EstimateError as error:
+            points.append(Point(settings, None, str(error)))
+            console.print(f"{settings}: {error}", markup=False)
+    return points
+
+
+def print_sweep(points: Sequence[Point], console: Console) -> None:
+    """One line for each point, in the order of the sweep."""
+    table = Table(box=None, pad_edge=False)
+    names = list(points[0].settings)
+    for name in (*names, "peak", "reserved", "fits", "sent", "step", "exposed"):
+        table.add_column(name, justify="right")
+    for point in points:
+        found = point.estimate
+        cells: list[str] = ["-"] * 6
+        if found is not None:
+            sent = sum(row.inside + row.between for row in found.traffic)
+            line = found.timeline
+            fits = "yes" if found.fits else "no"
+            cells = [
+                size(found.peak.bytes),
+                size(found.reserved_bytes),
+                fits,
+                size(sent),
+                time(line.step),
+                time(line.exposed),
+            ]
+        table.add_row(*point.settings.values(), *cells)
+    console.print(table)
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Draws memory by category and step time of each point to an image file (needs matplotlib).
+
+    Raises:
+        EstimateError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EstimateError("drawings need matplotlib; install shardkit-tools[plot]") from error
+    shown = [(point, point.estimate) for point in points if point.estimate is not None]
+    labels = ["\n".join(f"{name} {value}" for name, value in point.settings.items()) for point, _ in shown]
+    figure = Figure(figsize=(max(6.0, 1.1 * len(shown) + 2), 7.0), layout="constrained")
+    memory, times = figure.subplots(2, 1)
+    _stack(memory, labels, [_gibibytes(found) for _, found in shown], "GiB of tensors at the peak")
+    _stack(times, labels, [_milliseconds(found) for _, found in shown], "ms of a step")
+    figure.savefig(path)
+
+
+def _gibibytes(estimate: Estimate) -> dict[str, float]:
+    return {name.replace("_", " "): nbytes / 2**30 for name, nbytes in estimate.peak.by_category.items()}
+
+
+def _milliseconds(estimate: Estimate) -> dict[str, float]:
+    line = estimate.timeline
+    return {"computation": line.compute * 1e3, "exposed communication": line.exposed * 1e3}
+
+
+def _stack(axes: Any, labels: list[str], parts: list[dict[str, float]], title: str) -> None:
+    below = [0.0] * len(labels)
+    for name in parts[0] if parts else ():
+        heights = [one[name] for one in parts]
+        axes.bar(range(len(labels)), heights, bottom=below, label=name)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylabel(title)
+    axes.legend(fontsize=8)

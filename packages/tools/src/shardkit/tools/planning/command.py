@@ -1,0 +1,129 @@
+"""`shardkit plan`: ways to shard a model that fit a memory limit, fastest first, as code to paste."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shardkit.tools.estimating.command import add_job_arguments, job_of
+from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.render import size, time
+from shardkit.tools.estimating.targets import machine_named
+from shardkit.tools.machine import MachineError
+from shardkit.tools.planning.code import code_of
+from shardkit.tools.planning.proposals import Proposal, propose
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Tries meshes (sharding over all ranks, or over hosts with replicas), wrappings, reshard policies, recomputation,
+micro-batches and prefetching; estimates each; and proposes those that stay below the limit, fastest per sample first.
+"""
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, or 1 after an error or if nothing fits."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (EstimateError, MachineError) as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("shardkit plan", description=_DESCRIPTION)
+    add_job_arguments(parser)
+    parser.add_argument("--memory", help="limit for each rank, such as 80GiB (default: the machine's memory)")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples of the smallest micro-batch (default 1)")
+    parser.add_argument("--most-micro-batch", type=int, default=8, help="and of the largest (default 8)")
+    parser.add_argument("--count", type=int, default=5, help="how many proposals (default 5)")
+    parser.add_argument("--write", type=Path, help="writes the best proposal's code to this file")
+    parser.add_argument("--json", type=Path, help="writes all proposals to this file")
+    return parser
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of `80GiB`, `24 GB`, `1000000`.
+
+    Raises:
+        EstimateError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise EstimateError(f"'{text}' is no amount of memory; expected a number with a unit, such as 80GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.world_size.isdigit():
+        raise EstimateError(f"a plan chooses the mesh; expected --world-size as a number, got '{options.world_size}'")
+    machine, console, progress = machine_named(options.machine), Console(), Console(stderr=True)
+    limit = bytes_of(options.memory) if options.memory else machine.memory
+    found = propose(
+        job_of(options),
+        int(options.world_size),
+        machine,
+        limit,
+        micro_batch=options.micro_batch,
+        most_micro_batch=options.most_micro_batch,
+        count=options.count,
+        progress=lambda text: progress.print(f"estimating {text}", markup=False, highlight=False),
+    )
+    _print(found, limit, console)
+    if options.write is not None:
+        options.write.write_text(code_of(found[0]))
+    else:
+        sys.stdout.write(f"\n{code_of(found[0])}")
+    if options.json is not None:
+        options.json.write_text(json.dumps([_to_json(proposal) for proposal in found], indent=2) + "\n")
+    return 0
+
+
+def _print(proposals: Sequence[Proposal], limit: int, console: Console) -> None:
+    table = Table(title=f"below {size(limit)} a rank, fastest per sample first", box=None, pad_edge=False)
+    for name in ("proposal", "memory", "step", "samples/s", "exposed"):
+        table.add_column(name, justify="left" if name == "proposal" else "right")
+    for proposal in proposals:
+        line = proposal.estimate.timeline
+        table.add_row(
+            proposal.candidate.describe(),
+            size(proposal.estimate.reserved_bytes),
+            time(line.step),
+            f"{1 / proposal.sample_seconds:.4g}",
+            time(line.exposed),
+        )
+    console.print(table)
+    for reason in proposals[0].reasons:
+        console.print(f"the first {reason}", markup=False, highlight=False)
+
+
+def _to_json(proposal: Proposal) -> dict[str, object]:
+    return {
+        "choices": proposal.candidate.describe(),
+        "micro_batch": proposal.candidate.micro_batch,
+        "blocks": list(proposal.blocks),
+        "sample_seconds": proposal.sample_seconds,
+        "reasons": list(proposal.reasons),
+        "code": code_of(proposal),
+        "estimate": proposal.estimate.to_json(),
+    }

@@ -1,0 +1,99 @@
+"""What real ranks take: every live storage counted after every operator, and core's communication as it happens."""
+
+import contextlib
+import os
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.core import events
+from shardkit.core.runtime.shared import segment
+from tests.tools.jobs import JOBS, mesh_of
+
+
+class Meter(TorchDispatchMode):
+    """The bytes of all storages that operators have returned and that live. Shared memory is counted by the segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.peak = 0
+        self.at = ""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented
+        out = function(*args, **(kwargs or {}))
+        for tensor in [*args, *(out if isinstance(out, tuple | list) else (out,))]:
+            if isinstance(tensor, torch.Tensor):
+                self.keep(tensor)
+        now = self.now()
+        if now > self.peak:
+            self.peak, self.at = now, str(function)
+        return out
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() and segment.locate(tensor) is not None:
+            return
+        storage = tensor.untyped_storage()
+        self.storages.setdefault(storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.drop(key)))
+
+    def drop(self, key: int) -> None:
+        self.storages.pop(key, None)
+
+    def now(self) -> int:
+        live = (storage() for storage in list(self.storages.values()))
+        own = sum(storage.nbytes() for storage in live if storage is not None)
+        return own + sum(one.nbytes for one in segment._segments)
+
+
+@dataclass
+class Measured:
+    peak: int
+    idle: int
+    at: str
+    communication: list[tuple[Any, ...]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def shared_memory(allowed: bool):
+    os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if allowed else "0"
+    try:
+        yield
+    finally:
+        del os.environ["SHARDKIT_SHARED_MEMORY"]
+
+
+def describe(event: Any) -> tuple[Any, ...] | None:
+    names = {"GatherStarted": "all-gather", "ReduceStarted": "reduce-scatter", "AllReduceStarted": "all-reduce"}
+    name = names.get(type(event).__name__)
+    return name and (name, event.fqn, event.bytes, event.wire_bytes, str(event.dtype))
+
+
+def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int = 4) -> Measured:
+    """Trains for some iterations; measures the last one, in which nothing is new any more."""
+    job, axes = JOBS[name], mesh_of(name, world_size)
+    found: list[Any] = []
+    with shared_memory(shared), Meter() as meter:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        model = job.build(mesh)
+        optimizer = job.optimizer(model.parameters())
+        for number in range(iterations):
+            if shared:
+                time.sleep(0.01 * ((rank + number) % 2))  # each rank is ahead at times, as in a long run
+            batches = [job.inputs() for _ in range(job.policies.accumulate)]
+            if number == iterations - 1:
+                idle, meter.peak = meter.now(), 0
+                with events.subscribe(lambda event: found.append(describe(event))):
+                    job.run(model, optimizer, batches)
+            else:
+                job.run(model, optimizer, batches)
+            del batches
+    return Measured(meter.peak, idle, meter.at, [one for one in found if one is not None])

@@ -1,0 +1,41 @@
+"""Estimated against measured memory and communication, on jobs of ten kinds."""
+
+import pytest
+
+from shardkit.tools import estimate_job
+from shardkit.tools.machine import preset
+from tests.support import run_ranks
+from tests.tools.jobs import JOBS, mesh_of
+from tests.tools.measured import run_job
+
+
+def cpu(transport: str):
+    return preset("h100").replace(device="cpu", transport=transport, flops={"float32": 1e11, "bfloat16": 1e11})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", list(JOBS))
+def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
+    shared = world_size != 3
+    measured = run_ranks(world_size, run_job, name, shared)
+    machine = cpu("shared" if shared else "pairwise")
+    for rank in {0, world_size - 1}:
+        estimated = estimate_job(JOBS[name], mesh_of(name, world_size), machine, rank=rank)
+        error = estimated.peak.bytes / measured[rank].peak - 1
+        print(
+            name,
+            world_size,
+            rank,
+            estimated.peak.bytes,
+            measured[rank].peak,
+            f"{error:+.2%}",
+            measured[rank].at,
+            estimated.peak,
+        )
+        counted = [
+            (one.collective, one.fqn, one.bytes, one.wire_bytes, str(one.dtype))
+            for one in estimated.recording.trace.transfers
+            if one.of_core
+        ]
+        assert counted == measured[rank].communication
+        assert abs(error) <= 0.01, (estimated.peak, measured[rank].peak, measured[rank].at)
