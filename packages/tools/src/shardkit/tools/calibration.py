@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from shardkit.core import fully_shard
 from shardkit.core.runtime.transport import SharedTransport, transport_for
@@ -41,7 +41,7 @@ def calibrate(ranks: int | None = None) -> Machine:
     """
     ranks = ranks or max(2, len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="shardkit-calibration-") as directory:
-        mp.spawn(_rank, (ranks, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, (ranks, directory), nprocs=ranks)
         found: dict[str, Any] = torch.load(Path(directory) / "found.pt")
     return Machine(
         name=f"this machine ({platform.machine()}, {ranks} ranks)",

@@ -6,15 +6,18 @@ The rest of the package uses torch's public names, and what `shardkit.core.torch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.utils.flop_counter import flop_registry
 
@@ -42,7 +45,7 @@ class FakeTensors:
     """
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._remembered: dict[Any, Any] = {}
         self._mode.fake_tensor_converter.meta_converter.tensor_memo = self._remembered  # type: ignore[assignment]
 
@@ -52,6 +55,11 @@ class FakeTensors:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._mode.__exit__(*exc_info)
+
+    @staticmethod
+    def real() -> AbstractContextManager[Any]:
+        """A context within this one in which tensors have data."""
+        return unset_fake_temporarily()
 
     def forget(self) -> None:
         """Drops what is remembered: tensors that nobody else holds are freed."""
@@ -63,12 +71,18 @@ def join_fake_world(rank: int, world_size: int) -> None:
     """Makes this process `rank` of a default process group whose other ranks do not exist."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - importing it registers the backend
 
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "fake",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective names."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    resolve: Callable[[str], dist.ProcessGroup] = c10d._resolve_process_group  # type: ignore[assignment, attr-defined]
+    return resolve(name)
 
 
 def operator_of(function: Any) -> Any:

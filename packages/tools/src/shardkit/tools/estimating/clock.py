@@ -1,8 +1,8 @@
 """Gives a trace the times of a machine: when operators run, when communication runs beside them, who waits for it.
 
 There are two kinds of machine. Ranks on a CPU compute themselves: an operator's overhead and its work follow one
-another, and with shared memory the copying of a communication is work of the rank itself, done where it is waited for. A device with a
-queue works behind its host, which only launches; communication runs on streams of its own.
+another, and with shared memory the copying of a communication is work of the rank itself, done where it is waited for.
+A device with a queue works behind its host, which only launches; communication runs on streams of its own.
 """
 
 from __future__ import annotations

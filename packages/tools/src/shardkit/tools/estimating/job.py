@@ -77,7 +77,7 @@ def default_step(
         if isinstance(model, FSDPModule) and len(batches) > 1:
             model.set_requires_gradient_sync(number == len(batches))
         value = loss(call(model, batch), batch)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         del value
     optimizer.step()
     optimizer.zero_grad()

@@ -49,8 +49,8 @@ class LlamaConfig:
         if kind not in (*_PLAIN, *_WITH_BIAS):
             raise EstimateError(
                 f"a config of model_type {kind!r} is none of {', '.join((*_PLAIN, *_WITH_BIAS))}, the Llama-shaped "
-                "ones that are built without transformers; install transformers, which builds any model from its config, or "
-                "give a factory (shardkit estimate pkg.module:function)"
+                "ones that are built without transformers; install transformers, which builds any model, "
+                "or give a factory (shardkit estimate pkg.module:function)"
             )
         wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in wanted if not isinstance(config.get(name), int)]:
@@ -90,7 +90,8 @@ class Attention(nn.Module):
         )
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.groups > 1)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+        return projected
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -108,7 +109,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
 
 
 class DecoderLayer(nn.Module):
@@ -123,7 +125,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return mixed
 
 
 class Llama(nn.Module):
@@ -145,7 +148,8 @@ class Llama(nn.Module):
         cosine, sine = self._positions(input_ids.shape[1], x)
         for layer in self.layers:
             x = layer(x, cosine, sine)
-        return self.lm_head(self.norm(x))
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
 
     def _positions(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         half = torch.arange(0, self.config.head_dim, 2, device=like.device) / self.config.head_dim
@@ -167,7 +171,7 @@ def model_from_hf_config(path: Path) -> nn.Module:
     if not isinstance(config, dict):
         raise EstimateError(f"{path}: expected an object, got {type(config).__name__}")
     try:
-        import transformers
+        import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return Llama(LlamaConfig.of(config))
     settings = transformers.AutoConfig.for_model(**config)

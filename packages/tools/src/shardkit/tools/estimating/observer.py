@@ -18,7 +18,7 @@ from shardkit.tools.estimating.ledger import Category, Ledger
 from shardkit.tools.estimating.trace import Awaited, Launched, Operators, Ran, Trace
 from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
 from shardkit.tools.estimating.whereabouts import Whereabouts
-from shardkit.tools.torch_compat import NEEDS_DATA, FakeTensors, fake_error_operator, group_named
+from shardkit.tools.torch_compat import NEEDS_DATA, FakeTensor, FakeTensors, fake_error_operator, group_named
 
 _MADE_IN: dict[str, Category] = {
     "building": "other",
@@ -55,7 +55,7 @@ class Observer(TorchDispatchMode):
     """
 
     def __init__(self, ranks_per_host: int, fake: FakeTensors) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self.where = Whereabouts(self._after_forward)
         self.ledger = Ledger(self.where.here)
@@ -75,11 +75,11 @@ class Observer(TorchDispatchMode):
     def __enter__(self) -> Observer:
         self.where.__enter__()
         self._subscription = events.subscribe(self._on_event)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         assert self._subscription is not None
         self._subscription.close()
         self.where.__exit__()
@@ -111,6 +111,11 @@ class Observer(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # its local operators come by
         kwargs = kwargs or {}
+        if function.namespace == "prim":  # a fake tensor is asked for its device
+            return function(*args, **kwargs)
+        if _real_only(args):  # such as the ranks of a mesh
+            with self._fake.real():
+                return function(*args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:
             return self._read_value(args[0])
         try:
@@ -239,6 +244,18 @@ class Observer(TorchDispatchMode):
     def _has_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.ledger.assign(_on_this_rank(parameter.grad), "gradients")
+
+
+def _real_only(args: tuple[Any, ...]) -> bool:
+    """Whether an operator's tensors, if it has any, all have data."""
+    real = False
+    for value in args:
+        if isinstance(value, FakeTensor) or (
+            isinstance(value, list | tuple) and value and isinstance(value[0], FakeTensor)
+        ):
+            return False
+        real = real or isinstance(value, torch.Tensor)
+    return real
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class _Parcel:
 
 
 class _Outbox:
-    """Follows `runtime.shared.outbox`. Ranks are not quite in step: one parcel is on its way while the next is filled."""
+    """Follows `runtime.shared.outbox`. Ranks are never in step: a parcel is on its way while the next is filled."""
 
     def __init__(self) -> None:
         self._parcels: list[_Parcel] = []
