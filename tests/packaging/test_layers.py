@@ -11,7 +11,19 @@ CORE = "shardkit.core"
 
 # From the ground up. A module may import from its own layer and from those before it.
 LAYERS: list[set[str]] = [
-    {"version", "sharding", "mesh", "policies", "adapters", "events", "ranges", "region", "tensors", "torch_compat"},
+    {
+        "version",
+        "sharding",
+        "mesh",
+        "policies",
+        "adapters",
+        "events",
+        "observers",
+        "ranges",
+        "region",
+        "tensors",
+        "torch_compat",
+    },
     {"runtime"},
     {"context", "managed", "order_check", "param", "param_group", "reduction"},
     {"iteration", "lazy_init", "state"},

@@ -11,13 +11,15 @@ Listeners run on the thread that emits, in the order of subscription; what they 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 StorageKind: TypeAlias = Literal["unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient"]
 
@@ -28,7 +30,9 @@ class _Started:
 
     `fqn` is the group's label and `fqns` are its parameters. `bytes` counts the full tensors that are gathered or
     reduced. `wire_bytes` is what this rank sends; a collective whose algorithm is the backend's own is counted as
-    sending its chunk to each peer. `dtype` is the one on the wire (`torch.uint8` for a gather of mixed dtypes).
+    sending its chunk to each peer. `padding_bytes` is memory that holds no element because chunks are uneven: behind
+    the unsharded tensors and in the packed buffer. `dtype` is the one on the wire (`torch.uint8` for a gather of mixed
+    dtypes). `transport` is what moves the bytes: "shared", "pairwise", "c10d" or "custom".
     """
 
     fqn: str
@@ -37,6 +41,8 @@ class _Started:
     wire_bytes: int
     dtype: torch.dtype
     group: dist.ProcessGroup
+    padding_bytes: int = field(default=0, kw_only=True)
+    transport: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,8 @@ class _Storage:
 
     `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and oddly cut items),
     `outbox` (shared memory for gradients on their way to other ranks of this host, kept from step to step),
-    `reduce_input` (gradient copies on their way out, terms of a sum on their way in), `reduce_output` (the sharded
-    gradients), `gradient` (an unsharded gradient).
+    `reduce_input` (terms of a sum on their way in), `reduce_output` (sums on their way to be sharded gradients),
+    `gradient` (the unsharded gradients that a reduction has taken over, until it lets go of them).
     """
 
     fqn: str
@@ -110,6 +116,101 @@ class PrefetchMiss:
     fqn: str
 
 
+@dataclass(frozen=True)
+class DeviceSpan:
+    """Two timing events of a device, recorded on one stream: what the stream did in between took its time there."""
+
+    begin: Any
+    end: Any
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has got as far as the end."""
+        return bool(self.end.query())
+
+    def seconds(self) -> float:
+        """Device time between the two; blocks until the device has got there."""
+        self.end.synchronize()
+        return float(self.begin.elapsed_time(self.end)) / 1000
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The host spent `seconds` on starting a communication: packing, writing its own chunks, handing it over.
+
+    `operation` is what the lane does, "all-gather" or "reduce-scatter" (with the all-reduce that may follow). On a
+    device with streams `span` is the communication itself on the lane's stream, else None.
+    """
+
+    fqn: str
+    operation: str
+    seconds: float
+    span: DeviceSpan | None = None
+
+
+@dataclass(frozen=True)
+class WaitStarted:
+    """This thread cannot go on before a communication of `fqn` has.
+
+    `operation`: that of `Launched`, or "release" (until peers have read this rank's shards), "set-up" (until all ranks
+    have compared their models, or have met), "order check".
+    """
+
+    fqn: str
+    operation: str
+
+
+@dataclass(frozen=True)
+class WaitFinished(WaitStarted):
+    """It goes on after `seconds`, of which `blocked` were idle; the rest was local work on what had arrived.
+
+    On a device with streams the host does not wait: `span` is the time that the compute stream stood still.
+    """
+
+    seconds: float
+    blocked: float
+    span: DeviceSpan | None = None
+
+
+@dataclass(frozen=True)
+class WaitFailed(WaitStarted):
+    """The wait ended after `seconds` with an error, which the thread is about to raise."""
+
+    seconds: float
+    error: str
+
+
+@dataclass(frozen=True)
+class _ModulePhase:
+    """`phase`: `forward`, `backward`, or `recompute` (activation checkpointing runs forward again in backward)."""
+
+    fqn: str
+    phase: Literal["forward", "backward", "recompute"]
+    root: bool
+
+
+class ModuleBegan(_ModulePhase):
+    """A sharded module begins a phase, before its parameters are asked for."""
+
+
+class ModuleEnded(_ModulePhase):
+    """It has ended the phase: resharded as told, reductions started."""
+
+
+@dataclass(frozen=True)
+class BackwardEnded:
+    """A backward is over. If `last`, all its reductions are done too."""
+
+    last: bool
+
+
+@dataclass(frozen=True)
+class RootReady:
+    """`module` was found to be a root: from now on the names below it are known."""
+
+    module: nn.Module
+
+
 Event: TypeAlias = (
     GatherStarted
     | GatherFinished
@@ -121,6 +222,14 @@ Event: TypeAlias = (
     | StorageFreed
     | PrefetchHit
     | PrefetchMiss
+    | Launched
+    | WaitStarted
+    | WaitFinished
+    | WaitFailed
+    | ModuleBegan
+    | ModuleEnded
+    | BackwardEnded
+    | RootReady
 )
 Listener: TypeAlias = Callable[[Event], None]
 
@@ -181,3 +290,31 @@ def emit(event: Event) -> None:
     """Hand `event` to every listener. Ask `hub.active` first, so that no event is built for nobody."""
     for listener in hub.listeners:
         listener(event)
+
+
+class Waiting:
+    """Around a place where this thread may have to wait for other ranks: emits the events of a wait."""
+
+    def __init__(self, fqn: str, operation: str) -> None:
+        self._what = (fqn, operation)
+        self._began = 0.0
+        self._arrived = 0.0
+
+    def __enter__(self) -> Waiting:
+        if hub.active:
+            emit(WaitStarted(*self._what))
+        self._began = time.perf_counter()
+        return self
+
+    def arrived(self) -> None:
+        """What was waited for is there; the rest of the block is local work."""
+        self._arrived = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not hub.active:
+            return
+        now = time.perf_counter()
+        if error is not None:
+            emit(WaitFailed(*self._what, now - self._began, str(error)))
+        else:
+            emit(WaitFinished(*self._what, now - self._began, (self._arrived or now) - self._began))

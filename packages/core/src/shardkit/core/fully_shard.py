@@ -27,6 +27,7 @@ from shardkit.core.mesh import (
     post_forward_mesh,
 )
 from shardkit.core.module import FSDPModule, make_sharded_class
+from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.param import FSDPParam
 from shardkit.core.param_group import FSDPParamGroup
@@ -117,6 +118,7 @@ def fully_shard(
     mesh = mesh if mesh is not None else default_mesh()
     data_parallel = data_parallel_mesh(mesh, as_mesh_dims(dp_mesh_dims))
     device = device_of(mesh)
+    start_observers()
     policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
     reshard, smaller = _reshard_setting(reshard_after_forward, data_parallel)
     managed = manage(modules, ignored_params or set())

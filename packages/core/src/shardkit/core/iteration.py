@@ -182,6 +182,8 @@ class Iteration:
             self.context.finish_reductions()
             self._wait_for_host_copies()
         self.context.settle_gathers()
+        if events.hub.active:
+            events.emit(events.BackwardEnded(self.is_last_backward))
 
     def _wait_for_host_copies(self) -> None:
         """Gradients on their way to pinned memory: the optimizer reads them on the host."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.core import events
 from shardkit.core.iteration import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
@@ -44,7 +45,8 @@ def initialise_root(root: FSDPState) -> None:
                 f"{type(module).__name__} whose depth is {root.iteration.prefetch_depth}; the depth is the root's, "
                 "call it there"
             )
-    _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
+    with events.Waiting(root.fqn, "set-up"):
+        _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
     root.iteration.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
@@ -57,6 +59,8 @@ def initialise_root(root: FSDPState) -> None:
     if root.auto_reshard:
         for group in root.groups:
             group.reshard_after_forward = False
+    if events.hub.active:
+        events.emit(events.RootReady(module))
 
 
 def _alive(state: FSDPState) -> list[nn.Module]:

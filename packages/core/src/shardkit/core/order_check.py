@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.core import events
+
 __all__ = ["OrderCheck", "agree", "order_check_wanted"]
 
 _SHOWN = 8
@@ -59,7 +61,9 @@ class OrderCheck:
         entry = f"{what} of '{label}'"
         running.update(entry.encode())
         history.append(entry)
-        if agree(running.digest(), group, device):
+        with events.Waiting(label, "order check"):
+            agreed = agree(running.digest(), group, device)
+        if agreed:
             return
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, list(history), group=group)

@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from shardkit.core import events
 from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck, agree
@@ -192,10 +193,11 @@ class FSDPParamGroup:
         """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
         if self._transports is None:
             group = self.mesh.shard_group
-            self._transports = _Transports(
-                gather=self._transport(group, self._all_gather_comm is not None),
-                reduce=self._transport(self._reduce_group or group, self._reduce_scatter_comm is not None),
-            )
+            with events.Waiting(self.label, "set-up"):
+                self._transports = _Transports(
+                    gather=self._transport(group, self._all_gather_comm is not None),
+                    reduce=self._transport(self._reduce_group or group, self._reduce_scatter_comm is not None),
+                )
         return self._transports
 
     def _transport(self, group: dist.ProcessGroup | None, custom: bool) -> Transport | None:

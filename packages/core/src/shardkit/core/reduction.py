@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.param import FSDPParam
+from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.plan import ReducePlan, plan_reduce
 from shardkit.core.runtime.program import hold
@@ -130,6 +131,7 @@ class GradientReduction:
         device = gradients[0].device
         if transport is None:
             output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
+            note_allocated(output, label, "reduce_output")
             views = list(output.split([gradient.numel() for gradient in gradients]))
             program = _copy_all(views, gradients, division)
             target = _target(params, output)
@@ -143,6 +145,7 @@ class GradientReduction:
             items = [param.reduce_item for param in params]
             plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
         output = plan.allocate_output()
+        note_allocated(output, label, "reduce_output")
         program = reduce_scatter(
             plan,
             gradients,
@@ -156,6 +159,21 @@ class GradientReduction:
         return _Scattered(params, gradients, output, views, target, targets, program)
 
     def _finish(
+        self,
+        scattered: _Scattered,
+        label: str,
+        division: Division,
+        groups: tuple[dist.ProcessGroup, ...],
+        all_reduce_now: bool,
+        hook: Callable[[torch.Tensor], None] | None,
+        hook_stream: Any,
+    ) -> Program:
+        try:
+            yield from self._reduced(scattered, label, division, groups, all_reduce_now, hook, hook_stream)
+        finally:
+            note_freed(scattered.output, label, "reduce_output")
+
+    def _reduced(
         self,
         scattered: _Scattered,
         label: str,

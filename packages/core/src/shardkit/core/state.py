@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.core import events
 from shardkit.core.context import CommContext
 from shardkit.core.iteration import Iteration
 from shardkit.core.lazy_init import initialise_root
@@ -105,6 +106,8 @@ class FSDPState:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the forward of a module: afterwards its unsharded parameters are registered on it."""
         if self.phase is Phase.PRE_BACKWARD and in_backward():  # activation checkpointing recomputes
+            if events.hub.active:
+                events.emit(events.ModuleBegan(self.fqn, "recompute", bool(self.is_root)))
             self._unshard(in_backward=True)
             return self._cast_inputs(args, kwargs)
         if self.is_root is None:
@@ -113,6 +116,8 @@ class FSDPState:
         self._depth += 1  # from here on post_forward undoes what was done
         if self._depth == 1:
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
+            if events.hub.active:
+                events.emit(events.ModuleBegan(self.fqn, "forward", bool(self.is_root)))
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -170,6 +175,8 @@ class FSDPState:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of a module, also after one that raised (then `output` is None)."""
         if self.phase is Phase.PRE_BACKWARD and in_backward():
+            if events.hub.active:
+                events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
             return self._cast_outputs(output)
         if self._depth == 0:  # a hook before ours raised
             return output
@@ -186,6 +193,8 @@ class FSDPState:
                     if state._in_pass and state._depth == 0:
                         state.end_pass()
                 self.iteration.end_forward(self, failed=failed)
+            if events.hub.active:
+                events.emit(events.ModuleEnded(self.fqn, "forward", bool(self.is_root)))
         return self._cast_outputs(output)
 
     def end_pass(self) -> None:
@@ -232,6 +241,8 @@ class FSDPState:
         if self.phase is Phase.PRE_BACKWARD:
             return
         self.phase = Phase.PRE_BACKWARD
+        if events.hub.active:
+            events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
         self.iteration.begin_backward()
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
@@ -254,6 +265,8 @@ class FSDPState:
             group.backward_users.discard(self.index)
             if not group.backward_users:
                 group.post_backward()
+        if events.hub.active:
+            events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
 
     def end_backward(self) -> None:
         """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
@@ -262,12 +275,15 @@ class FSDPState:
             self._pending.clear()
             for group in self.groups:
                 group.forward_users -= 1
+        unfinished = self.phase is Phase.PRE_BACKWARD  # no input of its forward needed a gradient
         self.phase = Phase.FORWARD if self._depth else Phase.IDLE
         for group in self.groups:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
                 group.post_backward()
             group.phase = Phase.IDLE
+        if unfinished and events.hub.active:
+            events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
 
     def reset(self) -> None:
         """Forgets a forward or backward that failed."""

@@ -58,3 +58,15 @@ def note_freed(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
     """Report a temporary buffer that its owner drops now."""
     if events.hub.active:
         events.emit(events.StorageFreed(fqn, tensor.numel() * tensor.itemsize, kind))
+
+
+def note_taken(nbytes: int, fqn: str) -> None:
+    """Report that a reduction has taken over the unsharded gradients of a group."""
+    if events.hub.active:
+        events.emit(events.StorageAllocated(fqn, nbytes, "gradient"))
+
+
+def note_let_go(nbytes: int, fqn: str) -> None:
+    """Report that it needs them no longer."""
+    if events.hub.active:
+        events.emit(events.StorageFreed(fqn, nbytes, "gradient"))

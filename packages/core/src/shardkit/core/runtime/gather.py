@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
+from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.gather import shared_gather
@@ -65,7 +67,7 @@ def _gather(
         buffers.append(packed)
     _write_own_chunks(plan, sources, flats, pieces)
     if events.hub.active:
-        events.emit(events.GatherStarted(*_described(plan)))
+        events.emit(events.GatherStarted(*_described(plan), **details(plan)))
     try:
         if buffers:
             yield plan.collective.all_gather(buffers, plan.slots)
@@ -74,10 +76,10 @@ def _gather(
         if packed is not None:
             note_freed(packed, plan.label, "packed")
     if events.hub.active:
-        events.emit(events.GatherFinished(*_described(plan), time.perf_counter() - launched))
+        events.emit(events.GatherFinished(*_described(plan), time.perf_counter() - launched, **details(plan)))
 
 
-def _described(plan: GatherPlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, torch.distributed.ProcessGroup]:
+def _described(plan: GatherPlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, dist.ProcessGroup]:
     return plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, plan.transport.group
 
 

@@ -9,11 +9,13 @@ or `wait` as a `RuntimeError` that names the label, so that a timeout tells whic
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from shardkit.core import events
 from shardkit.core.runtime.program import Holder, Program, Waitable
 
 __all__ = ["CpuLane", "Lane", "Program", "StreamLane", "Ticket", "make_lane"]
@@ -87,11 +89,24 @@ class CpuTicket:
 
     def launch(self) -> None:
         """Run the program to its first yield."""
+        began = time.perf_counter() if events.hub.active else 0.0
         self._resume(f"launching {self._name}")
+        if began:
+            events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
 
     def advance(self) -> None:
         if self.done:
             return
+        if not events.hub.active:
+            self._wait_for_works()
+            self._resume(f"{self._name} (local work after its transfers)")
+            return
+        with events.Waiting(self._label, self._name) as waiting:
+            self._wait_for_works()
+            waiting.arrived()
+            self._resume(f"{self._name} (local work after its transfers)")
+
+    def _wait_for_works(self) -> None:
         try:
             for work in self._pending:
                 work.wait()
@@ -101,7 +116,6 @@ class CpuTicket:
             self.abandon()
             raise _failure(self._label, doing, error) from error
         self._pending = ()
-        self._resume(f"{self._name} (local work after its transfers)")
 
     def wait(self) -> None:
         while not self.done:
@@ -161,6 +175,9 @@ class StreamLane:
             self.stream.wait_event(event)
         self.stream.wait_event(self._module.current_stream(self.device).record_event())
         held = list(keep_alive)
+        listening = events.hub.active
+        launched = time.perf_counter()
+        begin = self._timing_event(self.stream) if listening else None
         try:
             with self._module.stream(self.stream), Holder(held):
                 for works in program:
@@ -171,7 +188,24 @@ class StreamLane:
             with contextlib.suppress(Exception):
                 self.stream.synchronize()  # what is queued already writes to memory that the caller frees next
             raise _failure(label, f"launching {self.name}", error) from error
-        return StreamTicket(self, finished, held)
+        if listening:
+            span = events.DeviceSpan(begin, self._timing_event(self.stream))
+            events.emit(events.Launched(label, self.name, time.perf_counter() - launched, span))
+        return StreamTicket(self, label, finished, held)
+
+    def _timing_event(self, stream: Any) -> Any:
+        return stream.record_event(self._module.Event(enable_timing=True))
+
+    def hold_up(self, label: str, finished: Any) -> None:
+        """Makes the current stream wait for `finished`, and says for how long."""
+        stream = self._module.current_stream(self.device)
+        if not events.hub.active:
+            stream.wait_event(finished)
+            return
+        begin = self._timing_event(stream)
+        stream.wait_event(finished)
+        span = events.DeviceSpan(begin, self._timing_event(stream))
+        events.emit(events.WaitFinished(label, self.name, 0.0, 0.0, span))
 
     def wait_event(self, event: Any) -> None:
         self._event = event
@@ -180,9 +214,10 @@ class StreamLane:
 class StreamTicket:
     """A program that is queued as a whole; `done` once a stream has been made to wait for it."""
 
-    def __init__(self, lane: StreamLane, finished: Any, held: list[torch.Tensor]) -> None:
+    def __init__(self, lane: StreamLane, label: str, finished: Any, held: list[torch.Tensor]) -> None:
         self.done = False
         self._lane = lane
+        self._label = label
         self._finished = finished
         self._held = held
 
@@ -193,8 +228,7 @@ class StreamTicket:
     def wait(self) -> None:
         if self.done:
             return
-        lane = self._lane
-        lane._module.current_stream(lane.device).wait_event(self._finished)
+        self._lane.hold_up(self._label, self._finished)
         self.done = True
         self._held = []
 

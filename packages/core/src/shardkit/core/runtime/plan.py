@@ -115,6 +115,19 @@ class GatherPlan:
             own += self.packing.slots.numels[self.rank] * self.packed_dtype.itemsize
         return own * (self.transport.world_size - 1)
 
+    @cached_property
+    def padding_nbytes(self) -> int:
+        """Bytes behind the unsharded tensors, and in the packed buffer, that hold no element."""
+        behind = [
+            (item.layout.padded_numel - item.layout.numel) * item.dtype.itemsize
+            for item in self.items
+            if item.layout.dim == 0
+        ]
+        if self.packing is None:
+            return sum(behind)
+        packed = sum(self.items[i].layout.numel * self.items[i].dtype.itemsize for i in self.packing.items)
+        return sum(behind) + self.packing.numel * self.packed_dtype.itemsize - packed
+
 
 @dataclass(frozen=True, eq=False)
 class ReducePlan:
@@ -193,6 +206,14 @@ class ReducePlan:
         if self.packing is not None:
             numel += sum(self.packing.slots.numels[rank] for rank in peers)
         return numel * self.wire_dtype.itemsize
+
+    @cached_property
+    def padding_nbytes(self) -> int:
+        """Bytes of the packed buffer that hold no element."""
+        if self.packing is None:
+            return 0
+        packed = sum(self.items[i].layout.numel for i in self.packing.items)
+        return (self.packing.numel - packed) * self.wire_dtype.itemsize
 
     def output_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk of each item's reduced gradient: dense views of `flat`, of `local_shape(rank)`."""

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.buffers import note_allocated, note_freed
+from shardkit.core.runtime.buffers import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.reduce import shared_reduce
@@ -64,6 +65,7 @@ def reduce_scatter(
     assert not average or (predivide is None and postdivide is None), "AVG takes no divisors"
     if world == 1:
         return _copy_alone(plan, grads, output, _Scaling(predivide, postdivide))
+    note_taken(plan.nbytes, plan.label)
     if isinstance(plan.transport, SharedTransport):
         return shared_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
     if isinstance(plan.transport, StandIn):
@@ -99,13 +101,13 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: 
     # A ring sends each element twice but for the rank's own share: reduce-scatter, then all-gather.
     described = (label, (), nbytes, 2 * (world - 1) * nbytes // world, tensor.dtype, group)
     if events.hub.active:
-        events.emit(events.AllReduceStarted(*described))
+        events.emit(events.AllReduceStarted(*described, transport="c10d"))
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM if divide else op, group=group, async_op=True)
     yield () if work is None else (work,)
     if divide:
         tensor.div_(world)
     if events.hub.active:
-        events.emit(events.AllReduceFinished(*described, time.perf_counter() - launched))
+        events.emit(events.AllReduceFinished(*described, time.perf_counter() - launched, transport="c10d"))
 
 
 @torch.no_grad()
@@ -287,7 +289,7 @@ def _described(plan: ReducePlan) -> tuple[str, tuple[str, ...], int, int, torch.
 
 def _announce(plan: ReducePlan) -> None:
     if events.hub.active:
-        events.emit(events.ReduceStarted(*_described(plan)))
+        events.emit(events.ReduceStarted(*_described(plan), **details(plan)))
 
 
 def _note_dropped(plan: ReducePlan, packed: torch.Tensor | None, staging: torch.Tensor | None) -> None:
@@ -295,8 +297,9 @@ def _note_dropped(plan: ReducePlan, packed: torch.Tensor | None, staging: torch.
         note_freed(packed, plan.label, "packed")
     if staging is not None:
         note_freed(staging, plan.label, "reduce_input")
+    note_let_go(plan.nbytes, plan.label)
 
 
 def _conclude(plan: ReducePlan, launched: float) -> None:
     if events.hub.active:
-        events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched))
+        events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched, **details(plan)))

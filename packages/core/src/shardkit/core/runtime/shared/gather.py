@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from shardkit.core import events
+from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program
 from shardkit.core.runtime.shared.neighbours import Channel
@@ -105,7 +106,7 @@ def shared_gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequ
     described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, transport.group)
     try:
         if events.hub.active:
-            events.emit(events.GatherStarted(*described))
+            events.emit(events.GatherStarted(*described, **details(plan)))
         yield (posting,)
         targets, chunks = binding.copies(plan, posting.peers)
         if targets:
@@ -113,4 +114,4 @@ def shared_gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequ
     finally:
         posting.release()
     if events.hub.active:
-        events.emit(events.GatherFinished(*described, time.perf_counter() - launched))
+        events.emit(events.GatherFinished(*described, time.perf_counter() - launched, **details(plan)))

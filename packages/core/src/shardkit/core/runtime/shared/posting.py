@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardkit.core import events
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
 from shardkit.core.runtime.shared.tables import Table
 
@@ -39,7 +40,11 @@ class Posting:
             RuntimeError: if one of them is gone or does not come, with the group's name.
         """
         try:
-            self._neighbours.wait_released(self.operation)
+            if not events.hub.active:
+                self._neighbours.wait_released(self.operation)
+            elif not self._neighbours.is_released(self.operation):
+                with events.Waiting(self._label, "release"):
+                    self._neighbours.wait_released(self.operation)
         except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
 

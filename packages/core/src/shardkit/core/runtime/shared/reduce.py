@@ -11,6 +11,8 @@ import time
 import torch
 
 from shardkit.core import events
+from shardkit.core.runtime.buffers import note_let_go
+from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program
 from shardkit.core.runtime.shared.neighbours import Channel
@@ -33,10 +35,11 @@ def shared_reduce(
     assert isinstance(transport, SharedTransport)
     posting = _post(plan, transport, grads, output)
     grads.clear()
+    note_let_go(plan.nbytes, plan.label)
     described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.wire_dtype, transport.group)
     try:
         if events.hub.active:
-            events.emit(events.ReduceStarted(*described))
+            events.emit(events.ReduceStarted(*described, **details(plan)))
         yield (posting,)
         terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
         _sum(plan, terms, output, before)
@@ -45,7 +48,7 @@ def shared_reduce(
     finally:
         posting.release()
     if events.hub.active:
-        events.emit(events.ReduceFinished(*described, time.perf_counter() - launched))
+        events.emit(events.ReduceFinished(*described, time.perf_counter() - launched, **details(plan)))
 
 
 def _post(plan: ReducePlan, transport: SharedTransport, grads: list[torch.Tensor], output: torch.Tensor) -> Posting:

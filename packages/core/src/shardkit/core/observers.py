@@ -1,0 +1,46 @@
+"""What watches a program from the outside, started by the environment, so that no script has to be touched.
+
+An installed distribution offers an observer as an entry point of the group `shardkit.observers`: a function without
+arguments, which subscribes to events. One named `watch` is called in every process whose environment has
+`SHARDKIT_WATCH` set (and not to 0), at the first `fully_shard` call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from importlib.metadata import entry_points
+
+__all__ = ["start_observers"]
+
+_GROUP = "shardkit.observers"
+_PREFIX = "SHARDKIT_"
+# Those that shardkit-tools brings: asked for, they must not be missing in silence.
+_EXPECTED = ("profile", "watch")
+
+
+@functools.cache
+def start_observers() -> None:
+    """Starts the observers that the environment asks for, once in a process.
+
+    Raises:
+        Whatever an observer raises, such as for a setting that it cannot read.
+    """
+    wanted = {name for name in _EXPECTED if _asked_for(name)}
+    if not wanted and not any(name.startswith(_PREFIX) for name in os.environ):
+        return
+    for entry in entry_points(group=_GROUP):
+        if _asked_for(entry.name):
+            wanted.discard(entry.name)
+            entry.load()()
+    for name in sorted(wanted):
+        warnings.warn(
+            f"{_PREFIX}{name.upper()} is set, but nothing that is installed offers an observer '{name}'; install "
+            "shardkit-tools, or unset the variable",
+            stacklevel=3,
+        )
+
+
+def _asked_for(name: str) -> bool:
+    return os.environ.get(_PREFIX + name.upper(), "0") not in ("", "0")
