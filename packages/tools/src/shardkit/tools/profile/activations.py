@@ -1,0 +1,84 @@
+"""Counts what autograd saves for backward, by `torch.autograd.graph.saved_tensors_hooks`.
+
+A storage counts once, from the first tensor over it that is saved until its memory is free. Parameters do not count:
+their unsharded storages stay the same objects from step to step, so they are looked up once for each module.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.tools.profile.log import ActivationDropped, ActivationSaved, Entry
+
+__all__ = ["SavedTensors"]
+
+
+class SavedTensors:
+    """The hooks. `enter` puts them in place on this thread, `leave` takes them away; both only in pairs.
+
+    Args:
+        write: what each storage is told to.
+    """
+
+    def __init__(self, write: Callable[[Entry], None]) -> None:
+        self.active = True
+        self.seconds = 0.0
+        self.packed = 0
+        self._write = write
+        self._modules: list[nn.Module] = []
+        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._hooks: Any = None
+
+    def enter(self) -> None:
+        """Starts counting what this thread saves."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def leave(self) -> None:
+        """Stops counting; what is saved still reports when it is dropped."""
+        self._hooks.__exit__(None, None, None)
+
+    def leave_out(self, module: nn.Module) -> None:
+        """Before the next storage is counted, `module`'s parameters that are unsharded by then are left out."""
+        self._modules.append(module)
+
+    def _know_parameters(self) -> None:
+        while self._modules:
+            for parameter in self._modules.pop().parameters():
+                if not isinstance(parameter, DTensor):
+                    self._parameters.add(parameter.untyped_storage())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.active:
+            return tensor
+        began = time.perf_counter()
+        self.packed += 1
+        plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # A subclass without memory of its own, and layouts without a storage, cannot be counted this way.
+        if plain.layout is torch.strided and type(plain) in (torch.Tensor, nn.Parameter):
+            if self._modules:
+                self._know_parameters()
+            storage = plain.untyped_storage()
+            key = id(storage)
+            if key not in self._saved and storage not in self._parameters and storage.nbytes():
+                self._saved[key] = weakref.ref(storage, lambda _: self._dropped(key))
+                self._write(ActivationSaved(key, storage.nbytes()))
+        self.seconds += time.perf_counter() - began
+        return tensor
+
+    def _dropped(self, key: int) -> None:
+        del self._saved[key]
+        if self.active:
+            self._write(ActivationDropped(key))
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,94 @@
+"""shardkit profile: runs a training command with every rank recorded, and writes the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from shardkit.tools.profile.observer import DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
+from shardkit.tools.profile.recorder import Extent
+from shardkit.tools.report.files import ReportError, write_report, write_text
+from shardkit.tools.report.merge import merge
+from shardkit.tools.report.page import page_html
+from shardkit.tools.report.record import read_records
+from shardkit.tools.report.tables import print_report
+from shardkit.tools.report.trace import trace_json
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns that of the training command, or 2 if there is nothing to report."""
+    options = _parser().parse_args(arguments)
+    errors = Console(stderr=True)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    try:
+        extent = Extent(options.warmup, options.steps)
+        if not command:
+            raise ValueError(
+                "no command was given; write it behind the options: shardkit profile torchrun ... train.py"
+            )
+    except ValueError as error:
+        errors.print(f"error: {error}", markup=False)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="shardkit-profile-") as directory:
+        records = options.records or Path(directory)
+        status = _run(command, extent, records)
+        if status != 0:
+            errors.print(f"the command ended with status {status}; reporting what was recorded", markup=False)
+        try:
+            report = merge(read_records(records), command)
+            write_report(report, options.out)
+            if options.html is not None:
+                write_text(options.html, page_html(report))
+            if options.trace is not None:
+                write_text(options.trace, trace_json(report))
+        except (ReportError, OSError) as error:
+            errors.print(f"error: {error}", markup=False, soft_wrap=True)
+            errors.print("a rank records from its first fully_shard call on; does the command call it?", markup=False)
+            return status or 2
+    print_report(report, Console())
+    Console().print(f"\nwritten to {options.out}", markup=False)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardkit profile",
+        description="Runs a training command, records some steps of every rank, and writes a report. The script needs "
+        "no change: it has to call shardkit's fully_shard.",
+        epilog="example: shardkit profile --steps 5 --html run.html torchrun --nproc-per-node 2 train.py",
+    )
+    parser.add_argument("--out", type=Path, default=Path("report.json"), help="the report (default: report.json)")
+    parser.add_argument("--html", type=Path, help="also write it as one HTML page")
+    parser.add_argument("--trace", type=Path, help="also write a trace for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("--warmup", type=int, default=DEFAULT_WARMUP, help="steps to leave out (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps to record (default: %(default)s)")
+    parser.add_argument(
+        "--records", type=Path, help="keep the records of the ranks in this directory, which all hosts share"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    return parser
+
+
+def _run(command: list[str], extent: Extent, records: Path) -> int:
+    """Runs the command with the observer asked for; returns its exit status, 127 if it cannot be started."""
+    for old in records.glob("rank-*.json"):
+        old.unlink()
+    environment = os.environ | {
+        TARGET: str(records.resolve()),
+        WARMUP: str(extent.warmup),
+        STEPS: str(extent.steps),
+    }
+    try:
+        return subprocess.run(command, env=environment, check=False).returncode
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)  # noqa: T201
+        return 127

@@ -1,0 +1,287 @@
+"""Writes the log of one rank: listens to core, hooks into optimizer steps and saved tensors, reads memory.
+
+One step is what lies between two root forwards of which the second follows an optimizer step, so accumulation and
+several optimizers make one step. The log starts anew when the warm-up ends, at such a border, and closes after the last
+step that is wanted.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardkit.core import events
+from shardkit.tools.profile.activations import SavedTensors
+from shardkit.tools.profile.carried import carried
+from shardkit.tools.profile.holdings import Residence, local_bytes, optimizer_bytes, parameters_of
+from shardkit.tools.profile.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
+from shardkit.tools.profile.overhead import measure_costs
+from shardkit.tools.report.schema import Group
+
+__all__ = ["Extent", "Recorder"]
+
+# Entries beyond this many are not kept: some hundred megabytes.
+_MOST_ENTRIES = 2_000_000
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which steps are written down: `steps` of them (None: until the end) after the first `warmup`.
+
+    Raises:
+        ValueError: for a negative `warmup` and for `steps` below 1.
+    """
+
+    warmup: int = 0
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup}; expected 0 or more steps")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; expected at least 1, or None for all")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the ranks, as it is when the recording begins: groups may be gone when it ends."""
+
+    rank: int
+    size: int
+    backend: str
+
+    @staticmethod
+    def of_this_process() -> World:
+        """The place in the default process group; alone where there is none."""
+        if not dist.is_initialized():
+            return World(0, 1, "none")
+        return World(dist.get_rank(), dist.get_world_size(), dist.get_backend())
+
+
+class Recorder:
+    """One rank's log. `start` begins it, `stop` ends it; both once.
+
+    Attributes:
+        entries: (seconds of `time.perf_counter`, entry), in order.
+        began, ended: when the recording did.
+        anchor: host time and a timing event that the device had reached then, None on a CPU.
+        truncated: whether there were more entries than are kept.
+        full: whether the last wanted step is over.
+        world: which rank this is, of how many, and what connects them.
+        groups: the process groups that communication ran on.
+        shards: bytes of this rank's part of each parameter, by FQN.
+        seconds: spent in the recorder.
+    """
+
+    def __init__(
+        self, device: torch.device, extent: Extent, when_full: Callable[[], None], *, activations: bool
+    ) -> None:
+        self.entries: list[tuple[float, Entry]] = []
+        self.began = self.ended = self.seconds = 0.0
+        self.anchor: tuple[float, Any] | None = None
+        self.truncated = self.full = False
+        self.shards: dict[str, int] = {}
+        self.device = device
+        self.world = World.of_this_process()
+        self.groups: dict[dist.ProcessGroup, Group] = {}
+        self._extent = extent
+        self._when_full = when_full
+        self._costs = measure_costs()
+        self._saved = SavedTensors(self._write) if activations else None
+        self._residence = Residence(device)
+        self._subscription: events.Subscription | None = None
+        self._hooks: list[Any] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._known: set[str] = set()
+        self._gradients: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        self._counted: dict[str, int] = {}
+        self._stepped = False
+        self._steps = 0
+        self._reactions: dict[type, Callable[[Any], None]] = {
+            events.ModuleBegan: self._module_began,
+            events.ModuleEnded: self._read_residence,
+            events.BackwardEnded: self._backward_ended,
+            events.RootReady: self._root_ready,
+            events.GatherStarted: self._note_group,
+            events.ReduceStarted: self._note_group,
+            events.AllReduceStarted: self._note_group,
+        }
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+        """Begins to write. What is not handed over is found when it is first used."""
+        self._optimizers.update(optimizers)
+        if model is not None:
+            self._roots.append(weakref.ref(model))
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        if self._saved is not None:
+            self._saved.enter()
+        self._begin()
+        self._subscription = events.subscribe(self._hear)
+        self._count_holdings()
+
+    def stop(self) -> None:
+        """Ends the log. Stopping twice is harmless."""
+        if self._subscription is None:
+            return
+        self._subscription.close()
+        self._subscription = None
+        self._count_holdings()
+        self.ended = time.perf_counter()
+        for hook in self._hooks:
+            hook.remove()
+        if self._saved is not None:
+            self._saved.active = False
+        self._residence.close()
+
+    def leave(self) -> None:
+        """Takes the hooks on saved tensors away, on the stack frame that `start` was called on.
+
+        Elsewhere hooks of the user may lie above them: they stay then, and do nothing once the log is closed.
+        """
+        if self._saved is not None:
+            self._saved.leave()
+
+    def _begin(self) -> None:
+        self.seconds = 0.0
+        if self._saved is not None:
+            self._saved.seconds, self._saved.packed = 0.0, 0
+        if self.device.type != "cpu":
+            module: Any = torch.get_device_module(self.device)
+            event = module.Event(enable_timing=True)
+            event.record()
+            event.synchronize()
+            self.anchor = (time.perf_counter(), event)
+        self.began = time.perf_counter()
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that recording has cost: measured inside, and what it costs to call it, by `measure_costs`."""
+        outside = len(self.entries) * self._costs.each_event
+        if self._saved is not None:
+            outside += self._saved.seconds + self._saved.packed * self._costs.each_pack
+        return self.seconds + outside
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def _write(self, entry: Entry) -> None:
+        if len(self.entries) < _MOST_ENTRIES:
+            self.entries.append((time.perf_counter(), entry))
+        else:
+            self.truncated = True
+
+    def _hear(self, event: events.Event) -> None:
+        began = time.perf_counter()
+        if len(self.entries) < _MOST_ENTRIES:
+            self.entries.append((began, event))
+        else:
+            self.truncated = True
+        reaction = self._reactions.get(type(event))
+        if reaction is not None:
+            reaction(event)
+        self.seconds += time.perf_counter() - began
+
+    def _module_began(self, event: events.ModuleBegan) -> None:
+        if event.phase == "forward":
+            if event.root and self._stepped:
+                self._border(event)
+            if event.fqn not in self._known and self._saved is not None:
+                self._known.add(event.fqn)
+                for reference in self._roots:
+                    if (root := reference()) is not None:
+                        self._saved.leave_out(root)
+            if event.root:
+                self._count_gradients()
+        self._read_residence(event)
+
+    def _border(self, first: events.ModuleBegan) -> None:
+        """A step is over, and the forward that begins with `first` is the next one's."""
+        self._stepped = False
+        self._steps += 1
+        extent = self._extent
+        if self._steps == extent.warmup:
+            kept = carried(entry for _, entry in self.entries)
+            self._begin()
+            self.truncated = False
+            self.entries[:] = [*((self.began, entry) for entry in kept), (self.began, first)]
+        elif extent.steps is not None and self._steps == extent.warmup + extent.steps:
+            if self.entries[-1][1] is first:
+                self.entries.pop()
+            self.full = True
+            self._when_full()
+
+    def _note_group(self, event: events.GatherStarted | events.ReduceStarted | events.AllReduceStarted) -> None:
+        if event.group not in self.groups:
+            # Now: when the log is read, the group may have been destroyed.
+            self.groups[event.group] = Group(event.group.group_name, dist.get_process_group_ranks(event.group))
+
+    def _root_ready(self, event: events.RootReady) -> None:
+        if all(reference() is not event.module for reference in self._roots):
+            self._roots.append(weakref.ref(event.module))
+
+    def _backward_ended(self, event: events.BackwardEnded) -> None:
+        self._count_gradients()
+        self._read_residence(event)
+
+    def _read_residence(self, event: events.Event) -> None:
+        self._write(ResidentBytes(self._residence.read()))
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        began = time.perf_counter()
+        if optimizer not in self._optimizers or not self._gradients:
+            self._optimizers.add(optimizer)
+            self._count_holdings()
+            self._count_gradients()
+        self._write(OptimizerBegan())
+        self.seconds += time.perf_counter() - began
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        began = time.perf_counter()
+        self._write(OptimizerEnded())
+        self._stepped = True
+        if not self._counted.get("optimizer"):
+            self._count("optimizer", optimizer_bytes(self._optimizers))
+        self._write(ResidentBytes(self._residence.read()))
+        self.seconds += time.perf_counter() - began
+
+    # -- what is counted -----------------------------------------------------------------------------------------------
+
+    def _count_holdings(self) -> None:
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        if roots:
+            self.shards = {name: local_bytes([one]) for root in roots for name, one in root.named_parameters()}
+            self._count("sharded_parameters", sum(self.shards.values()))
+            self._count("other", local_bytes(one for root in roots for one in root.buffers()))
+        stepped = parameters_of(self._optimizers)
+        self._gradients = [(weakref.ref(one), local_bytes([one])) for one in stepped]
+        if self._optimizers:
+            self._count("optimizer", optimizer_bytes(self._optimizers))
+
+    def _count_gradients(self) -> None:
+        held = 0
+        for reference, size in self._gradients:
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                held += size
+        self._count("sharded_gradients", held)
+
+    def _count(self, category: str, held: int) -> None:
+        if self._counted.get(category) != held:
+            self._counted[category] = held
+            self._write(HeldBytes(category, held))

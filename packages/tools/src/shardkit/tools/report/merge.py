@@ -1,0 +1,216 @@
+"""From the records of the ranks to the report of the run: one clock, one list of groups, collectives side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from shardkit.tools.report.meetings import waited_for_ranks
+from shardkit.tools.report.record import RankRecord
+from shardkit.tools.report.schema import (
+    SCHEMA,
+    VERSION,
+    Collective,
+    Estimate,
+    Group,
+    MemoryOfRank,
+    Operation,
+    Rank,
+    Report,
+    Run,
+    Series,
+    Span,
+    Step,
+    Wait,
+)
+
+__all__ = ["merge"]
+
+# Ranks that start a collective within this many seconds of each other came at the same time.
+_TOGETHER = 1e-4
+
+_Timed = TypeVar("_Timed", Step, Operation, Wait, Span)
+
+
+def merge(records: Sequence[RankRecord], command: list[str] | None = None, estimate: Estimate | None = None) -> Report:
+    """The report of a run, from the records of its ranks (of one version, at least one), in any order."""
+    records = sorted(records, key=lambda record: record.rank.rank)
+    same_host = len({record.rank.place.boot for record in records}) == 1 and bool(records[0].rank.place.boot)
+    ahead = [0.0 if same_host else record.wall for record in records]
+    origin = min(record.rank.begin + offset for record, offset in zip(records, ahead, strict=True))
+    groups, indices = _common_groups(records)
+    ranks = [
+        _moved(record.rank, offset - origin, index)
+        for record, offset, index in zip(records, ahead, indices, strict=True)
+    ]
+    first = records[0].run
+    run = dataclasses.replace(
+        first,
+        command=command or first.command,
+        missing_ranks=sorted(set(range(first.world_size)) - {rank.rank for rank in ranks}),
+        recorded_steps=min(record.run.recorded_steps for record in records),
+        clock="host" if same_host else "wall",
+    )
+    collectives, notes = _collectives(ranks, groups, max(1, run.recorded_steps))
+    return Report(SCHEMA, VERSION, run, groups, ranks, collectives, [*_notes(run, ranks), *notes], estimate)
+
+
+def _common_groups(records: Sequence[RankRecord]) -> tuple[list[Group], list[dict[int, int]]]:
+    """Every group once, and for each record the index that each of its groups has among them."""
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    indices = [
+        {
+            own: groups.setdefault((group.name, tuple(group.ranks)), len(groups))
+            for own, group in enumerate(record.groups)
+        }
+        for record in records
+    ]
+    return [Group(name, list(ranks)) for name, ranks in groups], indices
+
+
+# -- one clock ---------------------------------------------------------------------------------------------------------
+
+
+def _moved(rank: Rank, by: float, groups: dict[int, int]) -> Rank:
+    return dataclasses.replace(
+        rank,
+        begin=rank.begin + by,
+        end=rank.end + by,
+        steps=[_shifted(one, by, "begin", "end") for one in rank.steps],
+        operations=[
+            dataclasses.replace(_shifted(one, by, "start", "end"), group=groups[one.group]) for one in rank.operations
+        ],
+        waits=[_shifted(one, by, "begin") for one in rank.waits],
+        spans=[_shifted(one, by, "begin", "end") for one in rank.spans],
+        memory=_shifted_memory(rank.memory, by),
+    )
+
+
+def _shifted(one: _Timed, by: float, *fields: str) -> _Timed:
+    changes: dict[str, Any] = {name: getattr(one, name) + by for name in fields}
+    return dataclasses.replace(one, **changes)
+
+
+def _shifted_memory(memory: MemoryOfRank, by: float) -> MemoryOfRank:
+    return dataclasses.replace(
+        memory,
+        categories={name: _shifted_series(series, by) for name, series in memory.categories.items()},
+        resident=_shifted_series(memory.resident, by),
+        peak_time=memory.peak_time + by,
+    )
+
+
+def _shifted_series(series: Series, by: float) -> Series:
+    return Series([time + by for time in series.times], series.values)
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """One collective as all ranks saw it: their operations by rank."""
+
+    by_rank: dict[int, Operation]
+
+    @property
+    def last_start(self) -> float:
+        return max(one.start for one in self.by_rank.values())
+
+    @property
+    def skew(self) -> float:
+        return self.last_start - min(one.start for one in self.by_rank.values())
+
+    @property
+    def last_rank(self) -> int | None:
+        """Who came last, if anybody did by more than a moment."""
+        if self.skew < _TOGETHER:
+            return None
+        return max(self.by_rank, key=lambda rank: self.by_rank[rank].start)
+
+    def seconds(self) -> list[float]:
+        """How long the data was on its way, on each rank that can tell."""
+        times = []
+        for one in self.by_rank.values():
+            if one.moving > 0:
+                times.append(one.moving)
+            elif one.end_seen and one.end > self.last_start:
+                times.append(one.end - self.last_start)
+        return times
+
+
+def _collectives(ranks: list[Rank], groups: list[Group], steps: int) -> tuple[list[Collective], list[str]]:
+    meetings: dict[tuple[int, str, int], dict[int, Operation]] = defaultdict(dict)
+    for rank in ranks:
+        for one in rank.operations:
+            meetings[one.group, one.kind, one.number][rank.rank] = one
+    alike: dict[tuple[str, str, str, int], list[_Meeting]] = defaultdict(list)
+    notes: list[str] = []
+    for (group, kind, number), by_rank in sorted(meetings.items()):
+        names = {one.fqn for one in by_rank.values()}
+        if len(names) > 1 and not notes:
+            notes.append(
+                f"the ranks of group {groups[group].ranks} did not run the same: {kind} number {number} was of "
+                f"{', '.join(sorted(names))}; figures across ranks are not comparable from there on"
+            )
+        first = by_rank[min(by_rank)]
+        alike[kind, first.fqn, first.phase, group].append(_Meeting(by_rank))
+    made = [_collective(found, len(groups[key[3]].ranks), steps) for key, found in alike.items()]
+    return sorted(made, key=lambda one: -one.exposed), notes
+
+
+def _collective(meetings: list[_Meeting], size: int, steps: int) -> Collective:
+    first = next(iter(meetings[0].by_rank.values()))
+    exposed: dict[int, float] = defaultdict(float)
+    skewed: dict[int, float] = defaultdict(float)
+    waited_by: dict[str, float] = defaultdict(float)
+    for meeting in meetings:
+        for rank, one in meeting.by_rank.items():
+            exposed[rank] += one.exposed
+            skewed[rank] += waited_for_ranks(one, meeting.last_start)
+            if one.waited_by:
+                waited_by[one.waited_by] += one.exposed
+    worst = max(exposed, key=lambda rank: exposed[rank])
+    algorithm = _bandwidth(meetings)
+    factor = (2 if first.kind == "all-reduce" else 1) * (size - 1) / size
+    last = Counter(str(meeting.last_rank) for meeting in meetings if meeting.last_rank is not None)
+    return Collective(
+        kind=first.kind,
+        fqn=first.fqn,
+        phase=first.phase,
+        group=first.group,
+        transport=first.transport,
+        dtype=first.dtype,
+        count=len(meetings),
+        bytes=first.bytes,
+        wire_bytes=max(one.wire_bytes for one in meetings[0].by_rank.values()),
+        padding_bytes=max(one.padding_bytes for one in meetings[0].by_rank.values()),
+        exposed=exposed[worst] / steps,
+        exposed_by_skew=skewed[worst] / steps,
+        waited_by=max(waited_by, key=lambda name: waited_by[name], default=""),
+        skew=statistics.fmean(meeting.skew for meeting in meetings),
+        last=dict(last),
+        algorithm_bandwidth=algorithm,
+        bus_bandwidth=None if algorithm is None else algorithm * factor,
+    )
+
+
+def _bandwidth(meetings: list[_Meeting]) -> float | None:
+    """Bytes per second, from the median time of those that were seen."""
+    times = [seconds for meeting in meetings for seconds in meeting.seconds() if seconds > 0]
+    size = next(iter(meetings[0].by_rank.values())).bytes
+    return size / statistics.median(times) if times and size else None
+
+
+def _notes(run: Run, ranks: list[Rank]) -> list[str]:
+    notes = []
+    if run.missing_ranks:
+        notes.append(f"no record of ranks {', '.join(map(str, run.missing_ranks))}: they did not end their recording")
+    if any(rank.truncated for rank in ranks):
+        notes.append("some ranks recorded more than is kept; record fewer steps")
+    if run.clock == "wall":
+        notes.append("the ranks are on several hosts: times across them are as exact as their clocks agree")
+    return notes

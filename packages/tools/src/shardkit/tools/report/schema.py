@@ -1,0 +1,289 @@
+"""What a report holds: version 1 of the schema, as dataclasses. docs/profiling.md describes the JSON.
+
+All times are in seconds since the recording began on the rank that began first, all sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "CATEGORIES",
+    "SCHEMA",
+    "VERSION",
+    "Collective",
+    "CollectiveKind",
+    "Estimate",
+    "Group",
+    "MemoryOfRank",
+    "ModuleOfRank",
+    "Operation",
+    "Overhead",
+    "Phase",
+    "PlaceOfRank",
+    "Rank",
+    "Report",
+    "Run",
+    "Series",
+    "Span",
+    "Step",
+    "Wait",
+]
+
+SCHEMA = "shardkit.report"
+VERSION = 1
+
+CollectiveKind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Phase: TypeAlias = Literal["forward", "backward", "optimizer", "other"]
+
+CATEGORIES = (
+    "sharded_parameters",
+    "unsharded_parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "other",
+)
+"""Of memory, in the order of charts. `activations` are what autograd saved for backward, inputs included;
+`other` are the model's buffers."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how the run was recorded.
+
+    `clock`: "host" when all ranks read one clock, "wall" when their hosts' clocks were compared. `missing_ranks` left
+    no record. `activations`: whether what autograd saves was counted.
+    """
+
+    created: str
+    command: list[str]
+    shardkit: str
+    torch: str
+    python: str
+    device: str
+    backend: str
+    world_size: int
+    missing_ranks: list[int]
+    recorded_steps: int
+    clock: Literal["host", "wall"]
+    activations: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group that collectives ran on: global ranks in the group's order."""
+
+    name: str
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class PlaceOfRank:
+    """The process of a rank. `boot` tells hosts apart (and restarts of one)."""
+
+    host: str
+    boot: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: from a root forward to the next one that follows an optimizer step.
+
+    `forward`, `backward` and `optimizer` are what their parts took, `exposed` what of the step was spent waiting for
+    communication and on local work for what had arrived, `blocked` the idle part of that, `launch` the host's work to
+    start communication.
+    """
+
+    index: int
+    begin: float
+    end: float
+    forward: float
+    backward: float
+    optimizer: float
+    exposed: float
+    blocked: float
+    launch: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective as one rank saw it.
+
+    `number` counts the collectives of its kind on its group, alike on all ranks. `end` is when the rank saw that it was
+    done, on a CPU as late as it needed it; `end_seen` says that it was waiting at that moment, so that `end` is the
+    true end. `moving` is the local work that moved the data (shared memory), 0 where the network did. `waited_by` is
+    the module that waited.
+    """
+
+    kind: CollectiveKind
+    fqn: str
+    phase: Phase
+    step: int
+    group: int
+    number: int
+    bytes: int
+    wire_bytes: int
+    padding_bytes: int
+    dtype: str
+    transport: str
+    start: float
+    end: float
+    end_seen: bool
+    exposed: float
+    blocked: float
+    moving: float
+    launch: float
+    waited_by: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait that belongs to no collective: for peers to read this rank's shards ("release"), for set-up."""
+
+    operation: str
+    fqn: str
+    module: str
+    phase: Phase
+    step: int
+    begin: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A module in a phase ("forward", "backward", "recompute"), or the "optimizer" (with an empty `fqn`)."""
+
+    fqn: str
+    phase: str
+    step: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ModuleOfRank:
+    """A sharded module on one rank: how often it found its parameters prefetched, and its peaks of memory."""
+
+    fqn: str
+    prefetch_hits: int
+    prefetch_misses: int
+    unsharded_peak: int
+    gradients_peak: int
+    communication_peak: int
+    activations_peak: int
+
+
+@dataclass(frozen=True)
+class Series:
+    """A quantity over time: `values[i]` from `times[i]` on."""
+
+    times: list[float]
+    values: list[int]
+
+
+@dataclass(frozen=True)
+class MemoryOfRank:
+    """Memory over time. `categories` are counted tensors by `CATEGORIES`; `resident` is what the system counts.
+
+    `peak` is the largest sum of the categories, at `peak_time`, in module `peak_module` and its `peak_phase`;
+    `peak_categories` is what it was made of.
+    """
+
+    categories: dict[str, Series]
+    resident: Series
+    peak: int
+    peak_time: float
+    peak_module: str
+    peak_phase: str
+    peak_categories: dict[str, int]
+    resident_peak: int
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What recording cost this rank: `seconds` of the recorded time, `share` of it (0 to 1), entries written."""
+
+    seconds: float
+    share: float
+    entries: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Everything about one rank. `shard_bytes` are its shards by group label."""
+
+    rank: int
+    place: PlaceOfRank
+    begin: float
+    end: float
+    truncated: bool
+    steps: list[Step]
+    operations: list[Operation]
+    waits: list[Wait]
+    spans: list[Span]
+    modules: list[ModuleOfRank]
+    memory: MemoryOfRank
+    shard_bytes: dict[str, int]
+    overhead: Overhead
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All operations of one kind, FQN, phase and group, over all steps and ranks.
+
+    `count` is how many there were on each rank. `exposed` is seconds a step, of the rank that waited longest, and
+    `exposed_by_skew` what of it was spent before the last rank had come. `skew` is the mean time from the first rank's
+    start to the last one's; `last` counts how often each rank came last by more than a tenth of a millisecond.
+    `algorithm_bandwidth` is bytes per second from the last rank's start to the end, `bus_bandwidth` what that means per
+    link (times (n-1)/n, for all-reduce 2(n-1)/n); both are null when no rank saw the end come.
+    """
+
+    kind: CollectiveKind
+    fqn: str
+    phase: Phase
+    group: int
+    transport: str
+    dtype: str
+    count: int
+    bytes: int
+    wire_bytes: int
+    padding_bytes: int
+    exposed: float
+    exposed_by_skew: float
+    waited_by: str
+    skew: float
+    last: dict[str, int]
+    algorithm_bandwidth: float | None
+    bus_bandwidth: float | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What was predicted for the same run, to stand beside what was measured. Null: not predicted."""
+
+    source: str
+    peak_memory: int | None
+    resident_memory: int | None
+    step_time: float | None
+    exposed: float | None
+    wire_bytes: int | None
+    collectives: int | None
+    categories: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run: what each rank recorded and what they make together. `notes` are things that a reader should know."""
+
+    schema: str
+    version: int
+    run: Run
+    groups: list[Group]
+    ranks: list[Rank]
+    collectives: list[Collective]
+    notes: list[str]
+    estimate: Estimate | None

@@ -1,0 +1,114 @@
+"""A report in the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shardkit.tools.report.lateness import lateness, times_last
+from shardkit.tools.report.measures import MEASURES, exposed_by_rank
+from shardkit.tools.report.prediction import compare_with_estimate
+from shardkit.tools.report.quantities import show, show_bandwidth
+from shardkit.tools.report.schema import CATEGORIES, Report
+
+__all__ = ["print_comparison", "print_report"]
+
+_ROWS = 12
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints the figures of a run, its ranks, what it waited for most, its memory, and the estimate if there is one."""
+    run = report.run
+    console.print(
+        f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}",
+        markup=False,
+    )
+    console.print(shlex.join(run.command), markup=False, style="dim", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False, style="yellow")
+    for table in (_figures(report), _ranks(report), _collectives(report), _memory(report)):
+        console.print()
+        console.print(table)
+    if report.estimate is not None:
+        console.print()
+        console.print(_predictions(report))
+
+
+def print_comparison(before: Report, after: Report, console: Console) -> None:
+    """Prints the figures of two runs side by side."""
+    table = _table("measure", "first", "second", "change")
+    for measure in MEASURES:
+        old, new = measure.of(before), measure.of(after)
+        change = f"{(new - old) / old:+.1%}" if old else ("-" if not new else "new")
+        table.add_row(measure.name, show(old, measure.unit), show(new, measure.unit), change)
+    console.print(table)
+
+
+def _table(*heads: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _figures(report: Report) -> Table:
+    table = _table("measure", "value", "is")
+    table.columns[2].justify = "left"
+    for measure in MEASURES:
+        table.add_row(measure.name, show(measure.of(report), measure.unit), measure.meaning)
+    return table
+
+
+def _ranks(report: Report) -> Table:
+    late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
+    table = _table("rank", "step", "exposed", "came last", "late by", "peak memory", "profiler", title="ranks")
+    for rank in report.ranks:
+        table.add_row(
+            str(rank.rank),
+            show(statistics.median([step.end - step.begin for step in rank.steps] or [0.0]), "seconds"),
+            show(exposed[rank.rank], "seconds"),
+            str(last[rank.rank]),
+            show(late[rank.rank], "seconds"),
+            show(rank.memory.peak, "bytes"),
+            show(rank.overhead.share, "share"),
+        )
+    return table
+
+
+def _collectives(report: Report) -> Table:
+    table = _table(
+        "collective", "bytes", "exposed a step", "of it skew", "waited by", "bus bandwidth", title="most waited for"
+    )
+    for one in report.collectives[:_ROWS]:
+        table.add_row(
+            escape(f"{one.kind} of {one.fqn} ({one.phase}, {one.transport})"),
+            show(one.bytes, "bytes"),
+            show(one.exposed, "seconds"),
+            show(one.exposed_by_skew, "seconds"),
+            escape(one.waited_by),
+            show_bandwidth(one.bus_bandwidth),
+        )
+    return table
+
+
+def _memory(report: Report) -> Table:
+    worst = max(report.ranks, key=lambda rank: rank.memory.peak)
+    memory = worst.memory
+    where = f"{memory.peak_phase} of {memory.peak_module}"
+    table = _table("category", "bytes", title=escape(f"memory at the peak: rank {worst.rank}, in {where}"))
+    for name in CATEGORIES:
+        table.add_row(name, show(memory.peak_categories[name], "bytes"))
+    table.add_row("all", show(memory.peak, "bytes"))
+    return table
+
+
+def _predictions(report: Report) -> Table:
+    table = _table("figure", "predicted", "measured", "error", title="estimate against measurement")
+    for one in compare_with_estimate(report):
+        error = "-" if one.error is None else f"{one.error:+.1%}"
+        table.add_row(escape(one.name), show(one.predicted, one.unit), show(one.measured, one.unit), error)
+    return table
