@@ -31,6 +31,7 @@ __all__ = [
     "is_view",
     "join_fake_world",
     "operator_of",
+    "own_store_connection",
 ]
 
 # What an operator raises that would have to look at the data of a fake tensor.
@@ -107,3 +108,11 @@ def fake_error_operator(error: BaseException) -> str:
     """The operator that a `NEEDS_DATA` error is about."""
     function = getattr(error, "func", None)
     return str(function) if isinstance(function, torch._ops.OpOverload) else str(error)
+
+
+def own_store_connection(prefix: str) -> Any:
+    """A connection of its own to the store of the default process group, under a prefix, for a thread of its own.
+
+    The group's connection is of no use there: a main thread that waits in it keeps everybody else out.
+    """
+    return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]

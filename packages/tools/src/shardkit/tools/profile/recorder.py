@@ -79,6 +79,7 @@ class Recorder:
         world: which rank this is, of how many, and what connects them.
         groups: the process groups that communication ran on.
         shards: bytes of this rank's part of each parameter, by FQN.
+        holders: the class of the module that holds each parameter, by the parameter's FQN.
         seconds: spent in the recorder.
     """
 
@@ -90,6 +91,7 @@ class Recorder:
         self.anchor: tuple[float, Any] | None = None
         self.truncated = self.full = False
         self.shards: dict[str, int] = {}
+        self.holders: dict[str, str] = {}
         self.device = device
         self.world = World.of_this_process()
         self.groups: dict[dist.ProcessGroup, Group] = {}
@@ -199,6 +201,8 @@ class Recorder:
         if event.phase == "forward":
             if event.root and self._stepped:
                 self._border(event)
+                if self.full:
+                    return
             if event.fqn not in self._known and self._saved is not None:
                 self._known.add(event.fqn)
                 for reference in self._roots:
@@ -266,6 +270,12 @@ class Recorder:
         roots = [root for reference in self._roots if (root := reference()) is not None]
         if roots:
             self.shards = {name: local_bytes([one]) for root in roots for name, one in root.named_parameters()}
+            self.holders = {
+                f"{path}.{name}" if path else name: type(module).__name__
+                for root in roots
+                for path, module in root.named_modules()
+                for name, _ in module.named_parameters(recurse=False)
+            }
             self._count("sharded_parameters", sum(self.shards.values()))
             self._count("other", local_bytes(one for root in roots for one in root.buffers()))
         stepped = parameters_of(self._optimizers)

@@ -8,7 +8,7 @@ import platform
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
         operations=operations.operations(0.0),
         waits=operations.waits,
         spans=spans.spans,
-        modules=_modules(prefetches, memory),
+        modules=_modules(prefetches, memory, recorder.holders),
         memory=memory.result(0.0),
         shard_bytes=_by_module(recorder.shards, memory),
         overhead=Overhead(overhead, overhead / max(recorder.ended - recorder.began, 1e-9), len(recorder.entries)),
@@ -84,11 +84,15 @@ def _by_module(shards: dict[str, int], memory: Memory) -> dict[str, int]:
     return dict(held)
 
 
-def _modules(prefetches: Counter[tuple[str, type]], memory: Memory) -> list[ModuleOfRank]:
+def _modules(prefetches: Counter[tuple[str, type]], memory: Memory, holders: dict[str, str]) -> list[ModuleOfRank]:
+    of_module: dict[str, set[str]] = defaultdict(set)
+    for fqn, holder in holders.items():
+        of_module[memory.owner(fqn)].add(holder)
     names = dict.fromkeys([*memory.module_peaks, *(fqn for fqn, _ in prefetches)])
     return [
         ModuleOfRank(
             fqn=name,
+            holders=sorted(of_module[name]),
             prefetch_hits=prefetches[name, PrefetchHit],
             prefetch_misses=prefetches[name, PrefetchMiss],
             unsharded_peak=memory.module_peaks[name]["unsharded_parameters"],

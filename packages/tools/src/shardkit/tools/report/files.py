@@ -52,7 +52,7 @@ def read_report(path: Path) -> Report:
     try:
         return decode(Report, value)
     except ValueError as error:
-        raise ReportError(f"{path} is a damaged report: {error}; write it again from the run's records") from error
+        raise ReportError(f"{path} is a damaged report: {error}; record the run again") from error
 
 
 def _load(path: Path) -> Any:

@@ -166,9 +166,13 @@ class Span:
 
 @dataclass(frozen=True)
 class ModuleOfRank:
-    """A sharded module on one rank: how often it found its parameters prefetched, and its peaks of memory."""
+    """A sharded module on one rank: how often it found its parameters prefetched, and its peaks of memory.
+
+    `holders` are the classes of the modules that hold its parameters, such as "Linear".
+    """
 
     fqn: str
+    holders: list[str]
     prefetch_hits: int
     prefetch_misses: int
     unsharded_peak: int

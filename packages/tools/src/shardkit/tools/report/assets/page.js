@@ -94,7 +94,8 @@ function memoryChart(place, width) {
   byId("peak").textContent = memory.peak;
   return new uPlot(
     {
-      width, height: 300, scales: { x: { time: false } }, axes: axes(bytes, seconds),
+      width, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05 || 1] } },
+      axes: axes(bytes, seconds),
       series: [{ label: "time", value: (u, value) => (value === null ? "-" : seconds(value)) }, ...series,
         ...(byId("resident").checked ? [resident] : [])],
     },

@@ -1,0 +1,1 @@
+"""Hangs: when a collective waits too long, every rank that can says where it is, and one says who is missing."""

@@ -1,0 +1,238 @@
+"""Profiles of real runs: what is counted, to the byte and to the number, over transports and world sizes."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.core import events, fully_shard
+from shardkit.core.runtime.transport.custom import PlainAllGather, PlainReduceScatter
+from shardkit.tools.profile import Profile, profile
+from shardkit.tools.profile.recorder import Extent
+from shardkit.tools.report.lateness import times_last
+from shardkit.tools.report.schema import Rank, Report
+from tests.support import run_ranks
+from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, profiled, sharded_chain, train
+
+STEPS = 3
+MODEL_BYTES = BLOCKS * BLOCK_BYTES + ROOT_BYTES
+
+
+def report_of(world_size: int, steps: int = STEPS, **options: Any) -> Report:
+    reports = run_ranks(world_size, functools.partial(profiled, steps=steps, **options))
+    assert all(report == reports[0] for report in reports), "every rank gets the same report"
+    assert isinstance(reports[0], Report)
+    return reports[0]
+
+
+def per_step(rank: Rank) -> Counter[tuple[str, str, str]]:
+    """How many operations a rank had in one step, which is the same in each."""
+    steps = [Counter((o.kind, o.phase, o.fqn) for o in rank.operations if o.step == step.index) for step in rank.steps]
+    assert all(found == steps[0] for found in steps)
+    return steps[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_collective_is_there(world_size: int, shared: bool) -> None:
+    report = report_of(world_size, shared=shared)
+    blocks = [f"blocks.{index}" for index in range(BLOCKS)]
+    expected = Counter(
+        [("all-gather", phase, name) for name in blocks for phase in ("forward", "backward")]
+        + [("all-gather", "forward", "FSDPChain")]
+        + [("reduce-scatter", "backward", name) for name in [*blocks, "FSDPChain"]]
+    )
+    for rank in report.ranks:
+        assert per_step(rank) == expected
+        assert {one.transport for one in rank.operations} == {"shared" if shared else "pairwise"}
+        for one in rank.operations:
+            assert one.bytes == (ROOT_BYTES if one.fqn == "FSDPChain" else BLOCK_BYTES)
+            assert one.padding_bytes == 0
+            assert rank.begin <= one.start <= one.end <= rank.end
+            assert 0 <= one.blocked <= one.exposed <= one.end - rank.begin
+        assert sum(step.exposed for step in rank.steps) == pytest.approx(
+            sum(one.exposed for one in rank.operations) + sum(wait.seconds for wait in rank.waits)
+        )
+        waited = {
+            one.fqn: one.waited_by for one in rank.operations if (one.kind, one.phase) == ("all-gather", "forward")
+        }
+        assert waited == {name: name for name in [*blocks, "FSDPChain"]}
+    assert {group.ranks == list(range(world_size)) for group in report.groups} == {True}
+    assert {one.count for one in report.collectives} == {STEPS}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_memory_is_counted_to_the_byte(world_size: int) -> None:
+    report = report_of(world_size)
+    rank = report.ranks[0]
+    peaks = {name: max(series.values, default=0) for name, series in rank.memory.categories.items()}
+    assert peaks["sharded_parameters"] == MODEL_BYTES // world_size
+    assert peaks["optimizer"] == 2 * MODEL_BYTES // world_size + 4 * 2 * (BLOCKS + 2)  # and a step count each
+    # One block is prefetched while another runs; the root stays. With one rank nothing is unsharded.
+    assert peaks["unsharded_parameters"] == (0 if world_size == 1 else ROOT_BYTES + 2 * BLOCK_BYTES)
+    # Each linear layer saves its input, each tanh its output, which is the next layer's input; then square its input.
+    assert peaks["activations"] == (2 + BLOCKS) * BATCH * WIDTH * 4 + BATCH * WIDTH * 4
+    assert rank.memory.categories["activations"].values[-1] == 0
+    # After backward all sharded gradients are there.
+    assert peaks["gradients"] >= MODEL_BYTES // world_size
+    assert rank.memory.peak == sum(rank.memory.peak_categories.values()) > peaks["optimizer"]
+    assert rank.memory.resident_peak > rank.memory.peak
+    unsharded = {module.fqn: module.unsharded_peak for module in rank.modules}
+    if world_size > 1:
+        assert unsharded["blocks.1"] == BLOCK_BYTES
+        assert unsharded["FSDPChain"] == ROOT_BYTES
+
+
+def test_prefetches_are_counted() -> None:
+    modules = {module.fqn: module for module in report_of(2).ranks[0].modules}
+    assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (2 * STEPS, 0)
+    assert modules["FSDPChain"].prefetch_misses == STEPS
+
+
+def _without_prefetch(model: Any) -> None:
+    model.set_prefetch_depth(0)
+
+
+def test_misses_are_counted() -> None:
+    modules = {module.fqn: module for module in report_of(2, prepare=_without_prefetch).ranks[0].modules}
+    assert (modules["blocks.1"].prefetch_hits, modules["blocks.1"].prefetch_misses) == (0, 2 * STEPS)
+
+
+def _custom(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_custom_all_gather"):
+            module.set_custom_all_gather(PlainAllGather())
+            module.set_custom_reduce_scatter(PlainReduceScatter())
+
+
+def test_collectives_of_the_backend_are_recorded() -> None:
+    report = report_of(2, prepare=_custom)
+    assert {one.transport for one in report.collectives} == {"custom"}
+    assert len(report.collectives) == 3 * BLOCKS + 2
+
+
+def test_accumulation_makes_one_step() -> None:
+    rank = report_of(2, micro_batches=2).ranks[0]
+    assert len(rank.steps) == STEPS
+    assert per_step(rank)["all-gather", "forward", "blocks.0"] == 2
+
+
+@pytest.mark.parametrize(("warmup", "steps", "recorded"), [(0, 2, 2), (1, 1, 1), (2, None, 3), (4, 9, 1)])
+def test_only_the_wanted_steps_are_recorded(warmup: int, steps: int | None, recorded: int) -> None:
+    reports = run_ranks(2, _profile_five, warmup, steps)
+    for report in reports:
+        for rank in report.ranks:
+            assert [step.index for step in rank.steps] == list(range(recorded))
+            assert per_step(rank).total() == 3 * BLOCKS + 2
+            # What was allocated during the warm-up is still known.
+            assert min(rank.memory.categories["optimizer"].values) > 0
+
+
+def _profile_five(rank: int, world_size: int, warmup: int, steps: int | None) -> Report | None:
+    model = sharded_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with profile(model, optimizer, warmup=warmup, steps=steps) as run:
+        for _ in range(5):
+            train(model, optimizer)
+    return run.report
+
+
+def test_an_extent_must_make_sense() -> None:
+    with pytest.raises(ValueError, match="warmup is -1; expected 0 or more"):
+        Extent(-1, 2)
+    with pytest.raises(ValueError, match="steps is 0; expected at least 1"):
+        Extent(0, 0)
+
+
+def _uneven(rank: int, world_size: int) -> Report | None:
+    model = fully_shard(nn.Linear(4, 5, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(model, optimizer) as run:
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.report
+
+
+def test_uneven_shards_and_padding_are_told() -> None:
+    report = run_ranks(4, _uneven)[0]
+    # 5 rows in chunks of 2: the last rank has none, and 8 rows are allocated.
+    assert [sum(rank.shard_bytes.values()) for rank in report.ranks] == [32, 32, 16, 0]
+    (gather,) = [one for one in report.collectives if one.kind == "all-gather"]
+    assert (gather.bytes, gather.padding_bytes) == (80, 48)
+
+
+def _fail_in_one_rank(model: Any, recording: Profile, rank: int) -> None:
+    with recording:
+        model(torch.randn(BATCH, WIDTH))
+        if rank == 0:
+            raise KeyError("only here")
+        raise RuntimeError("and otherwise here")
+
+
+def _raises(rank: int, world_size: int) -> tuple[bool, bool]:
+    model = sharded_chain()
+    recording = profile(model)
+    with pytest.raises((KeyError, RuntimeError), match="here"):
+        _fail_in_one_rank(model, recording, rank)
+    return recording.report is None, events.hub.active
+
+
+def test_an_exception_ends_the_recording_without_waiting_for_anybody() -> None:
+    assert run_ranks(2, _raises) == [(True, False)] * 2
+
+
+def _forward_only(rank: int, world_size: int) -> Report | None:
+    model = sharded_chain()
+    with profile(model, activations=False) as run, torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(BATCH, WIDTH))
+    return run.report
+
+
+def test_without_an_optimizer_every_forward_is_a_step() -> None:
+    for rank in run_ranks(2, _forward_only)[0].ranks:
+        assert [step.backward for step in rank.steps] == [0.0] * 3
+        assert per_step(rank).total() == BLOCKS + 1
+        assert max(rank.memory.categories["activations"].values, default=0) == 0
+
+
+def _same_losses(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = sharded_chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 0.1)
+        with profile(model, optimizer) if watched else torch.enable_grad():
+            for _ in range(3):
+                loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_recording_changes_no_bit_of_the_training() -> None:
+    for plain, recorded in run_ranks(2, _same_losses):
+        assert plain == recorded
+
+
+def test_its_own_cost_is_told() -> None:
+    for rank in report_of(2).ranks:
+        assert 0 < rank.overhead.seconds < rank.end - rank.begin
+        assert rank.overhead.share == pytest.approx(rank.overhead.seconds / (rank.end - rank.begin), rel=0.5)
+        assert rank.overhead.entries > 100
+        assert not rank.truncated
+
+
+def test_who_starts_last_is_counted() -> None:
+    report = report_of(3)
+    assert sum(times_last(report).values()) <= len(report.ranks[0].operations)

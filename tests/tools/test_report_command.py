@@ -1,0 +1,109 @@
+"""`shardkit report`: what it prints, writes, and exits with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardkit.tools.report.command import main
+from shardkit.tools.report.files import read_report, write_report
+from shardkit.tools.report.merge import merge
+from tests.tools.synthetic import memory, rank, record
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> tuple[str, str]:
+    """Two runs; the second one's peak is 10 % above the first one's."""
+    paths = tmp_path / "a.json", tmp_path / "b.json"
+    for path, peak in zip(paths, (1000, 1100), strict=True):
+        write_report(merge([record(rank(number, memory=replace(memory(), peak=peak))) for number in (0, 1)]), path)
+    return str(paths[0]), str(paths[1])
+
+
+def test_one_report_is_shown(reports: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([reports[0]]) == 0
+    shown = capsys.readouterr().out
+    for words in ("2 ranks on cpu (gloo), 2 steps recorded", "peak_memory", "blocks.0", "sharded_parameters"):
+        assert words in shown
+
+
+def test_two_reports_are_compared_and_limits_decide(
+    reports: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*reports, "--fail-on", "peak_memory>+10%", "--fail-on", "step_time>1s"]) == 0
+    assert "+10.0%" in capsys.readouterr().out
+    assert main([*reports, "--fail-on", "peak_memory>+5%"]) == 1
+    assert "limit broken: peak_memory is 1.1 KiB, the limit 'peak_memory>+5%' allows 1.0 KiB" in capsys.readouterr().err
+    assert main([reports[1], reports[0], "--fail-on", "peak_memory>+5%"]) == 0
+
+
+def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str], tmp_path: Path) -> None:
+    estimate = tmp_path / "estimate.json"
+    predicted = {
+        "kind": "estimate",
+        "schema": 1,
+        "peak": {"bytes": 990, "by_category": {"activations": 3}, "fqn": "", "phase": "forward"},
+        "reserved_bytes": 5000,
+        "traffic": [
+            {
+                "collective": "all-gather",
+                "calls": 2,
+                "inside": 5,
+                "between": 7,
+                "fqn": "",
+                "phase": "forward",
+                "bytes": 9,
+            },
+            {
+                "collective": "broadcast",
+                "calls": 1,
+                "inside": 1,
+                "between": 1,
+                "fqn": "",
+                "phase": "forward",
+                "bytes": 9,
+            },
+        ],
+        "timeline": {"step": 0.5, "exposed": 0.1},
+    }
+    estimate.write_text(json.dumps(predicted))
+    outputs = [tmp_path / name for name in ("page.html", "trace.json", "both.json")]
+    flags = ["--html", str(outputs[0]), "--trace", str(outputs[1]), "--json", str(outputs[2])]
+    assert main([reports[0], "--estimate", str(estimate), *flags]) == 0
+    found = read_report(outputs[2]).estimate
+    assert found is not None
+    assert (found.peak_memory, found.wire_bytes, found.collectives, found.step_time) == (990, 12, 2, 0.5)
+    assert all(path.stat().st_size > 1000 for path in outputs)
+
+
+def test_predicted_and_measured_stand_side_by_side(
+    reports: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_the_page_the_trace_and_the_estimate_are_written(reports, tmp_path)
+    capsys.readouterr()
+    assert main([str(tmp_path / "both.json")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("peak_memory") and "%" in line)
+    assert line.split() == ["peak_memory", "990", "B", "1000", "B", "-1.0%"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fail-on", "peak_memory>+5%"], "compares with another run; give two reports"),
+        (["--fail-on", "nonsense"], "is no limit"),
+        (["--estimate", "a.json"], "is no estimate of schema 1"),
+        (["--estimate", "absent.json"], "cannot be read as an estimate"),
+    ],
+)
+def test_input_that_cannot_be_used_exits_with_two(
+    reports: tuple[str, str],
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(Path(reports[0]).parent)
+    assert main([reports[0], *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert main([*reports, reports[0]]) == 2

@@ -1,0 +1,163 @@
+"""The page in a real browser: it loads without errors and without a network, its charts draw, its filters work.
+
+Chromium is found on the path. CI installs it; without it these tests are skipped, and say so.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardkit.tools.report.merge import merge
+from shardkit.tools.report.page import page_html
+from shardkit.tools.report.schema import Estimate, Report
+from tests.tools.browser import NAMES, Page, browser, installed
+from tests.tools.synthetic import MIB, operation, rank, record
+
+HOSTILE = """</script><script>document.title='taken'</script><img src=x onerror="document.title='taken'">\u2028&lt;"""
+
+needs_browser = pytest.mark.skipif(
+    installed() is None, reason=f"no browser: none of {', '.join(NAMES)} is on the path (apt-get install chromium)"
+)
+
+
+def hostile_report() -> Report:
+    """Two ranks, three modules, one of them with a name that would take the page over if it could."""
+    names = ["blocks.0", "blocks.1", HOSTILE]
+    operations = [
+        operation(
+            fqn=name, waited_by=name, number=3 * step + index, step=step, phase=phase,
+            start=step / 10 + index / 50, end=step / 10 + index / 50 + 0.01, exposed=0.01 / (index + 1),
+        )
+        for step in range(2)
+        for index, (name, phase) in enumerate(zip(names, ("forward", "backward", "backward"), strict=True))
+    ]  # fmt: skip
+    records = [record(rank(number, operations)) for number in (0, 1)]
+    records[0] = replace(records[0], run=replace(records[0].run, command=["train.py", HOSTILE]))
+    estimate = Estimate("estimate.json", 48 * MIB, None, 0.11, None, None, None, {"activations": MIB})
+    return merge(records, estimate=estimate)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page_html(hostile_report()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def page(path: Path, chromium: Page) -> Page:
+    chromium.errors.clear()
+    chromium.requests.clear()
+    chromium.open(path, 1100, 900)
+    return chromium
+
+
+def bars(page: Page) -> list[str]:
+    return page.evaluate("[...document.querySelectorAll('#exposed .bar .name')].map((one) => one.textContent)")
+
+
+def ink(page: Page, chart: str) -> int:
+    """How many pixels of a chart are drawn on."""
+    return page.evaluate(
+        f"""(() => {{
+          const canvas = document.querySelector('#{chart} canvas');
+          const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+          let drawn = 0;
+          for (let i = 3; i < pixels.length; i += 4) drawn += pixels[i] > 0;
+          return drawn;
+        }})()"""
+    )
+
+
+def choose(page: Page, selector: str, value: str, event: str) -> None:
+    page.evaluate(
+        f"(() => {{ const one = document.querySelector('{selector}'); one.value = '{value}'; "
+        f"one.dispatchEvent(new Event('{event}')); }})()"
+    )
+
+
+def test_nothing_is_fetched_from_anywhere() -> None:
+    html = page_html(hostile_report())
+    outside = re.findall(r"""(?:src|href)\s*=\s*["'][^"']*|@import|url\(""", html.split('id="data"')[0])
+    assert outside == []
+    assert "The MIT License" in html, "the chart library's licence travels with it"
+    assert html.count("<script") == html.count("</script>") == 3
+
+
+@needs_browser
+def test_it_loads_without_errors_or_requests(page: Page, path: Path) -> None:
+    assert page.errors == []
+    assert page.requests == [path.as_uri()]
+    assert page.evaluate("document.title") == "shardkit report"
+
+
+@needs_browser
+@pytest.mark.parametrize("chart", ["memory", "steps", "lateness"])
+def test_its_charts_draw(page: Page, chart: str) -> None:
+    assert ink(page, chart) > 2000
+
+
+@needs_browser
+def test_names_are_text_and_never_markup(page: Page) -> None:
+    assert HOSTILE in bars(page)
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert HOSTILE in page.evaluate("document.getElementById('collectives').textContent")
+    assert page.evaluate("document.title") == "shardkit report"
+
+
+@needs_browser
+def test_modules_are_filtered_by_name_and_phase(page: Page) -> None:
+    assert bars(page) == ["blocks.0", "blocks.1", HOSTILE]  # longest first
+    choose(page, "#module-filter", "BLOCKS", "input")
+    assert bars(page) == ["blocks.0", "blocks.1"]
+    choose(page, "#phase-filter", "backward", "change")
+    assert bars(page) == ["blocks.1"]
+    rows = page.evaluate("[...document.querySelectorAll('#collectives td:first-child')].map((one) => one.textContent)")
+    assert rows == ["blocks.1"]
+    choose(page, "#module-filter", "nothing like that", "input")
+    assert bars(page) == []
+    assert "Nothing that fits" in page.evaluate("document.getElementById('exposed').textContent")
+    assert page.errors == []
+
+
+@needs_browser
+def test_categories_and_ranks_are_filters_of_the_memory_chart(page: Page) -> None:
+    before = ink(page, "memory")
+    for name in ("sharded_parameters", "communication"):
+        page.evaluate(f"document.querySelector('[data-category={name}]').click()")
+    assert ink(page, "memory") < before / 2, "only the grid is left"
+    for name in ("sharded_parameters", "communication"):
+        page.evaluate(f"document.querySelector('[data-category={name}]').click()")
+    assert ink(page, "memory") == before
+    choose(page, "#memory-rank", "1", "change")
+    assert "Peak of rank 1" in page.evaluate("document.getElementById('peak').textContent")
+    assert page.errors == []
+
+
+@needs_browser
+def test_predicted_stands_beside_measured(page: Page) -> None:
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#estimate tr')].map((row) => [...row.children].map((one) => one.textContent))"
+    )
+    assert rows[0] == ["figure", "predicted", "measured", "error"]
+    assert ["peak memory", "48.0 MiB", "44.0 MiB", "+9.1%"] in rows
+    assert ["at the peak: activations", "1.0 MiB", "0 B", "-"] in rows
+
+
+@needs_browser
+def test_a_phone_can_show_it(path: Path, chromium: Page) -> None:
+    chromium.errors.clear()
+    chromium.open(path, 360, 740)
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= 360, "nothing sticks out"
+    assert chromium.evaluate("document.querySelector('#memory canvas').clientWidth") <= 360
+    assert ink(chromium, "memory") > 2000
+    assert chromium.errors == []

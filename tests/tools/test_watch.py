@@ -1,0 +1,123 @@
+"""Hangs of real processes: who is missing is told, whatever has become of them.
+
+The ranks are started by hand rather than by torchrun, which ends all of them when one has died.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.installed import environment
+
+JOB = Path(__file__).with_name("small_job.py")
+LIMIT = 2.0
+_PATIENCE = 60.0
+
+
+class Ranks:
+    """The processes of a job. All of them write to one file."""
+
+    def __init__(self, directory: Path, world_size: int, trouble: str, **variables: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.output = directory / "output"
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        watch = {"SHARDKIT_WATCH": "1", "SHARDKIT_WATCH_SECONDS": str(LIMIT)}
+        with self.output.open("wb") as output:
+            self.processes = [
+                subprocess.Popen(
+                    [sys.executable, str(JOB), trouble],
+                    env=environment(directory / "metadata", RANK=str(rank), **rendezvous, **watch, **variables),
+                    stdout=output,
+                    stderr=output,
+                )
+                for rank in range(world_size)
+            ]
+
+    def said(self, *words: str) -> str:
+        """What was written, once all words are in it."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            text = self.output.read_text()
+            if all(word in text for word in words):
+                return text
+            assert time.monotonic() < deadline, f"{words} is not in:\n{text}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def ranks(world_size: int, trouble: str, **variables: str) -> Iterator[Ranks]:
+    with tempfile.TemporaryDirectory(prefix="watch-") as directory:
+        job = Ranks(Path(directory), world_size, trouble, **variables)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+def test_a_stopped_rank_is_named() -> None:
+    with ranks(3, "stop") as job:
+        text = job.said("for all-gather of 'blocks.0' (forward, step 2, group [0, 1, 2])", "there:")
+        stopped = job.processes[2].pid
+        assert f"missing: rank 2: process {stopped} on {socket.gethostname()} is stopped (SIGSTOP" in text
+        assert "  there: rank 0, rank 1" in text
+        # The rank goes on, and so does the job: nothing that was watched is worse for it.
+        os.kill(stopped, signal.SIGCONT)
+        assert [process.wait(_PATIENCE) for process in job.processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_rank_that_has_died_is_named(shared: str) -> None:
+    with ranks(2, "kill", SHARDKIT_SHARED_MEMORY=shared) as job:
+        text = job.said("there:", "where every rank is:", "failing: blocks.0: all-gather")
+        assert f"missing: rank 1: process {job.processes[1].pid} on {socket.gethostname()} has ended" in text
+        assert job.processes[0].wait(_PATIENCE) == 1, "the error itself is not swallowed"
+
+
+def test_a_rank_that_waits_elsewhere_is_named_with_its_line() -> None:
+    with ranks(2, "elsewhere") as job:
+        text = job.said("there:", "in wait_elsewhere")
+        assert "missing: rank 1: it has not started this all-gather; it is outside of forward, backward" in text
+        assert f"{JOB}:" in text
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_rank_that_took_another_branch_is_named(shared: str) -> None:
+    with ranks(2, "branch", SHARDKIT_SHARED_MEMORY=shared) as job:
+        text = job.said("there:", "the ranks took different branches: all-gather number")
+        assert "missing: rank" in text
+        line = next(line for line in text.splitlines() if "different branches: all-gather" in line)
+        # Block 1 was left out by rank 1: in backward it came to block 0 one gather early.
+        assert line.endswith("was on rank 0 of 'blocks.1', rank 1 of 'blocks.0'")
+
+
+def test_a_job_without_trouble_is_left_alone() -> None:
+    with ranks(2, "") as job:
+        assert [process.wait(_PATIENCE) for process in job.processes] == [0, 0]
+        assert "shardkit watch" not in job.output.read_text()
+
+
+@pytest.mark.parametrize("seconds", ["-1", "soon", "inf"])
+def test_a_limit_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardkit.tools.watch.command import main
+
+    assert main(["--seconds", seconds, "true"]) == 2
+    assert f"'{seconds}'; expected a positive number of seconds" in capsys.readouterr().err
+    assert main(["--seconds", "3"]) == 2
+    assert main(["--seconds", "3", "no-such-command-anywhere"]) == 127

@@ -1,0 +1,80 @@
+"""The verdict: from what ranks said to who is missing, also where that is not one rank alone."""
+
+from shardkit.tools.watch.processes import Place
+from shardkit.tools.watch.statement import Started, Statement, WaitingFor, from_text, to_text
+from shardkit.tools.watch.verdict import verdict
+
+GROUP = [0, 1, 2]
+
+
+def started(*labels: str, count: int | None = None) -> Started:
+    return Started("all-gather", GROUP, len(labels) if count is None else count, list(labels))
+
+
+def said(rank: int, waiting: WaitingFor | None, *began: Started, stack: tuple[str, ...] = ()) -> Statement:
+    return Statement(rank, 4, "forward", "blocks.1", waiting, list(began), list(stack), None)
+
+
+def wait(fqn: str = "blocks.1", number: int = 1, seconds: float = 7.0) -> WaitingFor:
+    return WaitingFor("all-gather", "all-gather", fqn, GROUP, number, seconds)
+
+
+HERE = started("blocks.0", "blocks.1")
+
+
+def test_who_has_not_started_and_who_says_nothing_is_missing() -> None:
+    text = verdict({0: said(0, wait(), HERE), 1: said(1, None, started("blocks.0"))}, {2: "process 5 has ended"})
+    assert text.splitlines()[:4] == [
+        "rank 0 has waited 7 s for all-gather of 'blocks.1' (forward, step 4, group [0, 1, 2])",
+        "  missing: rank 1: it has not started this all-gather; it is in forward of 'blocks.1', step 4",
+        "  missing: rank 2: process 5 has ended",
+        "  there: rank 0",
+    ]
+
+
+def test_the_majority_is_where_all_should_be() -> None:
+    other = said(2, wait("blocks.9", seconds=100.0), started("blocks.0", "blocks.9"))
+    text = verdict({0: said(0, wait(), HERE), 1: said(1, wait(), HERE), 2: other}, {})
+    assert "for all-gather of 'blocks.1'" in text.splitlines()[0]
+    assert "missing: rank 2: it took another branch: its all-gather in this place was of 'blocks.9'" in text
+    assert "  there: rank 0, rank 1" in text
+    assert "different branches: all-gather number 1 was on rank 0 of 'blocks.1', rank 1 of 'blocks.1', rank 2" in text
+
+
+def test_a_rank_that_has_started_but_not_come_to_wait_is_there() -> None:
+    text = verdict({0: said(0, wait(), HERE), 1: said(1, None, HERE), 2: said(2, None, started("blocks.0"))}, {})
+    assert "  there: rank 0, rank 1" in text
+    assert "missing: rank 2" in text
+
+
+def test_what_is_forgotten_is_not_compared() -> None:
+    ahead = started("x", "y", count=100)
+    text = verdict({0: said(0, wait(), HERE), 1: said(1, None, ahead), 2: said(2, None, ahead)}, {})
+    assert "branch" not in text
+    assert "there: rank 0, rank 1, rank 2" in text
+
+
+def test_set_up_is_waited_for_by_all() -> None:
+    meeting = WaitingFor("set-up", "set-up", "Net", [], -1, 3.0)
+    text = verdict({0: said(0, meeting), 1: said(1, None)}, {})
+    assert "rank 0 has waited 3 s for set-up of 'Net'" in text
+    assert "missing: rank 1: it is elsewhere" in text
+
+
+def test_the_line_that_is_shown_is_the_users() -> None:
+    stack = (
+        "/home/me/train.py:7 in step",
+        "/x/site-packages/torch/nn.py:1 in call",
+        "/y/shardkit/core/state.py:2 in f",
+    )
+    assert "at /home/me/train.py:7 in step" in verdict({0: said(0, wait(), HERE, stack=stack)}, {})
+
+
+def test_statements_and_places_travel_as_text() -> None:
+    one = said(0, wait(), HERE, stack=("a",))
+    assert from_text(to_text(one)) == one
+    here = Place.of_this_process()
+    assert Place.from_text(here.to_text()) == here
+    assert "is alive, but does not answer" in here.condition()
+    assert "has ended" in Place(here.host, here.boot, here.pid, "0").condition()
+    assert "cannot be reached" in Place("elsewhere", "another boot", 1, "1").condition()
