@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardkit.core import events
 from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, make_lane
 from shardkit.core.runtime.program import hold
@@ -168,6 +169,10 @@ class _Device:
     def current_stream(self, device: torch.device) -> "_Stream":
         return _Stream(self, self.current)
 
+    def Event(self, enable_timing: bool) -> str:  # noqa: N802 (the module's own spelling)
+        assert enable_timing
+        return "time"
+
     @contextlib.contextmanager
     def stream(self, stream: "_Stream") -> Iterator[None]:
         outer, self.current = self.current, stream.name
@@ -181,9 +186,9 @@ class _Stream:
     def __init__(self, device: _Device, name: str) -> None:
         self.device, self.name = device, name
 
-    def record_event(self) -> str:
-        self.device.log.append(f"{self.name} records")
-        return f"event of {self.name}"
+    def record_event(self, event: str = "") -> str:
+        self.device.log.append(f"{self.name} records {event}".rstrip())
+        return f"{event or 'event'} of {self.name}"
 
     def wait_event(self, event: str) -> None:
         self.device.log.append(f"{self.name} waits for {event}")
@@ -228,6 +233,33 @@ def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -
     assert device.log[5:] == ["compute waits for event of lane-1"]
     gc.collect()
     assert reference() is None
+
+
+def test_a_stream_lane_times_what_it_runs_and_who_waits_for_somebody_who_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    heard: list[events.Event] = []
+    with events.subscribe(heard.append):
+        lane.start(_traced(device, torch.ones(1)), "blocks.0").wait()
+    assert device.log == [
+        "compute records",
+        "lane-1 waits for event of compute",
+        "lane-1 records time",
+        "program on lane-1",
+        "rest on lane-1",
+        "lane-1 records",
+        "lane-1 records time",
+        "compute records time",
+        "compute waits for event of lane-1",
+        "compute records time",
+    ]
+    launched, waited = heard
+    assert isinstance(launched, events.Launched)
+    assert isinstance(waited, events.WaitFinished)
+    assert launched.span == events.DeviceSpan("time of lane-1", "time of lane-1")
+    assert waited.span == events.DeviceSpan("time of compute", "time of compute")
+    assert (launched.fqn, waited.fqn, waited.operation) == ("blocks.0", "blocks.0", "all-gather")
 
 
 def test_a_user_event_is_waited_for_once_beside_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:

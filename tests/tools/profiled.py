@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import fully_shard
-from shardkit.tools.profile import profile
+from shardkit.tools.profiling import profile
 from shardkit.tools.report.schema import Report
 
 WIDTH = 12  # every world size from 1 to 4 divides it

@@ -10,8 +10,8 @@ from torch import nn
 
 from shardkit.core import events, fully_shard
 from shardkit.core.runtime.transport.custom import PlainAllGather, PlainReduceScatter
-from shardkit.tools.profile import Profile, profile
-from shardkit.tools.profile.recorder import Extent
+from shardkit.tools.profiling import Profile, profile
+from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.lateness import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import run_ranks

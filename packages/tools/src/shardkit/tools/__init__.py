@@ -20,6 +20,14 @@ _HOMES = {
     "estimate_job": "estimating",
     "load_machine": "machine",
     "preset": "machine",
+    "Finding": "doctor",
+    "Profile": "profiling",
+    "Report": "report",
+    "ReportError": "report",
+    "diagnose": "doctor",
+    "profile": "profiling",
+    "read_report": "report",
+    "write_report": "report",
 }
 
 __all__ = list(_HOMES)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardkit.core import events
-from shardkit.tools.profile.log import OptimizerBegan, OptimizerEnded
-from shardkit.tools.profile.whereabouts import Whereabouts
+from shardkit.tools.profiling.log import OptimizerBegan, OptimizerEnded
+from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.watch.statement import Started, Statement, WaitingFor
 
 __all__ = ["Witness"]

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.tools.profile.log import Entry
-from shardkit.tools.profile.whereabouts import Whereabouts
+from shardkit.tools.profiling.log import Entry
+from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.report.schema import CollectiveKind, Group, Operation, Phase, Wait
 
 __all__ = ["DeviceClock", "Operations"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.tools.profile.log import ActivationDropped, ActivationSaved, Entry
+from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry
 
 __all__ = ["SavedTensors"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from shardkit.tools.profile.recorder import Extent, Recorder
-from shardkit.tools.profile.replay import record_of
+from shardkit.tools.profiling.recorder import Extent, Recorder
+from shardkit.tools.profiling.replay import record_of
 from shardkit.tools.report.record import write_record
 
 __all__ = ["DEFAULT_STEPS", "DEFAULT_WARMUP", "STEPS", "TARGET", "WARMUP", "start"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardkit.core.events import ModuleBegan, StorageAllocated, StorageFreed, StorageKind
-from shardkit.tools.profile.log import ActivationDropped, ActivationSaved, Entry, HeldBytes, ResidentBytes
-from shardkit.tools.profile.whereabouts import Whereabouts
+from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry, HeldBytes, ResidentBytes
+from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Series
 
 __all__ = ["Memory"]

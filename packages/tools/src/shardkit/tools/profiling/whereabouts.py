@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardkit.core.events import BackwardEnded, ModuleBegan, ModuleEnded
-from shardkit.tools.profile.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
+from shardkit.tools.profiling.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
 from shardkit.tools.report.schema import Phase
 
 __all__ = ["Whereabouts", "last_complete"]
@@ -53,12 +53,11 @@ class Whereabouts:
         return begins
 
     def _began(self, entry: ModuleBegan) -> bool:
-        begins = self._border and entry.root and entry.phase == "forward"
-        if begins:
-            self.step += 1
-            self._border = False
-        elif entry.root and entry.phase == "forward" and not self._trains:
-            self._border = True
+        outermost = entry.root and entry.phase == "forward"
+        begins = self._border and outermost
+        if outermost:
+            self.step += begins
+            self._border = not self._trains
         self._modules.append((entry.fqn, entry.phase))
         if entry.phase == "backward":
             self.phase = "backward"

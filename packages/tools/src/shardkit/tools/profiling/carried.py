@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardkit.core.events import StorageAllocated, StorageFreed, StorageKind
-from shardkit.tools.profile.log import ActivationDropped, ActivationSaved, Entry, HeldBytes
+from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry, HeldBytes
 
 __all__ = ["carried"]
 

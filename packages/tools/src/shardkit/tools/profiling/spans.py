@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardkit.core.events import BackwardEnded, ModuleBegan, ModuleEnded, WaitFinished
-from shardkit.tools.profile.log import Entry, OptimizerBegan, OptimizerEnded
-from shardkit.tools.profile.whereabouts import Whereabouts
+from shardkit.tools.profiling.log import Entry, OptimizerBegan, OptimizerEnded
+from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.report.schema import Span, Step
 
 __all__ = ["Spans"]

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core import events
-from shardkit.tools.profile.activations import SavedTensors
-from shardkit.tools.profile.carried import carried
-from shardkit.tools.profile.holdings import Residence, local_bytes, optimizer_bytes, parameters_of
-from shardkit.tools.profile.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
-from shardkit.tools.profile.overhead import measure_costs
+from shardkit.tools.profiling.activations import SavedTensors
+from shardkit.tools.profiling.carried import carried
+from shardkit.tools.profiling.holdings import Residence, local_bytes, optimizer_bytes, parameters_of
+from shardkit.tools.profiling.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
+from shardkit.tools.profiling.overhead import measure_costs
 from shardkit.tools.report.schema import Group
 
 __all__ = ["Extent", "Recorder"]

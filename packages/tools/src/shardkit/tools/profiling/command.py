@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardkit.tools.profile.observer import DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
-from shardkit.tools.profile.recorder import Extent
+from shardkit.tools.profiling.observer import DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
+from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.files import ReportError, write_report, write_text
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.page import page_html

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.tools.profile.recorder import Extent, Recorder
-from shardkit.tools.profile.replay import record_of
+from shardkit.tools.profiling.recorder import Extent, Recorder
+from shardkit.tools.profiling.replay import record_of
 from shardkit.tools.report.files import write_report
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.record import RankRecord

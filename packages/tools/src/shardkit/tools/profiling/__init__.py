@@ -1,5 +1,5 @@
 """Profiling: what each rank did, held and waited for, by module."""
 
-from shardkit.tools.profile.session import Profile, profile
+from shardkit.tools.profiling.session import Profile, profile
 
 __all__ = ["Profile", "profile"]

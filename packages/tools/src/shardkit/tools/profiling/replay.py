@@ -15,12 +15,12 @@ import torch
 
 from shardkit.core import __version__
 from shardkit.core.events import PrefetchHit, PrefetchMiss
-from shardkit.tools.profile.log import Entry
-from shardkit.tools.profile.memory import Memory
-from shardkit.tools.profile.operations import DeviceClock, Operations
-from shardkit.tools.profile.recorder import Recorder
-from shardkit.tools.profile.spans import Spans
-from shardkit.tools.profile.whereabouts import Whereabouts, last_complete
+from shardkit.tools.profiling.log import Entry
+from shardkit.tools.profiling.memory import Memory
+from shardkit.tools.profiling.operations import DeviceClock, Operations
+from shardkit.tools.profiling.recorder import Recorder
+from shardkit.tools.profiling.spans import Spans
+from shardkit.tools.profiling.whereabouts import Whereabouts, last_complete
 from shardkit.tools.report.record import RankRecord
 from shardkit.tools.report.schema import ModuleOfRank, Overhead, PlaceOfRank, Rank, Run
 

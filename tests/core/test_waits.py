@@ -1,0 +1,190 @@
+"""Events of waits, launches and module phases: what a tool learns of where a rank stands still."""
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.core import events, fully_shard
+from shardkit.core.events import (
+    BackwardEnded,
+    Event,
+    Launched,
+    ModuleBegan,
+    ModuleEnded,
+    RootReady,
+    StorageAllocated,
+    StorageFreed,
+    WaitFailed,
+    WaitFinished,
+    Waiting,
+    WaitStarted,
+)
+from tests.support import run_ranks
+
+WIDTH = 7  # no world size but 1 divides it
+
+
+class Chain(nn.Module):
+    """Two blocks in a root without parameters of its own; the second may be recomputed in backward."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.blocks[0](x))
+        return checkpoint(self.blocks[1], x, use_reentrant=False) if self.recompute else self.blocks[1](x)
+
+
+def _sharded(recompute: bool = False, mesh: DeviceMesh | None = None) -> Any:
+    torch.manual_seed(0)
+    model = Chain(recompute)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _heard(model: Any) -> list[Event]:
+    heard: list[Event] = []
+    with events.subscribe(heard.append):
+        model(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()
+    return heard
+
+
+def _phases(rank: int, world_size: int, recompute: bool) -> list[str]:
+    signs = {ModuleBegan: "+", ModuleEnded: "-"}
+    return [
+        f"{signs[type(event)]}{event.fqn} {event.phase}" if isinstance(event, ModuleBegan | ModuleEnded) else "end"
+        for event in _heard(_sharded(recompute))
+        if isinstance(event, ModuleBegan | ModuleEnded | BackwardEnded)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_begin_and_end_their_phases(world_size: int) -> None:
+    assert run_ranks(world_size, _phases, False)[0] == [
+        "+FSDPChain forward", "+blocks.0 forward", "-blocks.0 forward", "+blocks.1 forward", "-blocks.1 forward",
+        "-FSDPChain forward", "+FSDPChain backward", "+blocks.1 backward", "-blocks.1 backward", "+blocks.0 backward",
+        "-blocks.0 backward", "-FSDPChain backward", "end",
+    ]  # fmt: skip
+
+
+def test_recomputation_is_a_phase_of_its_own() -> None:
+    phases = run_ranks(2, _phases, True)[0]
+    at = phases.index("+blocks.1 recompute")
+    assert phases[at - 1 : at + 2] == ["+blocks.1 backward", "+blocks.1 recompute", "-blocks.1 recompute"]
+    assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
+
+
+def _waits(rank: int, world_size: int, shared: bool) -> None:
+    mesh = None
+    if not shared:
+        os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = _sharded(mesh=mesh)
+    first, second = _heard(model), _heard(model)
+    assert [event.module for event in first if isinstance(event, RootReady)] == [model]
+    assert "set-up" in {event.operation for event in first if isinstance(event, WaitFinished)}
+    _check_waits(second)
+    launched = Counter((event.fqn, event.operation) for event in second if isinstance(event, Launched))
+    assert launched == Counter(
+        {(f"blocks.{i}", what): times for i in (0, 1) for what, times in (("all-gather", 2), ("reduce-scatter", 1))}
+    )
+    finished = Counter((event.fqn, event.operation) for event in second if isinstance(event, WaitFinished))
+    assert not launched - finished, "each communication has been waited for"
+
+
+def _check_waits(heard: list[Event]) -> None:
+    """Waits nest in nothing, end as they began, and take some time, of which a part was idle."""
+    open_wait: WaitStarted | None = None
+    for event in heard:
+        if type(event) is WaitStarted:
+            assert open_wait is None
+            open_wait = event
+        elif isinstance(event, WaitFinished):
+            assert open_wait == WaitStarted(event.fqn, event.operation)
+            assert 0 <= event.blocked <= event.seconds
+            open_wait = None
+    assert open_wait is None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_wait_is_told(world_size: int, shared: bool) -> None:
+    run_ranks(world_size, _waits, shared)
+
+
+def _balance(rank: int, world_size: int) -> dict[str, int]:
+    model = _sharded()
+    _heard(model)
+    held: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for event in _heard(model):
+        if isinstance(event, StorageAllocated | StorageFreed):
+            held[event.kind] += event.bytes if isinstance(event, StorageAllocated) else -event.bytes
+            most[event.kind] = max(most[event.kind], held[event.kind])
+            assert held[event.kind] >= 0, event
+    assert not +held, "all that a step allocates it frees"
+    return dict(most)
+
+
+def test_gradients_and_sums_on_their_way_are_counted() -> None:
+    block = (WIDTH * WIDTH + WIDTH) * 4
+    for most in run_ranks(2, _balance):
+        assert most["gradient"] == block
+        assert 0 < most["reduce_output"] <= block
+
+
+def _padding(rank: int, world_size: int) -> list[tuple[str, int, str]]:
+    return [
+        (type(event).__name__, event.padding_bytes, event.transport)
+        for event in _heard(_sharded())
+        if isinstance(event, events.GatherStarted | events.ReduceFinished) and event.fqn == "blocks.0"
+    ]
+
+
+def test_padding_and_transport_are_told() -> None:
+    # 7 rows in chunks of 4: 8 rows are allocated, of 7 weights and 1 bias.
+    gather = ("GatherStarted", (WIDTH + 1) * 4, "shared")
+    assert run_ranks(2, _padding)[0] == [gather, gather, ("ReduceFinished", 0, "shared")]
+
+
+def test_a_wait_that_fails_is_told_and_raises() -> None:
+    heard: list[Event] = []
+
+    def fail() -> None:
+        with events.subscribe(heard.append), Waiting("blocks.0", "all-gather"):
+            raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        fail()
+    started, failed = heard
+    assert started == WaitStarted("blocks.0", "all-gather")
+    assert isinstance(failed, WaitFailed)
+    assert (failed.fqn, failed.operation, failed.error) == ("blocks.0", "all-gather", "gone")
+
+
+def test_nobody_listening_hears_nothing_of_a_wait() -> None:
+    with Waiting("blocks.0", "all-gather") as waiting:
+        waiting.arrived()
+    assert not events.hub.active
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_spans_on_a_gpu() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    span = events.DeviceSpan(begin, end)
+    assert not span.done
+    assert 0.001 < span.seconds() < 10
+    assert span.done

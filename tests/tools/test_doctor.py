@@ -1,0 +1,216 @@
+"""The doctor: each rule finds what it is for, says what it costs, and keeps quiet otherwise."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.core import fully_shard
+from shardkit.tools.doctor import diagnose
+from shardkit.tools.doctor.command import main
+from shardkit.tools.profiling import profile
+from shardkit.tools.report.files import write_report
+from shardkit.tools.report.merge import merge
+from shardkit.tools.report.schema import ModuleOfRank, Operation, Rank, Report, Series, Span
+from tests.support import run_ranks
+from tests.tools.synthetic import MIB, memory, operation, rank, record
+
+HIDDEN = {"exposed": 0.0, "blocked": 0.0, "launch": 0.0}
+
+
+def report(*ranks: Rank) -> Report:
+    return merge([record(one, len(ranks)) for one in ranks])
+
+
+def found(made: Report, rule: str) -> Any:
+    """The findings of one rule; there must be exactly one."""
+    (one,) = [finding for finding in diagnose(made) if finding.rule == rule]
+    return one
+
+
+def rules(made: Report) -> set[str]:
+    return {finding.rule for finding in diagnose(made)}
+
+
+def operations(*changes: dict[str, Any], steps: int = 2) -> list[Operation]:
+    """These in each of two steps, one behind the other."""
+    made = []
+    for step in range(steps):
+        for index, change in enumerate(changes):
+            start = change.get("start", 0.001 * index) + step / 10
+            fields = {"number": step * len(changes) + index, "step": step, "end": start + 0.01} | change
+            made.append(operation(**fields | {"start": start}))
+    return made
+
+
+def test_a_run_without_trouble_has_no_findings() -> None:
+    made = report(*(rank(number, operations(HIDDEN, HIDDEN | {"phase": "backward"})) for number in (0, 1)))
+    assert diagnose(made) == []
+
+
+def test_the_most_costly_comes_first() -> None:
+    small = [{"fqn": f"norms.{index}", "bytes": 1024, "padding_bytes": 2 * MIB} for index in range(3)]
+    shares = [finding.share for finding in diagnose(report(*(rank(n, operations(*small)) for n in (0, 1))))]
+    assert len(shares) > 2
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_a_rank_that_is_always_late() -> None:
+    on_time = operations({"end": 0.03, "exposed": 0.03, "blocked": 0.03, "start": 0.0}, steps=1)
+    late = operations({"start": 0.02, "end": 0.03, "exposed": 0.01, "blocked": 0.01}, steps=1)
+    one = found(report(rank(0, on_time), rank(1, late)), "late-rank")
+    assert one.seen.startswith("rank 1 (host-a) came last to 1 of 1 collectives, 20.0 ms after the first")
+    assert one.cost == pytest.approx(0.02 / 2)  # seconds a step, of two
+    assert one.price == "10.0 ms a step, 10.0% of the step"
+
+
+def test_ranks_that_are_late_in_turn() -> None:
+    turns = {"number": 0, "start": 0.0}, {"number": 1, "start": 0.05}
+    first = operations({**turns[0], "end": 0.03, "exposed": 0.03, "blocked": 0.03}, {**turns[1], **HIDDEN}, steps=1)
+    second = operations({**turns[0], "start": 0.02, **HIDDEN}, {**turns[1], "start": 0.03, **HIDDEN}, steps=1)
+    assert "ranks-in-turn" in rules(report(rank(0, first), rank(1, second)))
+
+
+def test_groups_that_are_too_small() -> None:
+    small = [{"fqn": f"norms.{index}", "bytes": 1024, "exposed": 0.002, "blocked": 0.002} for index in range(5)]
+    one = found(report(*(rank(number, operations(*small)) for number in (0, 1))), "small-group")
+    assert "5 groups hold less than 1.0 MiB each ('norms.0', 'norms.1', 'norms.2', ...)" in one.seen
+    assert one.cost == pytest.approx(5 * 0.003)  # waiting and launching
+    large = [change | {"bytes": 2 * MIB} for change in small]
+    assert "small-group" not in rules(report(*(rank(number, operations(*large)) for number in (0, 1))))
+
+
+def test_a_group_that_is_gathered_five_times() -> None:
+    five = [{"exposed": 0.002, "blocked": 0.002}] * 5
+    one = found(report(rank(0, operations(*five)), rank(1, operations(*five))), "gathered-often")
+    assert "'blocks.0' is gathered 5 times a step where twice would do: 12.0 MiB more to send" in one.seen
+    assert one.cost == pytest.approx(3 * 0.002)
+
+
+def test_the_last_module_that_is_gathered_again_at_once() -> None:
+    spans = [
+        Span("blocks.0", "forward", 0, 0.0, 0.01),
+        Span("blocks.1", "forward", 0, 0.01, 0.02),
+        Span("Net", "forward", 0, 0.0, 0.03),
+    ]
+    again = operations({"fqn": "blocks.1", "phase": "backward"}, HIDDEN | {"phase": "backward"})
+    one = found(report(*(rank(number, again, spans=spans) for number in (0, 1))), "gathered-at-once")
+    assert "'blocks.1' is the last module of forward" in one.seen
+    assert one.cost == pytest.approx(0.01)
+    assert "set_reshard_after_forward(False)" in one.change
+
+
+def test_modules_that_are_not_prefetched() -> None:
+    modules = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
+    assert found(report(*(rank(n, modules=modules) for n in (0, 1))), "prefetch-miss").cost == pytest.approx(0.01)
+
+
+def test_communication_that_nothing_hides() -> None:
+    one = found(report(rank(0), rank(1)), "exposed")
+    assert "communication of 1 groups is not hidden by computation, most of 'blocks.0'" in one.seen
+
+
+def test_buffers_that_double() -> None:
+    held = memory()
+    held.categories["communication"] = Series([0.0, 0.1], [12 * MIB, 0])
+    reductions = operations(HIDDEN | {"kind": "reduce-scatter", "phase": "backward"})
+    one = found(report(*(rank(number, reductions, memory=held) for number in (0, 1))), "buffers")
+    assert one.unit == "bytes"
+    assert one.cost == 8 * MIB
+    assert "12.0 MiB on rank 0, 3.0 times what the largest reduction sends (4.0 MiB)" in one.seen
+
+
+def test_padding_and_uneven_shards() -> None:
+    padded = operations(HIDDEN | {"padding_bytes": 4 * MIB})
+    shares = {"blocks.0": 6 * MIB}, {"blocks.0": 2 * MIB}
+    made = report(*(rank(n, padded, shard_bytes=share) for n, share in enumerate(shares)))
+    assert found(made, "padding").cost == 4 * MIB
+    assert found(made, "uneven-shards").cost == 4 * 2 * MIB
+
+
+def test_what_the_peak_is_made_of() -> None:
+    held = replace(memory(), peak_categories=memory().peak_categories | {"activations": 30 * MIB}, peak=50 * MIB)
+    held.peak_categories["sharded_parameters"] = 10 * MIB
+    one = found(report(rank(0, operations(HIDDEN), memory=held), rank(1, operations(HIDDEN))), "peak")
+    assert "is mostly activations" in one.seen
+    assert one.cost == 30 * MIB
+
+
+def test_host_and_optimizer() -> None:
+    slow = rank(0, operations(HIDDEN))
+    slow = replace(slow, steps=[replace(step, launch=0.02, optimizer=0.04) for step in slow.steps])
+    made = report(slow, rank(1, operations(HIDDEN)))
+    assert found(made, "launch").cost == pytest.approx(0.02)
+    assert found(made, "optimizer").cost == pytest.approx(0.04)
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """An embedding and a layer that is used five times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(5):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def _read(rank: int, world_size: int, prepare: Callable[[Any], None] | None) -> Report | None:
+    model: Any = Reader()
+    fully_shard(model.embedding)
+    fully_shard(model.layer)
+    fully_shard(model)
+    if prepare is not None:
+        prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(model, optimizer, warmup=1) as run:
+        for _ in range(3):
+            model(torch.randint(50, (2, 3))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.report
+
+
+def _heed(model: Any) -> None:
+    """What the doctor says."""
+    model.embedding.set_unshard_in_backward(False)
+    model.layer.set_reshard_after_forward(False)
+
+
+def test_advice_that_is_followed_makes_the_finding_go_away() -> None:
+    before = run_ranks(2, functools.partial(_read, prepare=None))[0]
+    assert "'embedding' holds an embedding only" in found(before, "embedding").seen
+    assert "'layer' is gathered 6 times a step" in found(before, "gathered-often").seen
+    after = run_ranks(2, functools.partial(_read, prepare=_heed))[0]
+    assert not rules(after) & {"embedding", "gathered-often"}
+
+
+def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    write_report(report(rank(0), rank(1)), path)
+    assert main([str(path), "--json", str(tmp_path / "findings.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("1. ")
+    assert "costs 10.0 ms a step, 10.0% of the step" in shown
+    assert json.loads((tmp_path / "findings.json").read_text())[0]["rule"] in shown.replace("not hidden", "exposed")
+    path.write_text("{")
+    assert main([str(path)]) == 2
+    assert "no complete JSON" in capsys.readouterr().err
+    write_report(report(rank(0, [], steps=[])), path)
+    assert main([str(path)]) == 2
+    assert "holds no whole step" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""`shardkit profile`: a script that knows nothing of it is recorded, under torchrun, and reported."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.tools.profiling.command import main
+from shardkit.tools.report.files import read_report
+from tests.tools.installed import environment
+
+JOB = str(Path(__file__).with_name("small_job.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path / "metadata").items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = {flag: tmp_path / f"run{flag[1:]}" for flag in ("--out", "--html", "--trace")}
+    flags = [text for flag, path in outputs.items() for text in (flag, str(path))]
+    command = [*TORCHRUN, "--nproc-per-node=2", JOB]
+    assert main([*flags, "--warmup", "2", "--steps", "3", "--", *command]) == 0
+    report = read_report(outputs["--out"])
+    assert report.run.command == command
+    assert (report.run.world_size, report.run.recorded_steps, report.run.missing_ranks) == (2, 3, [])
+    assert {one.fqn for one in report.collectives} == {"blocks.0", "blocks.1", "blocks.2"}
+    assert all(one.count == 3 for one in report.collectives)
+    assert len({rank.place.pid for rank in report.ranks}) == 2
+    assert all(path.stat().st_size > 1000 for path in outputs.values())
+    assert "peak_memory" in capsys.readouterr().out
+
+
+def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    command = [*TORCHRUN, "--nproc-per-node=2", JOB, "branch"]
+    status = main(["--out", str(out), "--warmup", "0", "--steps", "2", *command])
+    assert status == 1
+    assert "the command ended with status 1; reporting what was recorded" in capsys.readouterr().err
+    assert read_report(out).run.recorded_steps == 2
+
+
+def test_a_command_that_records_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "report.json")]
+    assert main([*out, "true"]) == 2
+    assert "holds no records" in capsys.readouterr().err
+    assert main([*out, "no-such-command-anywhere"]) == 127
+    assert main(out) == 2
+    assert "no command was given" in capsys.readouterr().err
+    assert main([*out, "--steps", "0", "true"]) == 2
+    assert "steps is 0; expected at least 1" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""Logs made by hand: what the replay makes of them."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.core.events import (
+    BackwardEnded,
+    GatherFinished,
+    GatherStarted,
+    Launched,
+    ModuleBegan,
+    ModuleEnded,
+    StorageAllocated,
+    StorageFreed,
+    WaitFinished,
+    WaitStarted,
+)
+from shardkit.tools.profiling.carried import carried
+from shardkit.tools.profiling.log import (
+    ActivationDropped,
+    ActivationSaved,
+    Entry,
+    HeldBytes,
+    OptimizerBegan,
+    OptimizerEnded,
+    ResidentBytes,
+)
+from shardkit.tools.profiling.memory import Memory
+from shardkit.tools.profiling.operations import Operations
+from shardkit.tools.profiling.whereabouts import Whereabouts, last_complete
+from shardkit.tools.report.schema import Group
+
+ROOT = (ModuleBegan("Net", "forward", True), ModuleEnded("Net", "forward", True))
+OPTIMIZER = (OptimizerBegan(), OptimizerEnded())
+PROCESS_GROUP = cast(dist.ProcessGroup, object())
+
+
+def walk(entries: list[Entry], trains: bool = True) -> list[tuple[int, str, str]]:
+    where = Whereabouts(trains)
+    places = []
+    for entry in entries:
+        where.follow(entry)
+        places.append((where.step, where.phase, where.module))
+    return places
+
+
+def test_a_step_begins_with_the_forward_after_an_optimizer_step() -> None:
+    entries = [*ROOT, *ROOT, *OPTIMIZER, *OPTIMIZER, *ROOT]
+    assert [step for step, _, _ in walk(entries)] == [0] * 8 + [1] * 2
+    assert [step for step, _, _ in walk([*ROOT, *ROOT, *ROOT], trains=False)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_phases_and_modules_are_followed_inwards_and_out() -> None:
+    entries: list[Entry] = [
+        ROOT[0],
+        ModuleBegan("a", "forward", False),
+        ModuleEnded("a", "forward", False),
+        ROOT[1],
+        ModuleBegan("Net", "backward", True),
+        ModuleBegan("a", "backward", False),
+        ModuleBegan("a", "recompute", False),
+        ModuleEnded("a", "recompute", False),
+        ModuleEnded("a", "backward", False),
+        ModuleEnded("Net", "backward", True),
+        BackwardEnded(True),
+        *OPTIMIZER,
+    ]
+    forward, backward = [(0, "forward", one) for one in ("Net", "a", "Net")], (0, "backward", "Net")
+    inside = (0, "backward", "a")
+    assert walk(entries) == [
+        *forward, (0, "other", "(other)"), backward, inside, inside, inside, backward, (0, "backward", "(backward)"),
+        (0, "other", "(other)"), (0, "optimizer", "(optimizer)"), (0, "other", "(other)"),
+    ]  # fmt: skip
+
+
+def test_what_follows_the_last_optimizer_step_is_no_step() -> None:
+    assert last_complete([*ROOT, *OPTIMIZER, HeldBytes("optimizer", 4), ResidentBytes(5), *ROOT]) == 6
+    assert last_complete([*ROOT]) is None
+
+
+def started(fqn: str, **more: Any) -> GatherStarted:
+    return GatherStarted(fqn, (f"{fqn}.weight",), 100, 50, torch.float32, PROCESS_GROUP, **more)
+
+
+def finished(fqn: str) -> GatherFinished:
+    return GatherFinished(fqn, (f"{fqn}.weight",), 100, 50, torch.float32, PROCESS_GROUP, 0.5)
+
+
+def operations_of(*entries: tuple[float, Entry]) -> Operations:
+    where, operations = Whereabouts(True), Operations(None, {PROCESS_GROUP: Group("0", [0, 1])})
+    for time, entry in entries:
+        where.follow(entry)
+        operations.follow(time, entry, where)
+    return operations
+
+
+def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
+    operations = operations_of(
+        (1.0, started("a", transport="pairwise")),
+        (1.1, Launched("a", "all-gather", 0.1)),
+        (2.0, started("b", transport="pairwise")),
+        (2.1, Launched("b", "all-gather", 0.1)),
+        (2.5, ModuleBegan("a", "forward", False)),
+        (3.0, WaitStarted("a", "all-gather")),
+        (3.6, finished("a")),
+        (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
+        (4.0, WaitStarted("b", "release")),
+        (4.5, WaitFinished("b", "release", 0.5, 0.5)),
+        (5.0, finished("b")),
+    )
+    a, b = operations.operations(1.0)
+    assert (a.fqn, a.exposed, a.blocked, a.waited_by, a.launch) == ("a", 0.7, 0.5, "a", 0.1)
+    assert (a.start, a.end_seen) == (0.0, True)
+    assert a.end == pytest.approx(2.5), "the data came when the idle part of the wait was over"
+    assert (b.exposed, b.end_seen, b.end, b.number) == (0.0, False, 4.0, 1)
+    assert [(wait.operation, wait.fqn, wait.seconds, wait.begin) for wait in operations.waits] == [
+        ("release", "b", 0.5, 4.0)
+    ]
+
+
+def test_shared_memory_moves_data_in_the_wait() -> None:
+    (one,) = operations_of(
+        (1.0, started("a", transport="shared")),
+        (3.0, WaitStarted("a", "all-gather")),
+        (3.6, finished("a")),
+        (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
+    ).operations(0.0)
+    assert one.moving == pytest.approx(0.2)
+    assert (one.end, one.end_seen) == (3.6, True)
+
+
+def test_what_began_before_the_recording_is_left_out() -> None:
+    operations = operations_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
+    assert operations.operations(0.0) == []
+
+
+def memory_of(*entries: Entry) -> Memory:
+    where, memory = Whereabouts(True), Memory()
+    for index, entry in enumerate(entries):
+        where.follow(entry)
+        memory.follow(float(index), entry, where)
+    return memory
+
+
+def test_memory_belongs_to_the_module_with_the_longest_name_that_fits() -> None:
+    names = ("Net", True), ("blocks.1", False), ("blocks.10", False), ("a, b", False)
+    memory = memory_of(*(ModuleBegan(name, "forward", root) for name, root in names))
+    owners = {fqn: memory.owner(fqn) for fqn in ("blocks.10.w", "blocks.1.w", "b.w", "head.w", "blocks.1: tied.w")}
+    assert owners == {
+        "blocks.10.w": "blocks.10",
+        "blocks.1.w": "blocks.1",
+        "b.w": "a, b",
+        "head.w": "Net",
+        "blocks.1: tied.w": "blocks.1",
+    }
+
+
+def test_the_peak_is_the_largest_sum_and_says_where_it_was() -> None:
+    result = memory_of(
+        ROOT[0],
+        HeldBytes("sharded_parameters", 10),
+        StorageAllocated("w", 100, "unsharded"),
+        ActivationSaved(1, 7),
+        StorageFreed("w", 100, "unsharded"),
+        StorageAllocated("Net", 50, "outbox"),
+        ActivationDropped(1),
+    ).result(0.0)
+    assert (result.peak, result.peak_time, result.peak_module, result.peak_phase) == (117, 3.0, "Net", "forward")
+    assert {name: size for name, size in result.peak_categories.items() if size} == {
+        "sharded_parameters": 10,
+        "unsharded_parameters": 100,
+        "activations": 7,
+    }
+    assert result.categories["communication"].values == [50]
+    assert result.categories["activations"].values == [7, 0]
+
+
+def test_memory_from_before_the_recording_never_makes_less_than_nothing() -> None:
+    result = memory_of(ROOT[0], StorageFreed("w", 100, "unsharded"), StorageAllocated("w", 30, "unsharded")).result(0.0)
+    assert result.categories["unsharded_parameters"].values == [0, 30]
+
+
+ENTRIES = st.lists(
+    st.one_of(
+        st.builds(StorageAllocated, st.sampled_from("ab"), st.integers(1, 9), st.just("unsharded")),
+        st.builds(ActivationSaved, st.integers(0, 3), st.integers(1, 9)),
+        st.builds(ActivationDropped, st.integers(0, 3)),
+        st.builds(HeldBytes, st.sampled_from(["optimizer", "sharded_gradients"]), st.integers(0, 9)),
+    ),
+    max_size=30,
+)
+
+
+@given(ENTRIES)
+def test_a_log_that_is_cut_begins_where_the_other_one_ended(entries: list[Entry]) -> None:
+    saved: set[int] = set()
+    real = []
+    for entry in entries:  # a storage is saved once until it is dropped, and dropped only then
+        if isinstance(entry, ActivationSaved | ActivationDropped):
+            if (entry.key in saved) == isinstance(entry, ActivationSaved):
+                continue
+            saved ^= {entry.key}
+        real.append(entry)
+    whole, cut = memory_of(ROOT[0], *real), memory_of(ROOT[0], *carried(real))
+
+    def level(memory: Memory, category: str) -> int:
+        values = memory.result(0.0).categories[category].values
+        return values[-1] if values else 0
+
+    for category in ("unsharded_parameters", "activations", "optimizer", "gradients"):
+        assert level(whole, category) == level(cut, category)
