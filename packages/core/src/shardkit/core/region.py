@@ -117,6 +117,33 @@ def region_at(
     return Region(tuple(dims))
 
 
+def regions_of_mesh(
+    name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> list[Region]:
+    """The regions of all ranks of a mesh, in the row-major order of their coordinates; as `region_at` has each.
+
+    Every rank comes to the same list, so that nobody has to ask. Linear in the size of the mesh.
+    """
+    found: list[tuple[tuple[Run, ...], ...]] = [tuple(((0, size),) if size else () for size in shape)]
+    for placement, size in zip(placements, mesh_shape, strict=True):
+        if placement.is_replicate():
+            found = [dims for dims in found for _ in range(size)]
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            raise ValueError(
+                f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first"
+            )
+        cut = []
+        for dims in found:
+            parts = [_chunks(part, size) for part in _chunks(dims[dim], getattr(placement, "split_factor", 1))]
+            for position in range(size):
+                runs = _joined(run for part in parts for run in part[position])
+                cut.append((*dims[:dim], runs, *dims[dim + 1 :]))
+        found = cut
+    return [Region(dims) for dims in found]
+
+
 def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:
     """Cuts the indices of `runs` into `count` parts by the rule of torch.chunk, the last ones short or empty."""
     total = sum(stop - start for start, stop in runs)

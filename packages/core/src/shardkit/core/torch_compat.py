@@ -14,6 +14,7 @@ import torch.distributed.fsdp as stock_fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.checkpoint.filesystem import _StorageInfo as CheckpointStorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as StockCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as StockFSDPModule
@@ -25,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "CheckpointStorageInfo",
     "StockCPUOffloadPolicy",
     "StockDataParallelMeshDims",
     "StockFSDPModule",

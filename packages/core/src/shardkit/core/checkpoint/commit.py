@@ -1,0 +1,132 @@
+"""From the ranks' data files to a checkpoint: the index of all, stock's metadata, the manifest, the rename."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardkit.core.checkpoint.archive import archive_of
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.image import places
+from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.manifest import MANIFEST, pack
+from shardkit.core.checkpoint.parts import Part, data_file, read_part, remove_notes, write_file
+from shardkit.core.checkpoint.pieces import Layout, Piece
+from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
+
+__all__ = ["Header", "await_parts", "build_index", "pieces_by_rank", "write_index"]
+
+_POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a checkpoint says of itself beside its state."""
+
+    step: int
+    world_size: int
+    info: dict[str, Any]
+
+
+def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]) -> list[Part]:
+    """Every rank's note, when all are there.
+
+    `gone` says why there is no use in waiting any longer, if there is none.
+
+    Raises:
+        CheckpointError: with that reason and the ranks that are missing.
+    """
+    parts: dict[int, Part] = {}
+    pause = _POLL_SECONDS
+    while True:
+        for rank in range(world_size):
+            if rank not in parts and (part := read_part(directory, rank)) is not None:
+                parts[rank] = part
+        if len(parts) == world_size:
+            return [parts[rank] for rank in range(world_size)]
+        if reason := gone():
+            missing = [rank for rank in range(world_size) if rank not in parts]
+            raise CheckpointError(f"{directory}: ranks {missing} have not written their part: {reason}")
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.5)
+
+
+def pieces_by_rank(layouts: Iterable[tuple[int, Layout]]) -> dict[int, list[Piece]]:
+    """What each rank writes of tensors that layouts describe, in the order in which it writes; (number, layout)."""
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    for number, layout in layouts:
+        for rank, piece in layout.pieces(number):
+            pieces[rank].append(piece)
+    return pieces
+
+
+def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Sequence[Part]) -> Index:
+    """The index of what all ranks have written.
+
+    Raises:
+        CheckpointError: if a data file is not as long as its pieces are, or pieces do not make up their tensors.
+    """
+    by_layout = pieces_by_rank(layouts)
+    chunks: dict[LeafPath, list[Chunk]] = {layout.path: [] for _, layout in layouts}
+    looks = {layout.path: (layout.dtype, layout.shape) for _, layout in layouts}
+    objects: dict[str, ObjectEntry] = {}
+    empties: dict[LeafPath, None] = {}
+    seen: set[tuple[LeafPath, tuple[int, ...]]] = set()
+    for rank, part in enumerate(parts):
+        pieces = [*by_layout.get(rank, ()), *part.told]
+        starts, end = places(pieces)
+        if end + sum(length for _, _, length in part.objects) != part.nbytes:
+            raise CheckpointError(
+                f"rank {rank} wrote {part.nbytes} bytes, but its tensors and objects take {end} and "
+                f"{part.nbytes - end}: the ranks do not agree on the state that they save"
+            )
+        for piece, start in zip(pieces, starts, strict=True):
+            look = looks.setdefault(piece.path, (piece.dtype, piece.shape))
+            if look != (piece.dtype, piece.shape):
+                raise CheckpointError(
+                    f"{name_of(piece.path)}: rank {rank} has {piece.shape} of {piece.dtype}, another rank {look[1]} "
+                    f"of {look[0]}; the state must be the same on all ranks"
+                )
+            if (piece.path, piece.offsets) not in seen:  # else a replica that only its holders knew of
+                seen.add((piece.path, piece.offsets))
+                chunks.setdefault(piece.path, []).append(_chunk(piece, start, data_file(rank)))
+        for path, offset, length in part.objects:
+            objects.setdefault(name_of(path), ObjectEntry(path, data_file(rank), offset, length))
+        empties.update(dict.fromkeys(part.empties))
+    tensors = [TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()]
+    files = [File(data_file(rank), part.nbytes, part.blocks) for rank, part in enumerate(parts) if part.nbytes]
+    return Index(
+        {entry.name: entry for entry in tensors},
+        objects,
+        {file.name: file for file in files},
+        tuple(empties),
+        header.step,
+        header.world_size,
+        header.info,
+    )
+
+
+def _chunk(piece: Piece, start: int, file: str) -> Chunk:
+    archive = archive_of(piece.dtype, piece.sizes)
+    return Chunk(file, start, archive.length, piece.offsets, piece.sizes, start + len(archive.head))
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both."""
+    metadata = stock_metadata(index)
+    blocks = write_file(directory / METADATA, [metadata], lambda _: None)
+    files = {**index.files, METADATA: File(METADATA, len(metadata), tuple(blocks))}
+    complete = Index(
+        index.tensors, index.objects, files, index.empties, index.step, index.world_size, index.info
+    )  # checks itself once more
+    manifest = pack(complete, datetime.now(UTC).isoformat(timespec="seconds"))
+    write_file(directory / MANIFEST, [manifest], lambda _: None)
+    if index.world_size is not None:
+        remove_notes(directory, index.world_size)

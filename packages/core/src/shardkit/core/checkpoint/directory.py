@@ -1,0 +1,129 @@
+"""A directory of checkpoints: which are complete, what an interrupted run left behind, which are kept.
+
+    step-000100/                      a complete checkpoint: only a rename brings one under such a name
+    .step-000200.<token>.incomplete/  one that is being written, or was when its run died
+    .step-000100.<token>.replaced/    one that made way for another of the same step, until that is in place
+    .step-000050.<token>.deleted/     one on its way out
+
+The token is one run's: files of a run that died never mix with those of the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.manifest import MANIFEST, unpack
+from shardkit.core.checkpoint.verified_file import read_small
+
+__all__ = ["CheckpointDirectory", "StoredCheckpoint", "sync_directory"]
+
+_COMPLETE = re.compile(r"step-(\d{6,})")
+_HIDDEN = re.compile(r"\.(step-\d{6,})\.[0-9a-f]+\.(incomplete|replaced|deleted)")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on disk that was completed. Its files may have been damaged since; reading says so."""
+
+    path: Path
+    step: int
+
+    @classmethod
+    def all_in(cls, directory: str | Path) -> list[StoredCheckpoint]:
+        """The complete checkpoints of a directory, oldest first, without a manager and whatever writes there now."""
+        return CheckpointDirectory(Path(directory)).complete()
+
+    def read(self) -> Index:
+        """What it holds. Raises DamagedCheckpointError if its manifest is damaged or a file is missing or cut off."""
+        index = unpack(read_small(self.path, MANIFEST), str(self.path / MANIFEST))
+        if index.step != self.step:
+            raise DamagedCheckpointError(f"{self.path} holds step {index.step}: it was renamed or swapped")
+        for file in index.files.values():
+            try:
+                size = (self.path / file.name).lstat().st_size
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError(f"{self.path / file.name} is missing") from error
+            if size != file.nbytes:
+                raise DamagedCheckpointError(f"{self.path / file.name} has {size} bytes, {file.nbytes} were written")
+        return index
+
+
+@dataclass(frozen=True)
+class CheckpointDirectory:
+    """All checkpoints of a run. Nothing here is collective; one rank writes, any may read."""
+
+    path: Path
+
+    def final(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self.path / f"step-{step:06d}"
+
+    def hidden(self, step: int, token: str, state: str) -> Path:
+        """Where it is while it is not complete, or no more."""
+        return self.path / f".step-{step:06d}.{token}.{state}"
+
+    def complete(self) -> list[StoredCheckpoint]:
+        """The complete checkpoints, oldest first. Raises CheckpointError if the directory cannot be read."""
+        try:
+            names = [entry.name for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        found = [(int(match[1]), name) for name in names if (match := _COMPLETE.fullmatch(name))]
+        return [StoredCheckpoint(self.path / name, step) for step, name in sorted(found)]
+
+    def clean(self) -> None:
+        """Removes what runs that died have left; one that was replaced half-way comes back.
+
+        Raises:
+            CheckpointError: if the directory cannot be made or written to.
+        """
+        try:
+            if not self.path.is_dir():
+                self.path.mkdir(parents=True)
+                sync_directory(self.path.parent)
+            for path in list(self.path.iterdir()):
+                match = _HIDDEN.fullmatch(path.name)
+                if match and match[2] == "replaced" and not (self.path / match[1]).exists():
+                    path.rename(self.path / match[1])
+                elif match:
+                    shutil.rmtree(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {self.path}: {error.strerror or error}; check its permissions"
+            ) from error
+
+    def publish(self, temporary: Path, step: int, token: str) -> Path:
+        """Makes a finished directory the checkpoint of a step: one rename, then on disk for good."""
+        final, replaced = self.final(step), self.hidden(step, token, "replaced")
+        sync_directory(temporary)
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        sync_directory(self.path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return final
+
+    def retire(self, keep: int, token: str) -> None:
+        """Deletes all but the newest `keep`. A checkpoint loses its name before it loses its first file."""
+        for old in self.complete()[:-keep]:
+            doomed = self.hidden(old.step, token, "deleted")
+            old.path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def sync_directory(path: Path) -> None:
+    """Has the system write a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,280 @@
+"""`CheckpointManager`: saves that training hardly waits for, and that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shardkit.core.checkpoint.agreement import gather_everywhere, highest, raise_together
+from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.image import Image
+from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.peers import Peers
+from shardkit.core.checkpoint.plan import Plan, layouts_digest, make_plan
+from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
+from shardkit.core.checkpoint.saving import Progress, Save, Staged
+from shardkit.core.checkpoint.training_state import Captured, TrainingState
+
+__all__ = ["CheckpointManager", "Restored"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from.
+
+    Attributes:
+        step: the number that it was saved under; None for a directory that stock has written.
+        path: its directory.
+        info: what `save` was given as `info`.
+        world_size: ranks that saved it, None if unknown.
+        damaged: newer checkpoints that were passed over, and why.
+    """
+
+    step: int | None
+    path: Path
+    info: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    damaged: tuple[str, ...] = ()
+
+
+class CheckpointManager:
+    """The checkpoints of one run in one directory, which all ranks see.
+
+    Collective to make, and so are `save`, `wait` and `restore`, over the default process group; without one, this
+    process is alone. Files that an earlier run left unfinished are removed.
+
+    Args:
+        directory: is made if it is not there.
+        keep: how many complete checkpoints are kept; None for all.
+        every: `due(step)` is true for every so many steps; None for never.
+        timeout: seconds that the rank that completes a checkpoint waits for the others to write their parts.
+
+    Raises:
+        CheckpointError: on all ranks, if the directory cannot be written to.
+        ValueError: for numbers below 1.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, keep: int | None = None, every: int | None = None, timeout: float = 1800.0
+    ) -> None:
+        for name, value in (("keep", keep), ("every", every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}, expected at least 1 or None")
+        self._directory = CheckpointDirectory(Path(directory).absolute())
+        self._keep, self._every, self._timeout = keep, every, timeout
+        self._peers = Peers.of(None)
+        self._token = self._peers.from_rank0(secrets.token_hex(4))
+        self._image: Image | None = None
+        self._save: Save | None = None
+        with self._together("preparing the directory"):
+            if self._peers.rank == 0:
+                self._directory.clean()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps is to be saved."""
+        return self._every is not None and step % self._every == 0
+
+    def save(
+        self, step: int, state: TrainingState, *, info: Mapping[str, Any] | None = None, blocking: bool = False
+    ) -> None:
+        """Saves the state as it is now under a step number. Collective.
+
+        Returns when the state has been copied to staging memory, as large as this rank's part of it and kept for the
+        next save; a thread writes it to disk. A save that is still on its way is waited for first.
+
+        Args:
+            step: how many steps the state has taken; a checkpoint of this number is replaced.
+            state: what to save.
+            info: values that JSON has, to be read without reading the state.
+            blocking: return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: on all ranks, if the save before this one failed on any (this one is not begun then), if
+                the state cannot be stored, or if the ranks do not save the same step.
+        """
+        self.wait()
+        plan, digest, error = None, 0, None
+        captured: Captured | None = None
+        try:
+            json.dumps(dict(info or {}))
+            captured = state.capture(self._peers.rank)
+            digest = layouts_digest(captured.shared.values)
+            plan = self._planned(captured, by_layout=True)
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
+            error = caught
+        # One exchange tells each rank whether any has failed, and the range of the steps and of the digests.
+        failed, most, least, high, low = highest(self._peers, [int(error is not None), step, -step, digest, -digest])
+        if failed:
+            raise_together(self._peers, error, f"saving step {step}")
+        if most != -least:
+            raise CheckpointError(
+                f"ranks save different steps, {-least} to {most}, this one {step}: they took other ways"
+            )
+        assert plan is not None and captured is not None
+        if high != -low:
+            plan = self._planned(captured, by_layout=False)
+        assert self._image is not None
+        self._image.fill(plan.values)
+        self._start(step, dict(info or {}), plan, self._image)
+        if blocking:
+            self.wait()
+
+    def _planned(self, captured: Captured, *, by_layout: bool) -> Plan:
+        plan = make_plan(captured, self._peers.rank, by_layout=by_layout)
+        pieces = (*plan.described, *plan.told)
+        pinned = any(value.device.type == "cuda" for value in plan.values)
+        if self._image is None or self._image.pieces != pieces or self._image.pinned != pinned:
+            self._image = None  # its memory first
+            self._image = Image(pieces, pinned=pinned)
+        return plan
+
+    def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
+        staged = Staged(image.bytes(), plan.told, plan.objects, plan.empties, plan.layouts)
+        header = Header(step, self._peers.size, info)
+        self._save = Save(self._directory, self._token, header, self._peers.rank, staged, self._keep, self._timeout)
+        self._save.start()
+
+    def wait(self) -> None:
+        """Returns when the last save is complete: its checkpoint is there and on disk. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed on any. Nothing of it is left, and the checkpoints from before
+                are untouched.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return
+        what = f"saving step {save.step} to {self._directory.path}"
+        try:
+            raise_together(self._peers, save.await_part(), what)
+        except CheckpointError:
+            save.abandon("writing failed on a rank")
+            raise
+        raise_together(self._peers, save.await_commit(), what)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the save that is on its way has come on this rank; None if there is none. Not collective."""
+        return None if self._save is None else self._save.progress
+
+    # -- restoring ----------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """The complete checkpoints, oldest first. Not collective."""
+        return self._directory.complete()
+
+    def restore(
+        self,
+        state: TrainingState,
+        *,
+        step: int | None = None,
+        source: str | Path | None = None,
+        fallback: bool = False,
+    ) -> Restored | None:
+        """Fills the state from the newest complete checkpoint, whatever ranks and meshes wrote it. Collective.
+
+        Every byte that is used has the checksum that it was written with.
+
+        Args:
+            state: tensors are filled in place; the other parts get their `load_state_dict` called.
+            step: of another checkpoint than the newest.
+            source: a directory instead: a checkpoint of another run, or one that torch.distributed.checkpoint wrote
+                (its tensors have no checksums), with the names that `TrainingState` gives.
+            fallback: if a checkpoint is damaged, take the one before it.
+
+        Returns:
+            What it was restored from; None if there is no checkpoint, and then nothing has changed.
+
+        Raises:
+            DamagedCheckpointError: on all ranks, with the damaged file. Tensors may have been filled in part: do not
+                train on.
+            CheckpointError: on all ranks, if checkpoint and state do not fit, or the checkpoint asked for is not there.
+        """
+        self.wait()
+        damaged: list[str] = []
+        candidates = self._candidates(step, source)
+        for number, path in enumerate(candidates):
+            try:
+                index = self._restore_one(path, state, any_writer=source is not None)
+            except DamagedCheckpointError as seen:
+                if not fallback or number == len(candidates) - 1:
+                    hint = "" if fallback or len(candidates) == 1 else "; fallback=True takes the one before"
+                    raise DamagedCheckpointError(f"{seen}{hint}") from seen
+                damaged.append(str(seen))
+            else:
+                return Restored(index.step, path, index.info, index.world_size, tuple(damaged))
+        return None
+
+    def _restore_one(self, path: Path, state: TrainingState, *, any_writer: bool) -> Index:
+        what = f"restoring {path}"
+        index: Index | None = None
+        unexpected: set[str] = set()
+        with self._together(what):
+            index = _read_index(path, any_writer=any_writer)
+            unexpected = unexpected_names(index, state)
+        assert index is not None
+        if highest(self._peers, [len(unexpected)]) != [0]:  # fine if some other rank has them: it holds other modules
+            nobody = sorted(set.intersection(*gather_everywhere(self._peers, unexpected)))
+            if nobody:
+                raise CheckpointError(
+                    f"{what} failed: the checkpoint does not fit the model: it has beside it {', '.join(nobody[:5])}"
+                    f"{' ...' if len(nobody) > 5 else ''}"
+                )
+        with self._together(what):
+            restore_state(path, index, state, self._peers.rank, self._peers.size)
+        return index
+
+    def _candidates(self, step: int | None, source: str | Path | None) -> Sequence[Path]:
+        """What to try, newest first, as rank 0 sees it."""
+        found: list[Path] | None = None
+        with self._together("looking for checkpoints"):
+            if self._peers.rank == 0:
+                found = self._found(step, source)
+        return self._peers.from_rank0(found)
+
+    def _found(self, step: int | None, source: str | Path | None) -> list[Path]:
+        if source is not None:
+            return [Path(source).absolute()]
+        found = [one.path for one in reversed(self.checkpoints()) if step is None or one.step <= step]
+        if step is not None and (not found or found[0] != self._directory.final(step)):
+            have = [one.step for one in self.checkpoints()]
+            raise CheckpointError(f"{self._directory.path} has no checkpoint of step {step}, only of {have}")
+        return found
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What the block raises on any rank is raised on all, at its end. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks)
+            error = caught
+        raise_together(self._peers, error, what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for the last save, unless an error is on its way: other ranks may not come to wait then."""
+        if kind is None:
+            self.wait()
+
+
+def _read_index(path: Path, *, any_writer: bool) -> Index:
+    """The index of a checkpoint of this directory, or of any other one."""
+    return open_index(path) if any_writer else StoredCheckpoint(path, int(path.name.removeprefix("step-"))).read()

@@ -1,0 +1,165 @@
+"""From files into tensors: which bytes of which chunk each rank needs, whatever ranks and meshes wrote them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardkit.core.checkpoint.archive import values_in
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of, object_from
+from shardkit.core.checkpoint.pieces import boxes_of
+from shardkit.core.checkpoint.verified_file import VerifiedFile
+
+__all__ = ["Read", "read_box", "read_objects", "read_tensors", "reads_of"]
+
+_SLAB_BYTES = 2**25
+"""How much of a chunk is in memory at a time, where it cannot be read in place; a row that is longer is read whole."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a chunk and where it goes: `spans` are (first, stop) in the chunk, `target` has their sizes."""
+
+    name: str
+    dtype: torch.dtype
+    chunk: Chunk
+    spans: tuple[Span, ...]
+    target: torch.Tensor
+
+
+def reads_of(entry: TensorEntry, offsets: Iterable[int], target: torch.Tensor) -> Iterator[Read]:
+    """The reads that fill `target`, which is the box of a tensor at `offsets`."""
+    box = [(low, low + size) for low, size in zip(offsets, target.shape, strict=True)]
+    for chunk in entry.chunks:
+        spans, slices = [], []
+        for (low, stop), start, size in zip(box, chunk.offsets, chunk.sizes, strict=True):
+            first, last = max(low, start), min(stop, start + size)
+            if first >= last:
+                break
+            spans.append((first - start, last - start))
+            slices.append(slice(first - low, last - low))
+        else:
+            if chunk.numel:
+                yield Read(entry.name, entry.dtype, chunk, tuple(spans), target[tuple(slices)])
+
+
+def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath, torch.Tensor]]) -> None:
+    """Fills tensors in place, each rank its own part of them; verified, and the same whoever wrote the checkpoint.
+
+    Not collective.
+
+    Raises:
+        CheckpointError: for a tensor that is missing in the checkpoint or has another shape or dtype there; nothing has
+            been changed then.
+        DamagedCheckpointError: for a damaged file; tensors may have been filled in part.
+    """
+    reads: list[Read] = []
+    for path, tensor in wanted:
+        entry = index.tensors.get(name_of(path))
+        if entry is None:
+            raise CheckpointError(
+                f"{name_of(path)}: the checkpoint {directory} has no such tensor, expected one of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{name_of(path)}: the checkpoint {directory} has shape {entry.shape} and {entry.dtype}, expected "
+                f"{tuple(tensor.shape)} and {tensor.dtype}: it is of another model, or of other settings"
+            )
+        for offsets, _, values in boxes_of(path, tensor):
+            reads.extend(reads_of(entry, offsets, values))
+    _run(directory, index, reads)
+
+
+def read_box(
+    directory: Path, index: Index, entry: TensorEntry, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Any:
+    """A box of a tensor, as a new CPU tensor."""
+    target = torch.empty(sizes, dtype=entry.dtype, device="cpu")
+    if target.numel():
+        _run(directory, index, list(reads_of(entry, offsets, target)))
+    return target
+
+
+def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
+    """Values that are no tensors, by path; nothing in the checkpoint is run."""
+    found: dict[LeafPath, Any] = {}
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(index.objects[name].file, []).append(name)
+    for file, below in by_file.items():
+        with VerifiedFile(directory, index.files[file]) as opened:
+            for name in sorted(below, key=lambda name: index.objects[name].offset):
+                one = index.objects[name]
+                found[one.path] = object_from(f"{name} in {directory / file}", opened.read(one.offset, one.length))
+    return found
+
+
+@torch.no_grad()
+def _run(directory: Path, index: Index, reads: list[Read]) -> None:
+    """File by file and in order, so that every block is fetched and hashed once."""
+    by_file: dict[str, list[Read]] = {}
+    for read in reads:
+        by_file.setdefault(read.chunk.file, []).append(read)
+    for name, below in by_file.items():
+        with VerifiedFile(directory, index.files[name]) as file:
+            for read in sorted(below, key=lambda read: (read.chunk.offset, read.spans)):
+                _fill(file, read)
+
+
+def _fill(file: VerifiedFile, read: Read) -> None:
+    start, sizes = _values(file, read), read.chunk.sizes
+    row = math.prod(sizes[1:]) * read.dtype.itemsize
+    first, stop = read.spans[0] if sizes else (0, 1)
+    whole_rows = all(span == (0, size) for span, size in zip(read.spans[1:], sizes[1:], strict=True))
+    target = read.target
+    if whole_rows and target.device.type == "cpu" and target.is_contiguous():
+        file.read_into(start + first * row, _memory(target))
+        return
+    if not sizes:
+        target.copy_(_from_file(file, start, read, ()))
+        return
+    rows = max(1, _SLAB_BYTES // max(1, row))
+    inner = tuple(slice(low, high) for low, high in read.spans[1:])
+    for low in range(first, stop, rows):
+        high = min(low + rows, stop)
+        slab = _from_file(file, start + low * row, read, (high - low, *sizes[1:]))
+        target[low - first : high - first].copy_(slab[(slice(None), *inner)])
+
+
+def _from_file(file: VerifiedFile, offset: int, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
+    values = torch.empty(shape, dtype=read.dtype, device="cpu")
+    file.read_into(offset, _memory(values))
+    return values
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor."""
+    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _values(file: VerifiedFile, read: Read) -> int:
+    """Where the values of the chunk begin in its file."""
+    chunk = read.chunk
+    if chunk.values is not None:
+        return chunk.values
+    with os.fdopen(os.dup(file.descriptor), "rb") as opened:
+        start, nbytes = values_in(opened, chunk.offset, chunk.length, str(file.path))
+    if nbytes != chunk.numel * read.dtype.itemsize:
+        raise DamagedCheckpointError(
+            f"{read.name}: its chunk at {chunk.offsets} has {nbytes} bytes in {file.path}, expected "
+            f"{chunk.numel * read.dtype.itemsize}"
+        )
+    return start

@@ -1,0 +1,148 @@
+"""One save of this rank, from staged memory to a visible checkpoint, in a thread beside the training.
+
+The thread hashes, writes and syncs large ranges of memory, all of which leave the interpreter to the training thread.
+It is no daemon: a script that ends with a save on its way ends when that is on disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
+from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.parts import write_part
+from shardkit.core.checkpoint.pieces import Layout, Piece
+
+__all__ = ["Progress", "Save", "Staged"]
+
+_GRACE_SECONDS = 60.0
+"""How long the committing rank waits for the others once its own training has ended."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a save has come on this rank; `phase` is "writing", "committing", "done" or "failed"."""
+
+    step: int
+    phase: str
+    written_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Everything that is to be written by this rank; `layouts` of all tensors, which rank 0 commits with."""
+
+    image: memoryview
+    told: Sequence[Piece]
+    objects: Sequence[tuple[LeafPath, bytes]]
+    empties: Sequence[LeafPath]
+    layouts: Sequence[tuple[int, Layout]]
+
+
+class Save:
+    """A save on its way. Nothing here is collective."""
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        token: str,
+        header: Header,
+        rank: int,
+        staged: Staged,
+        keep: int | None,
+        timeout: float,
+    ) -> None:
+        self._directory, self._token, self._header, self._rank = directory, token, header, rank
+        self._staged, self._keep, self._timeout = staged, keep, timeout
+        self._total = len(staged.image) + sum(len(data) for _, data in staged.objects)
+        self._written = 0
+        self._phase = "writing"
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._abandoned: str | None = None
+        self._part_done = threading.Event()
+        self._part_error: Exception | None = None
+        self._commit_error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{header.step}")
+
+    def start(self) -> None:
+        """Begins to write."""
+        self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self._header.step
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return Progress(self.step, self._phase, self._written, self._total)
+
+    def await_part(self) -> Exception | None:
+        """Waits until this rank's part is on disk; gives the error if it is not. The image may be changed from then."""
+        self._part_done.wait()
+        return self._part_error
+
+    def await_commit(self) -> Exception | None:
+        """Waits until the checkpoint is visible, on the rank that commits; elsewhere as `await_part`."""
+        self._thread.join()
+        return self._part_error or self._commit_error
+
+    def abandon(self, reason: str) -> None:
+        """Has a commit that waits for other ranks give up, and removes what there is. Returns when that is done."""
+        self._abandoned = reason
+        self._thread.join()
+
+    def _run(self) -> None:
+        temporary = self._directory.hidden(self.step, self._token, "incomplete")
+        staged = self._staged
+        try:
+            try:
+                write_part(
+                    temporary, self._rank, staged.image, staged.told, staged.objects, staged.empties, self._count
+                )
+            except Exception as error:  # noqa: BLE001 (the training thread raises it)
+                self._part_error = error
+                self._phase = "failed"
+            finally:
+                self._part_done.set()
+            if self._rank == 0 and self._part_error is None:
+                self._phase = "committing"
+                self._commit(temporary)
+            self._phase = "done" if self._part_error is None else "failed"
+        except Exception as error:  # noqa: BLE001 (the training thread raises it)
+            self._commit_error = error
+            self._phase = "failed"
+        if self._rank == 0 and self._phase == "failed":
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _count(self, nbytes: int) -> None:
+        self._written += nbytes
+
+    def _commit(self, temporary: Path) -> None:
+        parts = await_parts(temporary, self._header.world_size, self._gone)
+        write_index(temporary, build_index(self._header, self._staged.layouts, parts))
+        self._directory.publish(temporary, self.step, self._token)
+        if self._keep is not None:
+            self._directory.retire(self._keep, self._token)
+
+    def _gone(self) -> str | None:
+        """Why a commit waits no longer for the other ranks."""
+        now = time.monotonic()
+        if self._abandoned is not None:
+            return self._abandoned
+        if now - self._began > self._timeout:
+            return f"they had {self._timeout:g} s"
+        if not threading.main_thread().is_alive():
+            self._ended = self._ended or now
+            if now - self._ended > _GRACE_SECONDS:
+                return f"the training ended {_GRACE_SECONDS:g} s ago on this rank"
+        return None

@@ -1,0 +1,170 @@
+"""Stock's `.metadata`, by which torch.distributed.checkpoint finds everything: written for it, read with care.
+
+Our own checkpoints are never read through it. It is read for directories that stock has written, by an unpickler that
+makes what metadata is made of and nothing else, after a look at the opcodes: a pickle can ask for any amount of memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.leaves import At, name_of, stock_path
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.verified_file import read_small
+from shardkit.core.torch_compat import CheckpointStorageInfo
+
+__all__ = ["METADATA", "read_stock", "stock_metadata"]
+
+METADATA = ".metadata"
+
+_OURS = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_OURS, "BytesStorageMetadata"),
+    (_OURS, "ChunkStorageMetadata"),
+    (_OURS, "Metadata"),
+    (_OURS, "MetadataIndex"),
+    (_OURS, "StorageMeta"),
+    (_OURS, "TensorProperties"),
+    (_OURS, "TensorStorageMetadata"),
+    (_OURS, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
+}
+
+
+def stock_metadata(index: Index) -> bytes:
+    """The metadata that torch.distributed.checkpoint needs to load what an index describes."""
+    described: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for name, entry in index.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+        for number, chunk in enumerate(entry.chunks):
+            where = MetadataIndex(name, torch.Size(chunk.offsets), number)
+            storage[where] = CheckpointStorageInfo(chunk.file, chunk.offset, chunk.length)
+    for name, one in index.objects.items():
+        described[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = CheckpointStorageInfo(one.file, one.offset, one.length)
+    paths = {name: stock_path(path) for name, path in index.paths.items()}
+    return pickle.dumps(Metadata(described, planner_data=paths, storage_data=storage))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _ALLOWED and not is_dtype:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
+        return super().find_class(module, name)
+
+
+def _check_sizes(data: bytes) -> None:
+    """Refuses opcodes that allocate by a number in the file rather than by what is in the file."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET") and int(argument or 0) > len(
+            data
+        ):
+            raise pickle.UnpicklingError(f"memo number {argument} in a pickle of {len(data)} bytes")
+        if opcode.name in ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "NEXT_BUFFER"):
+            raise pickle.UnpicklingError(f"{opcode.name} is not allowed in the metadata of a checkpoint")
+
+
+def _load(directory: Path) -> Metadata:
+    data, path = read_small(directory, METADATA), directory / METADATA
+    try:
+        _check_sizes(data)
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # damaged pickles fail in any way
+        raise DamagedCheckpointError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise DamagedCheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
+    return metadata
+
+
+def read_stock(directory: Path) -> Index:
+    """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
+
+    Raises:
+        DamagedCheckpointError: for metadata that cannot be read or does not fit the files.
+        CheckpointError: for files that are compressed or otherwise transformed.
+    """
+    metadata = _load(directory)
+    try:
+        return _index(directory, metadata)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(f"{directory / METADATA} is not put together as metadata: {error!r}") from error
+
+
+def _index(directory: Path, metadata: Metadata) -> Index:
+    infos: dict[str, dict[Any, Any]] = {}
+    for where, info in (metadata.storage_data or {}).items():
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{where.fqn}: is transformed by {info.transform_descriptors}, which is not supported"
+            )
+        infos.setdefault(str(where.fqn), {})[None if where.offset is None else tuple(where.offset)] = info
+    names = {str(info.relative_path) for found in infos.values() for info in found.values()}
+    files = {}
+    for name in names:
+        path = directory / File(name, 0, None).name  # refuses names that lead elsewhere
+        if path.is_symlink() or not path.is_file():
+            raise DamagedCheckpointError(f"{path} is missing, or no file")
+        files[name] = File(name, path.stat().st_size, None)
+    tensors, objects = {}, {}
+    for name, described in metadata.state_dict_metadata.items():
+        path_of = _leaf_path(name, metadata.planner_data)
+        found = infos.get(name, {})
+        if isinstance(described, TensorStorageMetadata):
+            tensors[name] = _tensor(name, path_of, described, found)
+        elif found:
+            info = next(iter(found.values()))
+            objects[name] = ObjectEntry(path_of, str(info.relative_path), int(info.offset), int(info.length))
+        else:
+            raise DamagedCheckpointError(f"{name}: the metadata lists it, and no file that holds it")
+    return Index(tensors, objects, files)
+
+
+def _leaf_path(name: str, paths: Any) -> LeafPath:
+    """The path that stock's planner has noted for a name; the name itself if it has noted none, or another one."""
+    known = (paths or {}).get(name, (name,)) if isinstance(paths, dict | None) else (name,)
+    path = tuple(At(part) if type(part) is int else str(part) for part in known)
+    return path if name_of(path) == name else (name,)
+
+
+def _tensor(name: str, path: LeafPath, described: TensorStorageMetadata, infos: dict[Any, Any]) -> TensorEntry:
+    chunks = []
+    for chunk in described.chunks:
+        offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+        if 0 in sizes:
+            continue
+        info = infos.get(offsets)
+        if info is None:
+            raise DamagedCheckpointError(f"{name}: the metadata lists a chunk at {offsets}, and no file that holds it")
+        chunks.append(Chunk(str(info.relative_path), int(info.offset), int(info.length), offsets, sizes, None))
+    dtype = described.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpointError(f"{name}: dtype {dtype!r}")
+    return TensorEntry(path, dtype, tuple(map(int, described.size)), tuple(chunks))

@@ -1,0 +1,137 @@
+"""Files of a checkpoint, read so that no byte is used whose block does not have the checksum that was written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.index import BLOCK_BYTES, File
+
+__all__ = ["VerifiedFile", "checksum", "checksums", "read_small", "verify"]
+
+_DIGEST_BYTES = 16
+
+
+def checksum(block: bytes | bytearray | memoryview) -> str:
+    """128 bits of SHA-256, in hex."""
+    return hashlib.sha256(block).digest()[:_DIGEST_BYTES].hex()
+
+
+def checksums(data: memoryview) -> Iterator[str]:
+    """The checksum of each block of a file's bytes."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield checksum(data[start : start + BLOCK_BYTES])
+
+
+def open_inside(directory: Path, name: str) -> int:
+    """A descriptor of a regular file right inside `directory`; links are not followed.
+
+    Raises:
+        DamagedCheckpointError: if it is missing, or no regular file.
+        CheckpointError: if it cannot be opened.
+    """
+    path = directory / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path} is missing") from error
+    except OSError as error:
+        if path.is_symlink():
+            raise DamagedCheckpointError(f"{path} is a link, expected a file; links are not followed") from error
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpointError(f"{path} is no regular file")
+    return descriptor
+
+
+def read_small(directory: Path, name: str) -> bytes:
+    """All bytes of a file; raises as `open_inside`."""
+    with os.fdopen(open_inside(directory, name), "rb") as file:
+        return file.read()
+
+
+class VerifiedFile:
+    """Reads ranges of one file. A block that is only needed in part is kept until another one is.
+
+    Raises:
+        DamagedCheckpointError: here and in `read_into`, with the path and where: wrong size, wrong checksum, missing.
+    """
+
+    def __init__(self, directory: Path, file: File) -> None:
+        self._file, self.path = file, directory / file.name
+        self.descriptor = open_inside(directory, file.name)
+        self._at, self._block = -1, bytearray(BLOCK_BYTES)
+        seen = os.fstat(self.descriptor).st_size
+        if seen != file.nbytes:
+            os.close(self.descriptor)
+            raise DamagedCheckpointError(
+                f"{self.path} has {seen} bytes, {file.nbytes} were written: it is truncated or another file"
+            )
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` (bytes) from `offset` on."""
+        done = 0
+        while done < len(target):
+            number, skip = divmod(offset + done, BLOCK_BYTES)
+            size = min(BLOCK_BYTES, self._file.nbytes - number * BLOCK_BYTES)
+            take = min(size - skip, len(target) - done)
+            assert take > 0, "the index keeps ranges inside the file"
+            part = target[done : done + take]
+            if take == size:
+                self._fetch(number, part)
+            else:
+                if self._at != number:
+                    self._at = -1
+                    self._fetch(number, memoryview(self._block)[:size])
+                    self._at = number
+                part[:] = memoryview(self._block)[skip : skip + take]
+            done += take
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length)."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def _fetch(self, number: int, block: memoryview) -> None:
+        """Reads a whole block and verifies it."""
+        start, seen = number * BLOCK_BYTES, 0
+        while seen < len(block):
+            count = os.preadv(self.descriptor, [block[seen:]], start + seen)
+            if count == 0:
+                raise DamagedCheckpointError(f"{self.path} ends at byte {start + seen}: it was truncated")
+            seen += count
+        if self._file.blocks is not None and checksum(block) != self._file.blocks[number]:
+            raise DamagedCheckpointError(
+                f"{self.path} is damaged: bytes {start} to {start + len(block)} do not have the checksum that was "
+                "written with them"
+            )
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def verify(directory: Path, file: File, progress: Callable[[int], object] = lambda _: None) -> None:
+    """Reads all of a file; raises as `VerifiedFile`. `progress` is told bytes."""
+    block = bytearray(BLOCK_BYTES)
+    with VerifiedFile(directory, file) as opened:
+        for start in range(0, file.nbytes, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, file.nbytes - start)
+            opened.read_into(start, memoryview(block)[:size])
+            progress(size)

@@ -1,0 +1,177 @@
+"""What the tests of checkpoints save and restore: small sharded models, trained for a few steps."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import fully_shard
+from shardkit.core.checkpoint import TrainingState
+from tests.support import rank_mesh
+
+
+class Network(nn.Module):
+    """Uneven rows, rows fewer than ranks, a tied weight, a 0-dim parameter, a buffer, bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.inner = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        self.small = nn.Linear(7, 2, bias=False)
+        self.low = nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.inner(x) * self.scale
+        self.seen += 1
+        extra = self.small(x).sum() + self.low(x.to(torch.bfloat16)).float().sum()
+        return self.head(x).square().mean() + 0.01 * extra
+
+
+class Loader:
+    """A position in data that differs from rank to rank, and nested state with odd keys."""
+
+    def __init__(self, rank: int) -> None:
+        self.position = 100 * rank
+        self.workers: dict[Any, Any] = {0: {"at": 1.5}, "none": {}, "list": [torch.arange(3), {"x": (1, "y")}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "workers": self.workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.workers = state["position"], state["workers"]
+
+
+class ElasticLoader(Loader):
+    """One that can be shared out over another number of ranks."""
+
+    def load_state_dicts(self, states: dict[int, dict[str, Any]]) -> None:
+        self.position = sum(state["position"] for state in states.values())
+
+
+class Average:
+    """A moving average of the weights: user state with DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.count = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.count += 1
+        for name, p in model.named_parameters():
+            self.values[name].mul_(0.5).add_(p.detach(), alpha=0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.count = state["values"], state["count"]
+
+
+MESHES = {1: ("shard",), 2: ("replicate", "shard")}
+
+
+@dataclass
+class Trainee:
+    """A training run on a mesh."""
+
+    mesh_shape: tuple[int, ...]
+    seed: int = 0
+    api: Any = fully_shard
+    loader_kind: type[Loader] = Loader
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.mesh = rank_mesh(self.mesh_shape, MESHES[len(self.mesh_shape)])
+        self.rank = self.mesh.get_rank()
+        self.model = Network()
+        for module in (self.model.inner, self.model):
+            self.api(module, mesh=self.mesh)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+                {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=0.05,
+        )
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+        self.loader = self.loader_kind(self.rank)
+        self.average = Average(self.model)
+
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(
+            self.model, self.optimizer, self.scheduler, {"average": self.average}, {"loader": self.loader}
+        )
+
+    def train(self, steps: int) -> None:
+        """Steps whose data comes from every generator and from the loader's position."""
+        for _ in range(steps):
+            self.loader.position += random.randrange(5) + int(np.random.randint(5))
+            self.loader.workers[0]["at"] += 0.25
+            tokens = (torch.randint(11, (4,)) + self.loader.position) % 11
+            loss = self.model(tokens)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.average.update(self.model)
+            self.losses.append(loss.item())
+
+    def full(self) -> dict[str, Any]:
+        """Everything that does not depend on the rank, gathered, in plain values. Collective."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        values = {f"model.{name}": _full(one) for name, one in self.model.state_dict().items()}
+        for p, state in self.optimizer.state.items():
+            values |= {f"optimizer.{names[id(p)]}.{key}": _full(one) for key, one in state.items()}
+        values |= {f"average.{name}": _full(one) for name, one in self.average.values.items()}
+        values["groups"] = [
+            {key: one for key, one in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        values["scheduler"] = self.scheduler.state_dict()
+        values["count"] = self.average.count
+        return values
+
+    def own(self) -> dict[str, Any]:
+        """What is this rank's alone."""
+        return {"loader": self.loader.state_dict(), "draws": (random.random(), np.random.rand(), torch.rand(2))}
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def differences(seen: Any, expected: Any, where: str = "") -> list[str]:
+    """The places in which two nested values are not the same, to the last bit and type."""
+    if type(seen) is not type(expected):
+        return [f"{where}: {type(seen).__name__}, expected {type(expected).__name__}"]
+    if isinstance(expected, dict):
+        if list(seen) != list(expected) and seen.keys() != expected.keys():
+            return [f"{where}: keys {list(seen)}, expected {list(expected)}"]
+        return [found for key in expected for found in differences(seen[key], expected[key], f"{where}.{key}")]
+    if isinstance(expected, list | tuple):
+        if len(seen) != len(expected):
+            return [f"{where}: {len(seen)} items, expected {len(expected)}"]
+        pairs = enumerate(zip(seen, expected, strict=True))
+        return [found for number, (a, b) in pairs for found in differences(a, b, f"{where}.{number}")]
+    if isinstance(expected, torch.Tensor):
+        same = (
+            seen.dtype == expected.dtype and seen.shape == expected.shape and torch.equal(_bits(seen), _bits(expected))
+        )
+        return [] if same else [where]
+    return [] if seen == expected else [f"{where}: {seen!r}, expected {expected!r}"]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

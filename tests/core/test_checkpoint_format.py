@@ -1,0 +1,246 @@
+"""What lies on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as stock
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint.archive import archive_of
+from shardkit.core.checkpoint.index import BLOCK_BYTES
+from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.parts import write_file
+from shardkit.core.checkpoint.verified_file import checksums
+from tests.core.checkpoint_cases import Trainee, differences
+from tests.support import run_ranks
+
+
+def stock_model(api: Any, mesh: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3, bias=False))
+    api(model[0], mesh=mesh)
+    api(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def stock_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, Any]:
+    tensors = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    state = get_optimizer_state_dict(model, optimizer)
+    for name, values in state["state"].items():
+        tensors |= {f"{name}.{key}": value for key, value in values.items()}
+    tensors = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in tensors.items()}
+    return {**{name: value.clone() for name, value in tensors.items()}, "groups": state["param_groups"]}
+
+
+def interchange(rank: int, world_size: int, path: Path, direction: str) -> list[str]:
+    from shardkit.core import fully_shard
+    from tests.support import rank_mesh
+
+    mesh = rank_mesh((world_size,), ("shard",))
+    ours, theirs = stock_model(fully_shard, mesh, 1), stock_model(stock.fully_shard, mesh, 2)
+    if direction == "ours to stock":
+        with CheckpointManager(path) as manager:
+            manager.save(1, TrainingState(*ours))
+        state = stock_state(*theirs)
+        dcp.load(state, checkpoint_id=path / "step-000001")
+        set_model_state_dict(theirs[0], state["model"])
+        set_optimizer_state_dict(*theirs, state["optimizer"])
+        return differences(whole(*theirs), whole(*ours))
+    dcp.save(stock_state(*theirs), checkpoint_id=path / "stock")
+    dist.barrier()
+    restored = CheckpointManager(path / "none").restore(TrainingState(*ours), source=path / "stock")
+    assert restored is not None and restored.step is None
+    return differences(whole(*ours), whole(*theirs))
+
+
+@pytest.mark.parametrize("direction", ["ours to stock", "stock to ours"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_interchange_with_stock(tmp_path: Path, direction: str, world_size: int):
+    assert run_ranks(world_size, interchange, tmp_path, direction) == [[]] * world_size
+
+
+def save_twice(rank: int, world_size: int, path: Path) -> Any:
+    trainee = Trainee((world_size,), seed=1)
+    states = []
+    with CheckpointManager(path) as manager:
+        for step in (1, 2):
+            trainee.train(1)
+            manager.save(step, trainee.state)
+            states.append(trainee.full())
+    return states
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Checkpoints of two steps on two ranks, and what was in them."""
+    path = tmp_path_factory.mktemp("saved")
+    return path, run_ranks(2, save_twice, path)[0]
+
+
+def test_torch_reads_every_archive_and_every_value(saved: tuple[Path, list[Any]]):
+    """Stock's own reader, over all chunks, against the values that were saved."""
+    path, (_, expected) = saved
+    state = {
+        "model": {name[6:]: torch.zeros_like(value) for name, value in expected.items() if name.startswith("model.")},
+        "loader": {"1": {"position": None, "workers": {"list": [torch.zeros(3, dtype=torch.int64), {"x": None}]}}},
+    }
+    dcp.load(state, checkpoint_id=path / "step-000002", no_dist=True)
+    assert (
+        differences(
+            {f"model.{name}": value for name, value in state["model"].items()},
+            {name: value for name, value in expected.items() if name.startswith("model.")},
+        )
+        == []
+    )
+    assert state["loader"]["1"]["workers"]["list"][1] == {"x": (1, "y")}
+    assert state["loader"]["1"]["position"] >= 100
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 1, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+)
+def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    archive = archive_of(dtype, shape)
+    data = archive.head + bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) + archive.tail
+    (tmp_path / "archive").write_bytes(data)
+    read = torch.load(tmp_path / "archive", weights_only=True)
+    assert differences(read, tensor) == []
+    assert len(data) == archive.length
+
+
+@pytest.mark.parametrize("sizes", [(0,), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (1,) * 20])
+def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
+    parts = [os.urandom(size) for size in sizes]
+    told: list[int] = []
+    sums = write_file(tmp_path / "file", parts, told.append)
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert sums == list(checksums(memoryview(b"".join(parts)))) and sum(told) == sum(sizes)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def swap(path: Path) -> None:
+    other = path.with_name("__0_0.distcp" if path.name == "__1_0.distcp" else "__1_0.distcp")
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes().ljust(len(data), b"\0")[: len(data)])
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncated": truncate,
+    "flipped": flip,
+    "missing": Path.unlink,
+    "swapped": swap,
+    "link": link,
+    "pipe": pipe,
+}
+
+
+def try_damaged(rank: int, world_size: int, path: Path) -> Any:
+    trainee = Trainee((world_size,), seed=3)
+    manager = CheckpointManager(path)
+    with pytest.raises(DamagedCheckpointError) as refused:
+        manager.restore(trainee.state)
+    restored = manager.restore(trainee.state, fallback=True)
+    return str(refused.value), restored.step, restored.damaged, trainee.full()
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list[Any]], file: str, how: str):
+    source, (before, _) = saved
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    damaged = tmp_path / "step-000002" / file
+    DAMAGES[how](damaged)
+    for text, step, passed_over, seen in run_ranks(2, try_damaged, tmp_path):
+        assert str(damaged) in text and "fallback=True takes the one before" in text
+        assert step == 1 and len(passed_over) == 1 and str(damaged) in passed_over[0]
+        assert differences(seen, before) == []
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path, saved: tuple[Path, list[Any]]):
+    """A hundred flips over each file of a checkpoint, read as a whole."""
+    from shardkit.core.checkpoint.verified_file import verify
+
+    path = tmp_path / "step-000002"
+    shutil.copytree(saved[0] / "step-000002", path)
+    index = open_index(path)
+    for file in index.files.values():
+        original = (path / file.name).read_bytes()
+        for at in range(0, len(original), max(1, len(original) // 100)):
+            data = bytearray(original)
+            data[at] ^= 1 << (at % 8)
+            (path / file.name).write_bytes(data)
+            with pytest.raises(DamagedCheckpointError, match=f"{file.name} is damaged: bytes 0 to"):
+                verify(path, file)
+        (path / file.name).write_bytes(original)
+        verify(path, file)
+
+
+class _Exploit:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch /tmp/shardkit-exploited",))
+
+
+def test_stock_metadata_runs_nothing(tmp_path: Path):
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert list(open_index(tmp_path).tensors) == ["model.weight"]
+    for payload in (pickle.dumps(_Exploit()), b"\x80\x02r\xff\xff\xff\x7f.", b"", b"\x80\x02]q\x00."):
+        (tmp_path / ".metadata").write_bytes(payload)
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            open_index(tmp_path)
+    assert not Path("/tmp/shardkit-exploited").exists()
+
+
+def test_stock_metadata_leads_nowhere_else(tmp_path: Path):
+    inside = tmp_path / "inside"
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=inside, no_dist=True)
+    shutil.copy(inside / "__0_0.distcp", tmp_path / "outside.distcp")
+    metadata = dcp.FileSystemReader(inside).read_metadata()
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside.distcp"
+    (inside / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"file name '../outside.distcp': expected a plain name"):
+        open_index(inside)
