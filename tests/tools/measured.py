@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import events
@@ -29,7 +29,9 @@ class Meter(TorchDispatchMode):
         self.slow = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(one, DTensor) for one in types):
+        if FakeTensor in types:  # DTensor finds out the shapes of its results with them
+            return function(*args, **(kwargs or {}))
+        if types:  # the operators that a DTensor, or another subclass, runs inside come by
             return NotImplemented
         if self.slow and function is torch.ops.aten.mm.default:
             time.sleep(0.0005)  # in a long run each rank is ahead of the others at times, and its outbox grows
@@ -46,6 +48,8 @@ class Meter(TorchDispatchMode):
         return out
 
     def keep(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return
         if tensor.numel() and segment.locate(tensor) is not None:
             return
         storage = tensor.untyped_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,8 +60,16 @@ def pack(
     """The packing of `items` (indices into `layouts`), or None when they have no elements.
 
     `widths[i]` is how many elements of the buffer make one element of item `i` (its bytes, in a buffer of bytes).
-    `padded` gives all rows one size; `aligned` starts every piece at a multiple of 16.
+    `padded` gives all rows one size; `aligned` starts every piece at a multiple of 16. Groups that are alike, such as a
+    model's layers, get the same object: on thousands of ranks a packing has as many thousand pieces.
     """
+    return _pack(tuple(layouts), tuple(items), tuple(widths), padded, aligned)
+
+
+@functools.lru_cache(maxsize=64)
+def _pack(
+    layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], padded: bool, aligned: bool
+) -> Packing | None:
     if not any(layouts[item].numel for item in items):
         return None
     sizes: list[int] = []
@@ -84,4 +93,4 @@ def pack(
                 sizes.append(room - used)
         rows.append(tuple(row))
         row_sizes.append(sum(sizes[first:]))
-    return Packing(tuple(items), tuple(sizes), tuple(rows), tuple(gaps), Slots(tuple(row_sizes)))
+    return Packing(items, tuple(sizes), tuple(rows), tuple(gaps), Slots(tuple(row_sizes)))

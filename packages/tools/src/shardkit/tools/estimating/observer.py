@@ -108,12 +108,12 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # its local operators come by
+        if any(one is not FakeTensor for one in types):
+            return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         kwargs = kwargs or {}
         if function.namespace == "prim":  # a fake tensor is asked for its device
             return function(*args, **kwargs)
-        if _real_only(args):  # such as the ranks of a mesh
+        if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
             with self._fake.real():
                 return function(*args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:

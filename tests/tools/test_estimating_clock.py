@@ -1,0 +1,83 @@
+"""Times of a trace, computed by hand."""
+
+import pytest
+import torch
+
+from shardkit.tools.estimating.clock import replay
+from shardkit.tools.estimating.costs import Roofline, transfer_seconds
+from shardkit.tools.estimating.trace import Awaited, Launched, Operator, Ran, Trace
+from shardkit.tools.estimating.traffic import Transfer
+from shardkit.tools.machine import Link, Machine
+
+MACHINE = Machine(
+    name="slow",
+    device="cuda",
+    transport="nccl",
+    flops={"float32": 100.0},
+    memory_bandwidth=10.0,
+    memory=1000,
+    ranks_per_host=2,
+    inside=Link(10.0, 1.0),
+    between=Link(1.0, 3.0),
+    efficiency=1.0,
+    operator_seconds=0.0,
+    storage_bandwidth=1.0,
+    process_bytes=0,
+)
+
+
+def operator(flops: int, nbytes: int) -> Operator:
+    return Operator(None, (), {}, torch.float32, flops, nbytes)
+
+
+def gather(nbytes: int, ranks: int = 2, hosts: int = 1, collective: str = "all-gather") -> Transfer:
+    return Transfer(collective, "block", "forward", nbytes, nbytes, 0, torch.float32, ranks, hosts, of_core=True)
+
+
+@pytest.mark.parametrize(("flops", "nbytes", "seconds"), [(200, 10, 2.0), (200, 100, 10.0), (0, 50, 5.0), (0, 0, 0.0)])
+def test_an_operator_takes_its_arithmetic_or_its_traffic(flops: int, nbytes: int, seconds: float):
+    assert Roofline(MACHINE).seconds(operator(flops, nbytes)) == seconds
+
+
+def test_a_transfer_takes_its_slowest_link():
+    assert transfer_seconds(gather(100), MACHINE) == 100 / 2 / 10 + 1
+    # Four ranks on two hosts: half of the bytes come from outside, over two adapters.
+    assert transfer_seconds(gather(100, 4, 2), MACHINE) == 100 / 2 / 2 + 2 * 3
+    assert transfer_seconds(gather(100, collective="all-reduce"), MACHINE) == 2 * transfer_seconds(gather(100), MACHINE)
+    assert transfer_seconds(gather(100, ranks=1), MACHINE) == 0
+
+
+def trace(*steps: object) -> Trace:
+    return Trace(list(steps))
+
+
+def test_communication_hides_behind_computation():
+    long, short = operator(1000, 0), operator(100, 0)
+    line = replay(
+        trace(Launched(1, gather(100)), Ran(long, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE)
+    )
+    assert (line.step, line.exposed, line.communication) == (10, 0, 6)
+    line = replay(
+        trace(Launched(1, gather(100)), Ran(short, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE)
+    )
+    assert (line.step, line.exposed, line.exposed_by_fqn) == (6, 5, {"block": 5})
+    assert line.compute_by_fqn == {"a": 1}
+
+
+def test_two_gathers_share_a_lane():
+    steps = trace(Launched(1, gather(100)), Launched(2, gather(100)), Awaited(1, "", ""), Awaited(2, "", ""))
+    assert replay(steps, MACHINE, Roofline(MACHINE)).step == 12
+
+
+def test_shared_memory_is_copied_by_the_rank_itself():
+    machine = MACHINE.replace(device="cpu", transport="shared")
+    steps = trace(Launched(1, gather(100)), Ran(operator(1000, 0), "a", "f"), Awaited(1, "b", "f"))
+    line = replay(steps, machine, Roofline(machine))
+    assert (line.step, line.exposed) == (16, 6)
+
+
+def test_launches_bound_a_device_that_has_little_to_do():
+    machine = MACHINE.replace(operator_seconds=2.0)
+    steps = trace(*[Ran(operator(100, 0), "a", "f")] * 5)
+    assert replay(steps, machine, Roofline(machine)).step == 5 * 2 + 1
+    assert replay(steps, machine.replace(device="cpu"), Roofline(machine)).step == 5 * (2 + 1)

@@ -1,0 +1,47 @@
+"""The simulated caching allocator, against what torch documents of CUDA's."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.tools.estimating.reserved import CachingAllocator
+
+MIB = 2**20
+
+
+def reserved_after(*changes: tuple[int, int]) -> int:
+    allocator = CachingAllocator()
+    for key, nbytes in changes:
+        allocator.changed(key, nbytes)
+    return allocator.reserved
+
+
+def test_segments_have_the_documented_sizes():
+    assert reserved_after((1, 100)) == 2 * MIB
+    assert reserved_after((1, MIB + 1)) == 20 * MIB
+    assert reserved_after((1, 10 * MIB)) == 10 * MIB
+    assert reserved_after((1, 11 * MIB)) == 12 * MIB
+
+
+def test_small_and_large_requests_do_not_share_segments():
+    assert reserved_after((1, 100), (2, 2 * MIB)) == 22 * MIB
+
+
+def test_a_freed_block_is_used_again_and_joins_its_neighbours():
+    halves = [(1, 9 * MIB), (2, 9 * MIB)]
+    assert reserved_after(*halves) == 20 * MIB
+    assert reserved_after(*halves, (1, 0), (3, 9 * MIB)) == 20 * MIB
+    assert reserved_after(*halves, (1, 0), (2, 0), (3, 18 * MIB)) == 20 * MIB
+    assert reserved_after(*halves, (1, 0), (3, 10 * MIB)) == 30 * MIB
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30 * MIB)), max_size=60))
+def test_blocks_never_overlap_and_nothing_is_lost(changes: list[tuple[int, int]]):
+    allocator, live = CachingAllocator(), dict[int, int]()
+    for key, nbytes in changes:
+        allocator.changed(key, nbytes)
+        live[key] = nbytes
+        assert allocator.reserved >= sum(live.values())
+    for key in live:
+        allocator.changed(key, 0)
+    free = sum(size for pool in allocator._free.values() for size, _, _ in pool._blocks)
+    assert free == allocator.reserved

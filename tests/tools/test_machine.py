@@ -1,0 +1,76 @@
+"""Descriptions of machines: presets, JSON, and what is said of holes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.tools.machine import Machine, MachineError, load_machine, preset, preset_names
+
+
+def described() -> dict:
+    return preset("h100").to_json()
+
+
+def written(directory: Path, machine: object) -> Path:
+    path = directory / "machine.json"
+    path.write_text(json.dumps(machine))
+    return path
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_survives_json_and_states_its_sources(name: str, tmp_path: Path):
+    machine = preset(name)
+    assert load_machine(written(tmp_path, machine.to_json())) == machine
+    numbers = {"flops", "memory_bandwidth", "memory", "inside.bandwidth", "between.bandwidth", "inside.latency"}
+    assert numbers <= set(machine.sources)
+
+
+def test_every_hole_is_named(tmp_path: Path):
+    machine = described()
+    del machine["memory"], machine["inside"], machine["operator_seconds"]
+    with pytest.raises(MachineError) as raised:
+        load_machine(written(tmp_path, machine))
+    assert all(f'"{name}" is missing' in str(raised.value) for name in ("memory", "inside", "operator_seconds"))
+    assert "machine.json" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bandwidth": 0}, '"memory_bandwidth" is 0; expected a positive number'),
+        ({"memory": "80 GB"}, "\"memory\" is '80 GB'"),
+        ({"flops": {}}, '"flops" is {}'),
+        ({"flops": {"bfloat16": -1}}, '"flops.bfloat16" is -1'),
+        ({"inside": {"bandwidth": 1e9}}, '"inside" is'),
+        ({"transport": "infiniband"}, "expected one of nccl, shared, pairwise"),
+        ({"colour": "green"}, '"colour" is no attribute'),
+    ],
+)
+def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path: Path):
+    with pytest.raises(MachineError) as raised:
+        load_machine(written(tmp_path, {**described(), **change}))
+    assert message in str(raised.value)
+
+
+def test_a_file_that_is_no_description_is_refused(tmp_path: Path):
+    with pytest.raises(MachineError, match="expected an object"):
+        load_machine(written(tmp_path, [1]))
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(MachineError, match="cannot be read"):
+        load_machine(tmp_path / "broken.json")
+
+
+def test_a_dtype_without_flops_is_refused_when_it_is_needed():
+    machine = preset("v100")
+    assert machine.flops_for(torch.float16) == 125e12 * machine.efficiency
+    with pytest.raises(MachineError, match="nothing of FLOP/s in bfloat16"):
+        machine.flops_for(torch.bfloat16)
+
+
+def test_a_machine_of_one_host_has_no_link_to_others():
+    machine: Machine = preset("l4").replace(between=None)
+    assert machine.link(1) == machine.inside
+    with pytest.raises(MachineError, match="no link between hosts"):
+        machine.link(2)
