@@ -65,10 +65,10 @@ def test_their_programs_run_and_nothing_else_does():
 
 def agree_alone(rank: int, world_size: int) -> list[int]:
     """A world of five, in one process without peers: a model is sharded, its first forward compares parameters."""
-    from shardkit.tools.torch_compat import join_fake_world
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     dist.destroy_process_group()
-    join_fake_world(rank=2, world_size=5)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=2, world_size=5)
     try:
         model = fully_shard(nn.Linear(10, 10, bias=False))
         model(torch.ones(1, 10))

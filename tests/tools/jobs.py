@@ -17,6 +17,12 @@ from shardkit.tools.estimating.llama import Llama, LlamaConfig
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
 
 
+def enlarge(width: int, batch: int, sequence: int, vocabulary: int) -> None:
+    """Makes the jobs that are built from now on larger, for benchmarks; before anything is estimated or run."""
+    global WIDTH, BATCH, SEQUENCE, VOCABULARY
+    WIDTH, BATCH, SEQUENCE, VOCABULARY = width, batch, sequence, vocabulary
+
+
 class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +122,7 @@ def images() -> Tensor:
 
 
 def llama() -> nn.Module:
-    return Llama(LlamaConfig(VOCABULARY, WIDTH, 256, 3, 4, 2, 24))
+    return Llama(LlamaConfig(VOCABULARY, WIDTH, 8 * WIDTH // 3, 3, 4, 2, WIDTH // 4))
 
 
 def lora() -> nn.Module:

@@ -79,7 +79,8 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 
 
 def _measure(file: Path) -> dict[str, Any]:
-    process_bytes = _resident()
+    operator_seconds = _operators()
+    process_bytes = _resident()  # before large tensors, but with what a first training step loads
     latency, bandwidth = _link()
     group = dist.group.WORLD
     assert group is not None
@@ -89,7 +90,7 @@ def _measure(file: Path) -> dict[str, Any]:
         "float32": _matmul(torch.float32),
         "bfloat16": _matmul(torch.bfloat16),
         "memory_bandwidth": _stream(),
-        "operator_seconds": _operators(),
+        "operator_seconds": operator_seconds,
         "latency": latency,
         "bandwidth": bandwidth,
         "storage_bandwidth": _storage(file),
@@ -135,8 +136,10 @@ def _operators() -> float:
 
 def _link() -> tuple[float, float]:
     """Latency and bandwidth of gathers, from a small and a large group of parameters."""
-    small, large = _gather_seconds(_SMALL_GROUP), _gather_seconds(_LARGE_GROUP)
     ranks = dist.get_world_size()
+    if ranks == 1:  # nothing is sent; a link within memory, should the description be used for more ranks
+        return 0.0, _stream() / 2
+    small, large = _gather_seconds(_SMALL_GROUP), _gather_seconds(_LARGE_GROUP)
     received = 4 * (_LARGE_GROUP**2 - _SMALL_GROUP**2) * (ranks - 1) / ranks
     return small, received / max(large - small, 1e-9)
 

@@ -25,6 +25,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensors",
     "NEEDS_DATA",
+    "READ_VALUE",
     "count_flops",
     "fake_error_operator",
     "group_named",
@@ -33,6 +34,9 @@ __all__ = [
     "operator_of",
     "own_store_connection",
 ]
+
+# What `Tensor.item` runs.
+READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
 
 # What an operator raises that would have to look at the data of a fake tensor.
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -91,12 +95,27 @@ def operator_of(function: Any) -> Any:
     return function._overloadpacket
 
 
-def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int | None:
-    """Floating-point operations of an operator's call, None for one that does no matrix product or convolution."""
+def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of an operator's call; 0 for one that does no matrix product or convolution."""
+    products = _CPU_ATTENTION.get(function)
+    if products is not None:
+        return _attention_flops(products, args)
     formula: Callable[..., int] | None = flop_registry.get(operator_of(function))
-    if formula is None:
-        return None
-    return int(formula(*args, **kwargs, out_val=out))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+# torch counts the attention kernels of GPUs only. Each has (products of queries by keys, index of query, of causal).
+_CPU_ATTENTION: dict[Any, tuple[int, int, int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0, 4),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1, 7),
+}
+
+
+def _attention_flops(kernel: tuple[int, int, int], args: tuple[Any, ...]) -> int:
+    products, query, causal = kernel
+    batch, heads, length, width = args[query].shape
+    flops: int = products * 2 * batch * heads * length * args[query + 1].shape[2] * width
+    return flops // 2 if len(args) > causal and args[causal] else flops
 
 
 def is_view(function: Any) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from shardkit.core.tensors import map_tensors
 from shardkit.tools.estimating.job import TrainingJob
 
 __all__ = ["with_micro_batch"]
@@ -24,7 +24,7 @@ class _Resized:
         self._inputs, self._size = inputs, size
 
     def __call__(self) -> Any:
-        return pytree.tree_map_only(torch.Tensor, self._resized, self._inputs())
+        return map_tensors(self._resized, self._inputs())
 
     def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_zeros((self._size, *tensor.shape[1:])) if tensor.dim() else tensor

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import FSDPModule
+from shardkit.core.tensors import tensors_with_grad
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.policies import Policies, apply_policies
 
@@ -98,9 +99,7 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
         if tokens.dtype == torch.int64 and output.shape[:-1] == tokens.shape and output.dim() == 3:
             return F.cross_entropy(output[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         return output.float().square().mean()
-    from torch.utils import _pytree as pytree
-
-    tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+    tensors = tensors_with_grad(output)
     return torch.stack([one.float().square().mean() for one in tensors]).sum()
 
 

@@ -9,16 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shardkit.core import events
+from shardkit.core.tensors import tensors_in
 from shardkit.core.torch_compat import TorchDispatchMode, local_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.ledger import Category, Ledger
 from shardkit.tools.estimating.trace import Awaited, Launched, Operators, Ran, Trace
 from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
 from shardkit.tools.estimating.whereabouts import Whereabouts
-from shardkit.tools.torch_compat import NEEDS_DATA, FakeTensor, FakeTensors, fake_error_operator, group_named
+from shardkit.tools.torch_compat import (
+    NEEDS_DATA,
+    READ_VALUE,
+    FakeTensor,
+    FakeTensors,
+    fake_error_operator,
+    group_named,
+)
 
 _MADE_IN: dict[str, Category] = {
     "building": "other",
@@ -116,7 +123,7 @@ class Observer(TorchDispatchMode):
         if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
             with self._fake.real():
                 return function(*args, **kwargs)
-        if function is torch.ops.aten._local_scalar_dense.default:
+        if function is READ_VALUE:
             return self._read_value(args[0])
         try:
             out = function(*args, **kwargs)
@@ -163,11 +170,11 @@ class Observer(TorchDispatchMode):
         if name == "allreduce_" and self._own_all_reduces:  # core's, which its event has told
             self._own_all_reduces -= 1
             return
-        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        tensors = list(tensors_in(args))
         group = _group_of(args)
         if group is None or not tensors:
             return
-        outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)] or tensors
+        outs = list(tensors_in(out)) or tensors
         nbytes = max(sum(t.numel() * t.itemsize for t in some) for some in (tensors, outs))
         number = self._launch(_COMMUNICATION.get(name, "other"), fqn, phase, nbytes, None, tensors[0].dtype, group)
         if function.namespace == "_c10d_functional":

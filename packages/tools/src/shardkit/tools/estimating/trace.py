@@ -115,7 +115,7 @@ def _operator(
         args=specs,
         kwargs=named,
         dtype=tensors[0].dtype if tensors else None,
-        flops=count_flops(function, args, kwargs, out) or 0,
+        flops=count_flops(function, args, kwargs, out),
         bytes=moved,
     )
 

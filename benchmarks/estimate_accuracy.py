@@ -1,0 +1,141 @@
+"""How close estimates come: ten training jobs, predicted with fake tensors and measured on fresh gloo ranks here.
+
+    python benchmarks/estimate_accuracy.py --ranks 1 2 --json accuracy.json
+
+For each job: bytes of tensors at the peak, resident memory, collectives and bytes on the wire, and the time of a step.
+The machine is calibrated first, with as many ranks; operators are timed alone, in one process.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shardkit.tools import estimate_job
+from shardkit.tools.calibration import calibrate
+from shardkit.tools.estimating.measured_costs import MeasuredCosts
+from tests.tools import jobs
+from tests.tools.measured import run_job
+
+SIZES = {"width": 512, "batch": 4, "sequence": 128, "vocabulary": 4096}
+STEPS = 12
+
+
+def resident(reset: bool = False) -> int:
+    """The most resident memory of this process since the last reset, in bytes."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def timed_rank(rank: int, ranks: int, name: str, directory: str) -> None:
+    """Trains in a fresh process without anything that measures, but a clock and the kernel's high-water mark."""
+    jobs.enlarge(**SIZES)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    job, axes = jobs.JOBS[name], jobs.mesh_of(name, ranks)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = job.build(mesh)
+    optimizer = job.optimizer(model.parameters())
+    seconds = []
+    for step in range(STEPS):
+        batches = [job.inputs() for _ in range(job.policies.accumulate)]
+        if step == 3:
+            resident(reset=True)
+        dist.barrier()
+        started = time.perf_counter()
+        job.run(model, optimizer, batches)
+        seconds.append(time.perf_counter() - started)
+    found = {"seconds": statistics.median(seconds[3:]), "resident": resident()}
+    (Path(directory) / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def counted_rank(rank: int, ranks: int, name: str, directory: str) -> None:
+    """Counts the bytes of live tensors and core's communication."""
+    jobs.enlarge(**SIZES)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    found = run_job(rank, ranks, name, shared=True)
+    (Path(directory) / f"{rank}.json").write_text(json.dumps({"peak": found.peak, "sent": found.communication}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(body, ranks: int, name: str) -> dict:
+    """What rank 0 found; a step takes as long as the slowest rank says."""
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(body, (ranks, name, directory), nprocs=ranks)
+        found = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {**found[0], **({"seconds": max(one["seconds"] for one in found)} if "seconds" in found[0] else {})}
+
+
+def row(name: str, ranks: int, machine, costs) -> dict:
+    started = time.process_time()
+    estimated = estimate_job(jobs.JOBS[name], jobs.mesh_of(name, ranks), machine, costs=costs)
+    spent = time.process_time() - started
+    counted, timed = on_ranks(counted_rank, ranks, name), on_ranks(timed_rank, ranks, name)
+    sent = [
+        [one.collective, one.fqn, one.bytes, one.wire_bytes, str(one.dtype)]
+        for one in estimated.recording.trace.transfers
+        if one.of_core
+    ]
+    return {
+        "job": name,
+        "ranks": ranks,
+        "peak": [estimated.peak.bytes, counted["peak"]],
+        "resident": [estimated.reserved_bytes, timed["resident"]],
+        "step": [estimated.timeline.step, timed["seconds"]],
+        "collectives": [len(sent), len(counted["sent"])],
+        "exact": sent == counted["sent"],
+        "estimating_seconds": spent,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--jobs", nargs="+", default=list(jobs.JOBS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    jobs.enlarge(**SIZES)
+    rows = []
+    for ranks in options.ranks:
+        machine = calibrate(ranks)
+        costs = MeasuredCosts(machine)
+        print(json.dumps(machine.to_json()))
+        for name in options.jobs:
+            found = row(name, ranks, machine, costs)
+            rows.append(found)
+            errors = {what: found[what][0] / found[what][1] - 1 for what in ("peak", "resident", "step")}
+            print(
+                f"{name:16} {ranks}  peak {found['peak'][1] / 2**20:8.1f} MiB {errors['peak']:+7.2%}"
+                f"  resident {found['resident'][1] / 2**20:8.1f} MiB {errors['resident']:+7.2%}"
+                f"  step {found['step'][1] * 1e3:7.1f} ms {errors['step']:+7.1%}"
+                f"  collectives {'exact' if found['exact'] else found['collectives']}",
+                flush=True,
+            )
+    steps = [abs(one["step"][0] / one["step"][1] - 1) for one in rows]
+    print(f"median error of the step: {statistics.median(steps):.1%}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

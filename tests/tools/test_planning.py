@@ -1,0 +1,115 @@
+"""Plans: what is proposed under a limit, and what its code does on real ranks."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.tools import EstimateError, TrainingJob
+from shardkit.tools.estimating.batches import with_micro_batch
+from shardkit.tools.machine import Link, Machine
+from shardkit.tools.planning.candidates import meshes, wrappings
+from shardkit.tools.planning.code import code_of
+from shardkit.tools.planning.command import bytes_of
+from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
+from tests.support import run_ranks
+from tests.tools.jobs import GPT, two_dimensions
+from tests.tools.jobs import tokens as token_ids
+from tests.tools.measured import Meter
+
+JOB = TrainingJob(GPT, token_ids)
+MACHINE = Machine(
+    name="two ranks",
+    device="cpu",
+    transport="pairwise",
+    flops={"float32": 1e10},
+    memory_bandwidth=1e10,
+    memory=2**33,
+    ranks_per_host=2,
+    inside=Link(1e9, 1e-4),
+    between=None,
+    efficiency=1.0,
+    operator_seconds=5e-6,
+    storage_bandwidth=1e9,
+    process_bytes=0,
+)
+
+
+@pytest.fixture(scope="module")
+def ample() -> list[Proposal]:
+    return propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=4, count=100)
+
+
+def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
+    seconds = [proposal.sample_seconds for proposal in ample]
+    assert seconds == sorted(seconds)
+    best = ample[0].candidate
+    assert best.micro_batch == 4 and not best.policies.checkpoint
+    assert any("of the limit" in reason for reason in ample[0].reasons)
+
+
+def test_a_limit_forces_a_choice(ample: list[Proposal]):
+    limit = ample[0].estimate.reserved_bytes * 2 // 3
+    found = propose(JOB, 2, MACHINE, limit, most_micro_batch=4)
+    assert found and all(proposal.estimate.reserved_bytes <= limit for proposal in found)
+    assert found[0].candidate != ample[0].candidate
+    measured = run_ranks(2, follow, code_of(found[0]), found[0].candidate.micro_batch)
+    assert max(measured) <= limit
+    assert measured[0] == pytest.approx(found[0].estimate.peak.bytes, rel=0.01)
+
+
+def follow(rank: int, world_size: int, code: str, micro_batch: int) -> int:
+    """Pastes the code of a plan, trains with it, and measures the peak of tensor bytes in a later step."""
+    pasted: dict[str, Any] = {}
+    exec(compile(code, "pasted", "exec"), pasted)
+    from tests.tools.measured import shared_memory
+
+    with shared_memory(False), Meter() as meter:
+        model = pasted["shard"](JOB.model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        job = with_micro_batch(JOB, micro_batch)
+        for _ in range(3):
+            meter.peak = 0
+            batch = job.inputs()
+            job.run(model, optimizer, [batch])
+            del batch
+    return meter.peak
+
+
+def test_when_nothing_fits_the_closest_is_told(ample: list[Proposal]):
+    least = min(proposal.estimate.reserved_bytes for proposal in ample)
+    with pytest.raises(NothingFits, match=r"none of \d+ ways fits .*; the smallest takes"):
+        propose(JOB, 2, MACHINE, least // 2)
+
+
+def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():
+    with pytest.raises(EstimateError, match="must not ask for the mesh"):
+        propose(TrainingJob(two_dimensions, token_ids), 2, MACHINE, MACHINE.memory)
+
+
+def test_large_modules_outside_of_the_blocks_may_have_groups_of_their_own():
+    assert wrappings(GPT(), None) == [None, ("layers.0", "layers.1", "layers.2", "embedding", "head")]
+    assert wrappings(partial(GPT, tied=True)(), None) == [None]
+    assert wrappings(nn.Linear(2, 2), None) == [None]
+
+
+def test_meshes_shard_over_hosts_with_replicas():
+    machine = MACHINE.replace(ranks_per_host=8)
+    assert meshes(8, machine) == [(("dp_shard", 8),)]
+    assert meshes(64, machine) == [
+        (("dp_shard", 64),),
+        (("dp_replicate", 8), ("dp_shard", 8)),
+        (("dp_replicate", 2), ("dp_shard", 32)),
+    ]
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("1000", 1000)])
+def test_amounts_of_memory(text: str, nbytes: int):
+    assert bytes_of(text) == nbytes
+
+
+def test_amounts_that_are_none():
+    with pytest.raises(EstimateError, match="is no amount of memory"):
+        bytes_of("lots")
