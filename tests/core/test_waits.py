@@ -72,7 +72,7 @@ def _phases(rank: int, world_size: int, recompute: bool) -> list[str]:
 def test_modules_begin_and_end_their_phases(world_size: int) -> None:
     assert run_ranks(world_size, _phases, False)[0] == [
         "+FSDPChain forward", "+blocks.0 forward", "-blocks.0 forward", "+blocks.1 forward", "-blocks.1 forward",
-        "-FSDPChain forward", "+FSDPChain backward", "+blocks.1 backward", "-blocks.1 backward", "+blocks.0 backward",
+        "-FSDPChain forward", "+blocks.1 backward", "+FSDPChain backward", "-blocks.1 backward", "+blocks.0 backward",
         "-blocks.0 backward", "-FSDPChain backward", "end",
     ]  # fmt: skip
 
@@ -80,7 +80,9 @@ def test_modules_begin_and_end_their_phases(world_size: int) -> None:
 def test_recomputation_is_a_phase_of_its_own() -> None:
     phases = run_ranks(2, _phases, True)[0]
     at = phases.index("+blocks.1 recompute")
-    assert phases[at - 1 : at + 2] == ["+blocks.1 backward", "+blocks.1 recompute", "-blocks.1 recompute"]
+    assert phases[at - 2 : at + 2] == [
+        "+blocks.1 backward", "+FSDPChain backward", "+blocks.1 recompute", "-blocks.1 recompute",
+    ]  # fmt: skip
     assert Counter(one[0] for one in phases) == {"+": 7, "-": 7, "e": 1}
 
 
@@ -128,7 +130,7 @@ def _balance(rank: int, world_size: int) -> dict[str, int]:
     held: Counter[str] = Counter()
     most: Counter[str] = Counter()
     for event in _heard(model):
-        if isinstance(event, StorageAllocated | StorageFreed):
+        if isinstance(event, StorageAllocated | StorageFreed) and event.kind != "outbox":  # which is kept
             held[event.kind] += event.bytes if isinstance(event, StorageAllocated) else -event.bytes
             most[event.kind] = max(most[event.kind], held[event.kind])
             assert held[event.kind] >= 0, event
@@ -140,7 +142,8 @@ def test_gradients_and_sums_on_their_way_are_counted() -> None:
     block = (WIDTH * WIDTH + WIDTH) * 4
     for most in run_ranks(2, _balance):
         assert most["gradient"] == block
-        assert 0 < most["reduce_output"] <= block
+        # Of 7 rows the first rank owns 4. The sum of one block may be under way while the next one's is made.
+        assert most["reduce_output"] in (3 * (WIDTH + 1) * 4 * 2, 4 * (WIDTH + 1) * 4 * 2)
 
 
 def _padding(rank: int, world_size: int) -> list[tuple[str, int, str]]:

@@ -78,6 +78,13 @@ def test_phases_and_modules_are_followed_inwards_and_out() -> None:
     ]  # fmt: skip
 
 
+def test_a_module_that_ends_with_its_last_part_is_around_it_in_backward() -> None:
+    outside_in = [("a", False), ("a.b", False)], [("a.b", False), ("a", False)], [("a.b", False), ("Net", True)]
+    for order in outside_in:
+        entries: list[Entry] = [ModuleBegan(fqn, "backward", root) for fqn, root in order]
+        assert walk(entries)[-1] == (0, "backward", "a.b")
+
+
 def test_what_follows_the_last_optimizer_step_is_no_step() -> None:
     assert last_complete([*ROOT, *OPTIMIZER, HeldBytes("optimizer", 4), ResidentBytes(5), *ROOT]) == 6
     assert last_complete([*ROOT]) is None

@@ -19,7 +19,7 @@ import pytest
 from tests.tools.installed import environment
 
 JOB = Path(__file__).with_name("small_job.py")
-LIMIT = 2.0
+LIMIT = 1.0
 _PATIENCE = 60.0
 
 

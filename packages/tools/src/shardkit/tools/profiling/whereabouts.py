@@ -58,12 +58,23 @@ class Whereabouts:
         if outermost:
             self.step += begins
             self._border = not self._trains
-        self._modules.append((entry.fqn, entry.phase))
+        self._modules.insert(self._depth(entry), (entry.fqn, entry.phase))
         if entry.phase == "backward":
             self.phase = "backward"
         elif self.phase != "backward":
             self.phase = "forward"
         return begins
+
+    def _depth(self, entry: ModuleBegan) -> int:
+        """Where a module belongs among those that run: below the modules that it contains.
+
+        A module whose output is that of its last part begins backward after that part.
+        """
+        if entry.phase == "backward":
+            for index, (fqn, phase) in enumerate(self._modules):
+                if phase == "backward" and (entry.root or fqn.startswith(f"{entry.fqn}.")):
+                    return index
+        return len(self._modules)
 
     def _ended(self, entry: ModuleEnded) -> None:
         for index in range(len(self._modules) - 1, -1, -1):
