@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -56,7 +57,10 @@ class _Recording:
             return
         self._ended = True
         self._recorder.stop()
-        write_record(record_of(self._recorder, activations=True), self._directory)
+        try:
+            write_record(record_of(self._recorder, activations=True), self._directory)
+        except OSError as error:  # a run that trains well must not end because a record cannot be written
+            warnings.warn(f"the profile cannot be written to {self._directory}: {error.strerror}", stacklevel=2)
 
 
 def _device() -> torch.device:
