@@ -65,11 +65,11 @@ def reduce_scatter(
     assert not average or (predivide is None and postdivide is None), "AVG takes no divisors"
     if world == 1:
         return _copy_alone(plan, grads, output, _Scaling(predivide, postdivide))
-    note_taken(plan.nbytes, plan.label)
     if isinstance(plan.transport, SharedTransport):
         return shared_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
     if isinstance(plan.transport, StandIn):
         return plan.transport.reduce_program(plan, grads, output)
+    note_taken(plan.nbytes, plan.label)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)

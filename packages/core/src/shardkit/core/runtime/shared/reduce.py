@@ -11,7 +11,7 @@ import time
 import torch
 
 from shardkit.core import events
-from shardkit.core.runtime.buffers import note_let_go
+from shardkit.core.runtime.buffers import note_let_go, note_taken
 from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program
@@ -31,6 +31,7 @@ def shared_reduce(
 ) -> Program:
     """The program that reduces `plan`'s gradients, as `runtime.reduce.reduce_scatter` says; empties `grads`."""
     launched = time.perf_counter()
+    note_taken(plan.nbytes, plan.label)
     transport = plan.transport
     assert isinstance(transport, SharedTransport)
     posting = _post(plan, transport, grads, output)
