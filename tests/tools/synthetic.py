@@ -54,7 +54,9 @@ def memory() -> MemoryOfRank:
     categories["sharded_parameters"] = Series([0.0], [40 * MIB])
     categories["communication"] = Series([0.01, 0.02], [4 * MIB, 0])
     peak = dict.fromkeys(CATEGORIES, 0) | {"sharded_parameters": 40 * MIB, "communication": 4 * MIB}
-    return MemoryOfRank(categories, Series([0.0], [200 * MIB]), 44 * MIB, 0.01, "blocks.0", "forward", peak, 200 * MIB)
+    modules = {"blocks.0": Series([0.0, 0.05], [9 * MIB, 0]), "Net": Series([0.02], [MIB])}
+    resident = Series([0.0], [200 * MIB])
+    return MemoryOfRank(categories, modules, resident, 44 * MIB, 0.01, "blocks.0", "forward", peak, 200 * MIB)
 
 
 def rank(number: int, operations: list[Operation] | None = None, begin: float = 0.0, **changes: Any) -> Rank:

@@ -133,11 +133,15 @@ def test_modules_are_filtered_by_name_and_phase(page: Page) -> None:
 def test_categories_and_ranks_are_filters_of_the_memory_chart(page: Page) -> None:
     before = ink(page, "memory")
     for name in ("sharded_parameters", "communication"):
-        page.evaluate(f"document.querySelector('[data-category={name}]').click()")
+        page.evaluate(f"document.querySelector('[data-part={name}]').click()")
     assert ink(page, "memory") < before / 2, "only the grid is left"
     for name in ("sharded_parameters", "communication"):
-        page.evaluate(f"document.querySelector('[data-category={name}]').click()")
+        page.evaluate(f"document.querySelector('[data-part={name}]').click()")
     assert ink(page, "memory") == before
+    choose(page, "#memory-by", "modules", "change")
+    parts = page.evaluate("[...document.querySelectorAll('[data-part]')].map((one) => one.dataset.part)")
+    assert parts == ["blocks.0", "Net"]  # by what they hold
+    assert ink(page, "memory") not in (0, before)
     choose(page, "#memory-rank", "1", "change")
     assert "Peak of rank 1" in page.evaluate("document.getElementById('peak').textContent")
     assert page.errors == []
@@ -148,9 +152,11 @@ def test_predicted_stands_beside_measured(page: Page) -> None:
     rows = page.evaluate(
         "[...document.querySelectorAll('#estimate tr')].map((row) => [...row.children].map((one) => one.textContent))"
     )
-    assert rows[0] == ["figure", "predicted", "measured", "error"]
-    assert ["peak memory", "48.0 MiB", "44.0 MiB", "+9.1%"] in rows
-    assert ["at the peak: activations", "1.0 MiB", "0 B", "-"] in rows
+    assert rows[0][:4] == ["figure", "predicted", "measured", "error"]
+    assert ["peak memory", "48.0 MiB", "44.0 MiB", "+9.1%", ""] in rows
+    assert ["at the peak: activations", "1.0 MiB", "0 B", "-", ""] in rows
+    widths = page.evaluate("[...document.querySelectorAll('#estimate .pair')].map((one) => one.style.width)")
+    assert widths[2:4] == ["100%", "91.6667%"]  # the second figure is the peak
 
 
 @needs_browser

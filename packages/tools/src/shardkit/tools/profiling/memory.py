@@ -32,6 +32,8 @@ class Memory:
         self._levels = dict.fromkeys(CATEGORIES, 0)
         self._counts: dict[str, int] = {}
         self._of_module: dict[tuple[str, str], int] = defaultdict(int)
+        self._module_series: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        self._module_levels: dict[str, int] = defaultdict(int)
         self._saved: dict[int, tuple[int, str]] = {}
         self._series: dict[str, list[tuple[float, int]]] = {category: [] for category in CATEGORIES}
         self._resident: list[tuple[float, int]] = []
@@ -73,6 +75,7 @@ class Memory:
         """What the log has said, with times since `origin`."""
         return MemoryOfRank(
             categories={category: _thinned(points, origin) for category, points in self._series.items()},
+            modules={module: _thinned(points, origin) for module, points in self._module_series.items()},
             resident=_thinned(self._resident, origin),
             peak=self._peak,
             peak_time=self._peak_time - origin,
@@ -95,14 +98,18 @@ class Memory:
         level = self._levels[category] = max(0, self._levels[category] + size)
         self._series[category].append((time, level))
         if module:
-            key = (module, category)
-            held = self._of_module[key] = max(0, self._of_module[key] + size)
-            if held > self.module_peaks[module][category]:
-                self.module_peaks[module][category] = held
+            self._change_module(time, category, module, size)
         total = sum(self._levels.values())
         if total > self._peak:
             self._peak, self._peak_time, self._peak_where = total, time, (where.module, where.phase)
             self._peak_levels = dict(self._levels)
+
+    def _change_module(self, time: float, category: str, module: str, size: int) -> None:
+        before = self._of_module[module, category]
+        held = self._of_module[module, category] = max(0, before + size)
+        self.module_peaks[module][category] = max(held, self.module_peaks[module][category])
+        self._module_levels[module] += held - before
+        self._module_series[module].append((time, self._module_levels[module]))
 
     def owner(self, fqn: str) -> str:
         """The module that a parameter, or a group's label, belongs to: the longest name that it begins with."""

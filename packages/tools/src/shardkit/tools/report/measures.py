@@ -80,6 +80,20 @@ def _skew(report: Report) -> float:
     return max(skew_by_rank(report).values())
 
 
+def _padding(report: Report) -> float:
+    by_group: dict[tuple[str, int], int] = {}
+    for one in report.collectives:
+        if one.kind == "all-gather":
+            key = (one.fqn, one.group)
+            by_group[key] = max(by_group.get(key, 0), one.padding_bytes)
+    return sum(by_group.values())
+
+
+def _imbalance(report: Report) -> float:
+    held = [sum(rank.shard_bytes.values()) for rank in report.ranks]
+    return max(held) / _mean([float(size) for size in held]) - 1 if any(held) else 0.0
+
+
 def _overhead(report: Report) -> float:
     return max(rank.overhead.share for rank in report.ranks)
 
@@ -98,5 +112,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("wire_bytes", "bytes", "bytes that a rank sends a step", _wire),
     Measure("collectives", "count", "collectives a step", _collectives),
     Measure("prefetch_misses", "count", "gathers that had to be launched when they were needed, a step", _misses),
+    Measure("padding", "bytes", "memory of unsharded parameters that holds no element, all groups", _padding),
+    Measure("imbalance", "share", "by how much the largest rank's shards exceed the average", _imbalance),
     Measure("profiler_overhead", "share", "what recording cost, as a share of the recorded time", _overhead),
 )

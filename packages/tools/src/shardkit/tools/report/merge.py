@@ -98,6 +98,7 @@ def _shifted_memory(memory: MemoryOfRank, by: float) -> MemoryOfRank:
     return dataclasses.replace(
         memory,
         categories={name: _shifted_series(series, by) for name, series in memory.categories.items()},
+        modules={name: _shifted_series(series, by) for name, series in memory.modules.items()},
         resident=_shifted_series(memory.resident, by),
         peak_time=memory.peak_time + by,
     )

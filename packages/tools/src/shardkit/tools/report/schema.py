@@ -193,11 +193,14 @@ class Series:
 class MemoryOfRank:
     """Memory over time. `categories` are counted tensors by `CATEGORIES`; `resident` is what the system counts.
 
+    `modules` is what comes and goes with each sharded module: its unsharded parameters, gradients on their way,
+    communication buffers, and what autograd saved in its forward; names in brackets are outside of modules.
     `peak` is the largest sum of the categories, at `peak_time`, in module `peak_module` and its `peak_phase`;
     `peak_categories` is what it was made of.
     """
 
     categories: dict[str, Series]
+    modules: dict[str, Series]
     resident: Series
     peak: int
     peak_time: float

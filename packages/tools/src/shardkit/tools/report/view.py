@@ -18,6 +18,7 @@ from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Rank, Report,
 __all__ = ["view_of"]
 
 _MOST_RANKS = 16
+_MOST_MODULES = 12
 _MOST_POINTS = 1500
 
 
@@ -66,10 +67,21 @@ def _memory(rank: Rank) -> dict[str, Any]:
         "rank": rank.rank,
         "times": times,
         "categories": {name: _levels(memory.categories[name], times) for name in CATEGORIES},
+        "modules": _modules_over_time(memory, times),
         "resident": _levels(memory.resident, times),
         "peak": f"Peak of rank {rank.rank}: {show(memory.peak, 'bytes')} after {show(memory.peak_time, 'seconds')}, in "
         f"{memory.peak_phase} of {memory.peak_module}: {made_of}.",
     }
+
+
+def _modules_over_time(memory: MemoryOfRank, times: list[float]) -> dict[str, list[int]]:
+    """Those modules that hold most, and the sum of the others."""
+    by_peak = sorted(memory.modules, key=lambda name: -max(memory.modules[name].values, default=0))
+    found = {name: _levels(memory.modules[name], times) for name in by_peak[:_MOST_MODULES]}
+    rest = [_levels(memory.modules[name], times) for name in by_peak[_MOST_MODULES:]]
+    if rest:
+        found[f"({len(rest)} more)"] = [sum(levels) for levels in zip(*rest, strict=True)]
+    return found
 
 
 def _times(memory: MemoryOfRank) -> list[float]:
@@ -167,13 +179,14 @@ def _modules(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _predictions(report: Report) -> list[dict[str, str]]:
+def _predictions(report: Report) -> list[dict[str, Any]]:
     return [
         {
             "name": one.name.replace("_", " "),
             "predicted": show(one.predicted, one.unit),
             "measured": show(one.measured, one.unit),
             "error": "-" if one.error is None else f"{one.error:+.1%}",
+            "bars": [value / (max(one.predicted, one.measured) or 1) for value in (one.predicted, one.measured)],
         }
         for one in compare_with_estimate(report)
     ]

@@ -69,55 +69,58 @@ function draw(id, make) {
 
 // -- memory ------------------------------------------------------------------------------------------------------------
 
-const shown = new Set(data.categories);
+const hidden = new Set();
+
+function memoryOf() {
+  return data.memory.find((one) => String(one.rank) === byId("memory-rank").value);
+}
 
 function memoryChart(place, width) {
-  const memory = data.memory.find((one) => String(one.rank) === byId("memory-rank").value);
-  const categories = data.categories.filter((name) => shown.has(name));
+  const memory = memoryOf();
+  const levels = memory[byId("memory-by").value];
+  const names = Object.keys(levels);
+  const drawn = names.filter((name) => !hidden.has(name));
+  const color = (name) => COLORS[names.indexOf(name) % COLORS.length];
   const sums = memory.times.map(() => 0);
-  const stacked = categories.map((name) => memory.categories[name].map((value, i) => (sums[i] += value)));
+  const stacked = drawn.map((name) => levels[name].map((value, i) => (sums[i] += value)));
   const stepped = uPlot.paths.stepped({ align: 1 });
   // The largest sum is drawn first, so that what lies below it covers it.
-  const series = categories.map((name, i) => ({
-    label: name.replaceAll("_", " "),
-    stroke: COLORS[data.categories.indexOf(name)],
-    fill: COLORS[data.categories.indexOf(name)],
-    paths: stepped,
-    points: { show: false },
-    value: (u, value, index, at) => (at === null ? "-" : bytes(memory.categories[name][at])),
-    order: i,
+  const series = drawn.map((name) => ({
+    label: name.replaceAll("_", " "), stroke: color(name), fill: color(name), paths: stepped, points: { show: false },
+    value: (u, value, index, at) => (at === null ? "-" : bytes(levels[name][at])),
   })).reverse();
-  const resident = {
-    label: "resident", stroke: "#888", width: 1.5, dash: [4, 3], scale: "y", points: { show: false },
+  const resident = byId("resident").checked ? [{
+    label: "resident", stroke: "#888", width: 1.5, dash: [4, 3], points: { show: false },
     value: (u, value) => (value === null ? "-" : bytes(value)),
-  };
+  }] : [];
   byId("peak").textContent = memory.peak;
   return new uPlot(
     {
       width, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05 || 1] } },
       axes: axes(bytes, seconds),
-      series: [{ label: "time", value: (u, value) => (value === null ? "-" : seconds(value)) }, ...series,
-        ...(byId("resident").checked ? [resident] : [])],
+      series: [{ label: "time", value: (u, value) => (value === null ? "-" : seconds(value)) }, ...series, ...resident],
     },
-    [memory.times, ...stacked.reverse(), ...(byId("resident").checked ? [memory.resident] : [])], place);
+    [memory.times, ...stacked.reverse(), ...(resident.length ? [memory.resident] : [])], place);
 }
 
-function categoryFilters(redraw) {
-  data.categories.forEach((name, index) => {
+// One box for each category, or module, of the memory chart.
+function memoryFilters(redraw) {
+  const names = Object.keys(memoryOf()[byId("memory-by").value]);
+  byId("parts").replaceChildren(...names.map((name, index) => {
     const label = element("label");
     const box = element("input");
     box.type = "checkbox";
-    box.checked = true;
-    box.dataset.category = name;
+    box.checked = !hidden.has(name);
+    box.dataset.part = name;
     box.addEventListener("change", () => {
-      if (box.checked) shown.add(name); else shown.delete(name);
+      if (box.checked) hidden.delete(name); else hidden.add(name);
       redraw();
     });
     const swatch = element("i", "", "swatch");
-    swatch.style.background = COLORS[index];
+    swatch.style.background = COLORS[index % COLORS.length];
     label.append(box, swatch, name.replaceAll("_", " "));
-    byId("categories").append(label);
-  });
+    return label;
+  }));
 }
 
 // -- exposed communication ---------------------------------------------------------------------------------------------
@@ -201,8 +204,16 @@ function estimateTable() {
     return;
   }
   const table = element("table");
-  fillTable(table, ["figure", "predicted", "measured", "error"],
-    data.predictions.map((one) => [one.name, one.predicted, one.measured, one.error]));
+  fillTable(table, ["figure", "predicted", "measured", "error", "predicted above measured"],
+    data.predictions.map((one) => [one.name, one.predicted, one.measured, one.error, ""]));
+  data.predictions.forEach((one, index) => {
+    const cell = table.rows[index + 1].cells[4];
+    one.bars.forEach((share, which) => {
+      const bar = element("i", "", which ? "pair measured" : "pair");
+      bar.style.width = `${100 * share}%`;
+      cell.append(bar);
+    });
+  });
   byId("estimate").append(table);
 }
 
@@ -232,9 +243,14 @@ fillPage();
 const redrawMemory = draw("memory", memoryChart);
 const redrawSteps = draw("steps", stepsChart);
 const redrawLateness = draw("lateness", latenessChart);
-categoryFilters(redrawMemory);
+memoryFilters(redrawMemory);
 applyFilters();
-byId("memory-rank").addEventListener("change", redrawMemory);
+for (const id of ["memory-rank", "memory-by"]) {
+  byId(id).addEventListener("change", () => {
+    memoryFilters(redrawMemory);
+    redrawMemory();
+  });
+}
 byId("resident").addEventListener("change", redrawMemory);
 byId("module-filter").addEventListener("input", applyFilters);
 byId("phase-filter").addEventListener("change", applyFilters);
