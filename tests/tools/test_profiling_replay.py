@@ -147,7 +147,7 @@ def test_what_began_before_the_recording_is_left_out() -> None:
 
 
 def memory_of(*entries: Entry) -> Memory:
-    where, memory = Whereabouts(True), Memory()
+    where, memory = Whereabouts(True), Memory(entries)
     for index, entry in enumerate(entries):
         where.follow(entry)
         memory.follow(float(index), entry, where)

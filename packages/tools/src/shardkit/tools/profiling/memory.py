@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from shardkit.core.events import ModuleBegan, StorageAllocated, StorageFreed, StorageKind
 from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry, HeldBytes, ResidentBytes
@@ -25,9 +26,13 @@ _MOST_POINTS = 3000
 
 
 class Memory:
-    """Follows a log. Levels never fall below zero: what was allocated before the recording is not known."""
+    """Follows a log. Levels never fall below zero: what was allocated before the recording is not known.
 
-    def __init__(self) -> None:
+    Args:
+        entries: the whole log, for the names of its modules: a prefetched one's memory comes before its name.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
         self.module_peaks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._levels = dict.fromkeys(CATEGORIES, 0)
         self._counts: dict[str, int] = {}
@@ -38,8 +43,9 @@ class Memory:
         self._series: dict[str, list[tuple[float, int]]] = {category: [] for category in CATEGORIES}
         self._resident: list[tuple[float, int]] = []
         self._owners: dict[str, str] = {}
-        self._modules: dict[str, None] = {}
-        self._root = ""
+        begun = [entry for entry in entries if isinstance(entry, ModuleBegan)]
+        self._modules = list(dict.fromkeys(entry.fqn for entry in begun))
+        self._root = next((entry.fqn for entry in begun if entry.root), "")
         self._peak = 0
         self._peak_time = 0.0
         self._peak_where = ("", "")
@@ -65,11 +71,6 @@ class Memory:
             self._counts[entry.category] = entry.bytes
         elif isinstance(entry, ResidentBytes):
             self._resident.append((time, entry.bytes))
-        elif isinstance(entry, ModuleBegan) and entry.fqn not in self._modules:
-            self._modules[entry.fqn] = None
-            self._owners.clear()
-            if entry.root:
-                self._root = entry.fqn
 
     def result(self, origin: float) -> MemoryOfRank:
         """What the log has said, with times since `origin`."""

@@ -40,7 +40,7 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
         entries = entries[:complete]
         end = entries[-1][0]
     clock = None if recorder.anchor is None else DeviceClock(recorder.anchor)
-    operations, spans, memory = Operations(clock, recorder.groups), Spans(), Memory()
+    operations, spans, memory = Operations(clock, recorder.groups), Spans(), Memory(entry for _, entry in entries)
     prefetches = _replay(entries, complete is not None, operations, spans, memory)
     steps = spans.steps(0.0, recorder.began, end, operations.launches)
     rank = Rank(
