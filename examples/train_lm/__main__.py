@@ -30,11 +30,12 @@ def main(argv: list[str]) -> int:
         train.main(argv)
         return 0
     try:
-        processes = check(parse(argv))
+        settings = parse(argv)
+        processes = check(settings)
     except UserError as error:
         print_error(error)
         return 2
-    return launch(processes, argv)
+    return launch(processes, settings.restarts, argv)
 
 
 def check(settings: Settings) -> int:
@@ -50,12 +51,11 @@ def check(settings: Settings) -> int:
     if kind == "cuda" and processes > available:
         raise UserError(f"--nproc {processes}, but there are {available} GPUs; use fewer processes, or --device cpu")
     load_corpus(settings.data, settings.model.context)
-    if settings.resume:
-        checkpointing.newest(settings.out, settings.model)
+    checkpointing.to_go_on_from(settings)
     return processes
 
 
-def launch(processes: int, argv: list[str]) -> int:
+def launch(processes: int, restarts: int, argv: list[str]) -> int:
     """Run the loop on so many processes and wait for them."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A rank that fails has said why on its own; torchrun's account of who was ended by which signal would bury that.
@@ -71,7 +71,7 @@ def launch(processes: int, argv: list[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=restarts,
     )
     try:
         elastic_launch(config, sys.executable)("-u", loop, *argv)

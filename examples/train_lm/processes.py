@@ -38,7 +38,12 @@ def process_group() -> Iterator[None]:
     """Join the process group that torchrun describes, for the time of the block; gloo for the CPU, NCCL for GPUs."""
     # Two ranks on two cores gain nothing from more threads, and a fixed number of them keeps sums the same everywhere.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    # torchrun gives one store to all attempts of a run. Without a prefix a process would look for its peers where those
+    # of the attempt before had been.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield
     finally:

@@ -15,7 +15,8 @@ from model import ModelConfig
 DESCRIPTION = """\
 Train a byte-level GPT with shardkit.core.fully_shard, on two CPU processes or on all GPUs of this machine.
 
-Writes to --out: checkpoints/step-NNNNNN (sharded, torch.distributed.checkpoint), metrics.jsonl, losses.png, sample.txt.
+Writes to --out: checkpoints/step-NNNNNN (sharded, in the format of torch.distributed.checkpoint),
+metrics.jsonl, losses.png, sample.txt.
 """
 
 
@@ -26,6 +27,8 @@ class Settings:
     data: tuple[Path, ...]
     out: Path
     resume: bool
+    fallback: bool
+    restarts: int
     nproc: int | None
     tp: int
     device: str
@@ -112,6 +115,19 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on from the newest complete checkpoint in --out; give the other flags as before. On the same "
         "number of processes the losses are those of a run that never stopped",
+    )
+    add(
+        "--fallback",
+        action="store_true",
+        help="when going on: if the newest checkpoint is damaged, take the one before it",
+    )
+    add(
+        "--restarts",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="how often processes that died are started again; the run then goes on from its newest checkpoint by "
+        "itself, as it does under torchrun --max-restarts",
     )
     add(
         "--nproc",

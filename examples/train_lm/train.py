@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from processes import failing_together, local_device, process_group, total
 from report import Report
 from settings import Settings, parse
 from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, optimizer_step_on_shards
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
             settings = parse(argv)
             device = local_device(settings.device)
             corpus = load_corpus(settings.data, settings.model.context)
-            found = checkpointing.newest(settings.out, settings.model) if settings.resume else None
+            found = checkpointing.to_go_on_from(settings)
             world = dist.get_world_size()
             if world % settings.tp:
                 raise UserError(f"--tp {settings.tp} must divide the {world} processes")
@@ -45,12 +47,14 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
     model = build_model(settings, device, mesh)
     optimizer = build_optimizer(model, settings)
     training = settings.training() | {"text": corpus.fingerprint}
+    info = {"model": asdict(settings.model), "training": training}
     with failing_together():
-        if found is None:
+        if found is None and not checkpointing.restarted():
             checkpointing.make_way(settings.out)
-        else:
-            checkpointing.load(found, model, optimizer)
-    start = found.step if found else 0
+    manager = CheckpointManager(settings.out / "checkpoints", keep=checkpointing.KEPT, every=settings.save_every)
+    state = TrainingState(model, optimizer)
+    with failing_together():
+        start = checkpointing.load(manager, found, state, settings) if found else 0
 
     rank, world = mesh.get_local_rank("shard"), mesh["shard"].size()
     # Data-parallel ranks take samples in turn; a batch that does not divide is split unevenly and still weighted right.
@@ -78,10 +82,11 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
         if done % settings.val_every == 0 or done == settings.steps:
             report.flush()
             report.validation(done, validate(model, settings, corpus, device, mesh))
-        if done % settings.save_every == 0 or done == settings.steps:
+        if manager.due(done) or done == settings.steps:
             report.flush()
-            checkpointing.save(settings.out, done, model, optimizer, training)
+            manager.save(done, state, info=info)  # waits for a copy in memory; a thread writes it to disk
             report.resume_clock()
+    manager.wait()
     report.finish(generate(model, settings, corpus, device) if settings.sample else "")
 
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardkit.core.checkpoint.manifest import MANIFEST, seal, unseal
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm"
 MODULES = ("checkpointing", "data", "errors", "model", "processes", "report", "settings", "train")
 
@@ -97,6 +99,13 @@ def weights(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
+def describe_otherwise(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Seal a checkpoint anew with another description."""
+    manifest = unseal((checkpoint / MANIFEST).read_bytes(), MANIFEST)
+    change(manifest["info"])
+    (checkpoint / MANIFEST).write_bytes(seal(manifest))
+
+
 def test_learns_and_leaves_everything_behind(finished: Path) -> None:
     curve = losses(finished)
     assert [step for step, name, _ in curve if name == "train_loss"] == [1, 2, 3, 4, 5, 6]
@@ -122,11 +131,40 @@ def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_pat
     assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
+def test_a_killed_run_goes_on_by_itself(finished: Path, text: Path, tmp_path: Path) -> None:
+    """SIGKILL of one rank while it trains, in the first attempt only; `--restarts` starts all ranks again."""
+    out, marker = tmp_path / "killed", tmp_path / "killed_once"
+    site = tmp_path / "site"
+    site.mkdir()
+    # Read by every Python that starts: the rank kills itself when its run has written the first checkpoint.
+    (site / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        import os, pathlib, signal, threading, time
+
+        def kill():
+            while not pathlib.Path({str(out)!r}, "checkpoints", "step-000003").exists():
+                time.sleep(0.001)
+            pathlib.Path({str(marker)!r}).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if os.environ.get("RANK") == "1" and not pathlib.Path({str(marker)!r}).exists():
+            threading.Thread(target=kill, daemon=True).start()
+        """)
+    )
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    flags = [*SMALL, "--nproc", "2", "--restarts", "1", "--data", text, "--out", out]
+    printed = run_job(*flags, PYTHONPATH=path)
+    assert marker.exists() and "resumed from" in printed
+    assert losses(out) == losses(finished)
+    expected, seen = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (finished, out))
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+
+
 def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path, text: Path) -> None:
     # The loop by itself, as another launcher than ours would start it.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    description = broken_off / "checkpoints" / "step-000003" / "run.json"
-    description.write_text(description.read_text().replace('"lr": 0.01', '"lr": 0.5'))
+    describe_otherwise(broken_off / "checkpoints" / "step-000003", lambda info: info["training"].update(lr=0.5))
     flags = [*SMALL, "--data", text, "--out", broken_off, "--resume"]
     printed = run_job(*flags, script=EXAMPLE / "train.py", **alone)
     assert "note: --lr is 0.01, was 0.5; the losses will not be those of a run that never stopped" in printed
@@ -228,14 +266,12 @@ def test_a_checkpoint_of_another_model(
     assert launcher([*flags, "--width", "64"]) == 2
     assert "is of another model: it has --width 32, this run --width 64" in capsys.readouterr().err
 
-    description = broken_off / "checkpoints" / "step-000003" / "run.json"
-    run = json.loads(description.read_text())
-    run["model"]["width"] = 64
-    description.write_text(json.dumps(run))
+    checkpoint = broken_off / "checkpoints" / "step-000003"
+    describe_otherwise(checkpoint, lambda info: info["model"].update(width=64))
     assert launcher([*flags, "--width", "64"]) == 2
     assert "embedding.weight has shape (256, 32) there and (256, 64) in this code" in capsys.readouterr().err
 
-    description.write_text("{")
+    (checkpoint / MANIFEST).write_text("{")
     assert launcher(flags) == 2
     assert "step-000003 is damaged" in capsys.readouterr().err
 

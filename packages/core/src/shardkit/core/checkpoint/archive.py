@@ -7,18 +7,17 @@ every rank knows the length of every other rank's archives.
 from __future__ import annotations
 
 import functools
+import io
 import struct
-import tempfile
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 import torch
 
 from shardkit.core.checkpoint.errors import DamagedCheckpointError
 
-__all__ = ["ALIGNMENT", "Archive", "archive_of", "values_in"]
+__all__ = ["ALIGNMENT", "Archive", "archive_of", "storages_in", "values_in"]
 
 ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
@@ -57,19 +56,39 @@ def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
     The archive's own CRC-32 fields stay zero, as `torch.serialization.set_crc32_options(False)` leaves them: torch does
     not read them, and the manifest has better ones.
     """
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    with tempfile.TemporaryDirectory(prefix="shardkit-") as directory:
-        path = Path(directory) / "archive"
-        with torch.serialization.skip_data():  # the space of the values is left out: a hole in a sparse file
-            torch.save(tensor, path)
-        with path.open("rb") as file:
-            start, nbytes = values_in(file, 0, path.stat().st_size, str(path))
-            file.seek(0)
-            head = file.read(start)
-            file.seek(start + nbytes)
-            tail = file.read()
-    assert nbytes == tensor.numel() * dtype.itemsize, f"{nbytes} bytes for {tensor.numel()} elements of {dtype}"
-    return Archive(head, tail, nbytes)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never touched
+    written = _Written()
+    with torch.serialization.skip_data():
+        torch.save(tensor, cast(IO[bytes], written))
+    nbytes = tensor.numel() * dtype.itemsize
+    assert written.skipped == nbytes, f"{written.skipped} bytes for {tensor.numel()} elements of {dtype}"
+    return Archive(bytes(written.head), bytes(written.tail), nbytes)
+
+
+class _Written(io.RawIOBase):
+    """What torch.save writes before and after the space that it leaves for values, over which it seeks."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.skipped = bytearray(), bytearray(), 0
+        self._before = True
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        (self.head if self._before else self.tail).extend(data)
+        return len(data)
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return len(self.head) + self.skipped + len(self.tail)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_CUR and self._before, "torch.save leaves out the values of one storage"
+        self.skipped, self._before = offset, False
+        return self.tell()
 
 
 class _Window:
@@ -103,20 +122,34 @@ def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int
     Raises:
         DamagedCheckpointError: if these bytes are no such archive, or one of several tensors.
     """
+    found = storages_in(file, offset, length, name)
+    if len(found) != 1:
+        raise DamagedCheckpointError(
+            f"{name}: bytes {offset} to {offset + length} hold {len(found)} storages, expected one"
+        )
+    return next(iter(found.values()))
+
+
+def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[str, tuple[int, int]]:
+    """Where the values of each storage in an archive of torch.save lie: key -> (offset, bytes); raises the same."""
     where = f"{name}: bytes {offset} to {offset + length}"
     try:
         window: IO[bytes] = _Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
         entries = [one for one in zipfile.ZipFile(window).infolist() if one.filename.split("/")[-2:-1] == ["data"]]
     except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError, struct.error) as error:
         raise DamagedCheckpointError(f"{where} are no archive of torch.save: {error}") from error
-    if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
-        raise DamagedCheckpointError(f"{where} hold {len(entries)} storages or compressed ones, expected a plain one")
-    file.seek(offset + entries[0].header_offset)
+    return {one.filename.split("/")[-1]: _place(file, offset, length, one, where) for one in entries}
+
+
+def _place(file: IO[bytes], offset: int, length: int, entry: zipfile.ZipInfo, where: str) -> tuple[int, int]:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise DamagedCheckpointError(f"{where} hold a compressed storage, which torch.save never writes")
+    file.seek(offset + entry.header_offset)
     header = file.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise DamagedCheckpointError(f"{where} hold no storage where their directory says")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
-    start = offset + entries[0].header_offset + _LOCAL_HEADER + name_length + extra_length
-    if start < offset or start + entries[0].file_size > offset + length:
-        raise DamagedCheckpointError(f"{where}: the storage inside claims {entries[0].file_size} bytes")
-    return start, entries[0].file_size
+    start = offset + entry.header_offset + _LOCAL_HEADER + name_length + extra_length
+    if start < offset or start + entry.file_size > offset + length:
+        raise DamagedCheckpointError(f"{where}: the storage inside claims {entry.file_size} bytes")
+    return start, entry.file_size

@@ -17,7 +17,7 @@ from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, Tens
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.manifest import MANIFEST, pack
-from shardkit.core.checkpoint.parts import Part, data_file, read_part, remove_notes, write_file
+from shardkit.core.checkpoint.parts import Part, data_file, read_part, write_file
 from shardkit.core.checkpoint.pieces import Layout, Piece
 from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
 
@@ -128,5 +128,3 @@ def write_index(directory: Path, index: Index) -> None:
     )  # checks itself once more
     manifest = pack(complete, datetime.now(UTC).isoformat(timespec="seconds"))
     write_file(directory / MANIFEST, [manifest], lambda _: None)
-    if index.world_size is not None:
-        remove_notes(directory, index.world_size)

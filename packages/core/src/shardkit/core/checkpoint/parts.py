@@ -20,7 +20,7 @@ from shardkit.core.checkpoint.manifest import DTYPES, decode_path, dtype_name, e
 from shardkit.core.checkpoint.pieces import Piece
 from shardkit.core.checkpoint.verified_file import checksum, read_small
 
-__all__ = ["Part", "data_file", "read_part", "write_file", "write_part"]
+__all__ = ["Part", "data_file", "read_part", "remove_notes", "write_file", "write_part"]
 
 
 @dataclass(frozen=True)

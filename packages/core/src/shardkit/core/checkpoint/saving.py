@@ -16,7 +16,7 @@ from pathlib import Path
 from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.parts import write_part
+from shardkit.core.checkpoint.parts import remove_notes, write_part
 from shardkit.core.checkpoint.pieces import Layout, Piece
 
 __all__ = ["Progress", "Save", "Staged"]
@@ -130,6 +130,7 @@ class Save:
     def _commit(self, temporary: Path) -> None:
         parts = await_parts(temporary, self._header.world_size, self._gone)
         write_index(temporary, build_index(self._header, self._staged.layouts, parts))
+        remove_notes(temporary, self._header.world_size)
         self._directory.publish(temporary, self.step, self._token)
         if self._keep is not None:
             self._directory.retire(self._keep, self._token)

@@ -13,14 +13,14 @@ from typing import Self
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 
-__all__ = ["VerifiedFile", "checksum", "checksums", "read_small", "verify"]
+__all__ = ["DIGEST_BYTES", "VerifiedFile", "checksum", "checksums", "read_small", "verify"]
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 
 
 def checksum(block: bytes | bytearray | memoryview) -> str:
     """128 bits of SHA-256, in hex."""
-    return hashlib.sha256(block).digest()[:_DIGEST_BYTES].hex()
+    return hashlib.sha256(block).digest()[:DIGEST_BYTES].hex()
 
 
 def checksums(data: memoryview) -> Iterator[str]:
