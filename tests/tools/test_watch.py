@@ -1,48 +1,62 @@
 """Hangs of real processes: who is missing is told, whatever has become of them.
 
-The ranks are started by hand rather than by torchrun, which ends all of them when one has died.
+The ranks are started by hand rather than by torchrun, which ends all of them when one has died; and by the server that
+the pools of ranks use, which has imported torch already.
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.pool import start_server
+from tests.tools import small_job
 from tests.tools.installed import environment
 
-JOB = Path(__file__).with_name("small_job.py")
 LIMIT = 1.0
 _PATIENCE = 60.0
+
+
+def _rank(variables: dict[str, str], path: list[str], output: str, trouble: str) -> None:
+    """One rank's process."""
+    os.environ.update(variables)
+    sys.path[:] = path
+    with open(output, "ab") as file:  # noqa: PTH123 (appending, from several processes)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    small_job.main(trouble)
 
 
 class Ranks:
     """The processes of a job. All of them write to one file."""
 
     def __init__(self, directory: Path, world_size: int, trouble: str, **variables: str) -> None:
+        start_server()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.output = directory / "output"
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-        watch = {"SHARDKIT_WATCH": "1", "SHARDKIT_WATCH_SECONDS": str(LIMIT)}
-        with self.output.open("wb") as output:
-            self.processes = [
-                subprocess.Popen(
-                    [sys.executable, str(JOB), trouble],
-                    env=environment(directory / "metadata", RANK=str(rank), **rendezvous, **watch, **variables),
-                    stdout=output,
-                    stderr=output,
-                )
-                for rank in range(world_size)
-            ]
+        self.output.touch()
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        variables |= {"SHARDKIT_WATCH": "1", "SHARDKIT_WATCH_SECONDS": str(LIMIT)}
+        found = environment(directory / "metadata", **variables)
+        path = found["PYTHONPATH"].split(os.pathsep)
+        context = multiprocessing.get_context("forkserver")
+        self.processes: list[Any] = [
+            context.Process(target=_rank, args=(found | {"RANK": str(rank)}, path, str(self.output), trouble))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
 
     def said(self, *words: str) -> str:
         """What was written, once all words are in it."""
@@ -54,11 +68,16 @@ class Ranks:
             assert time.monotonic() < deadline, f"{words} is not in:\n{text}"
             time.sleep(0.1)
 
+    def exit_codes(self) -> list[int | None]:
+        """How the processes ended, once they have."""
+        for process in self.processes:
+            process.join(_PATIENCE)
+        return [process.exitcode for process in self.processes]
+
     def end(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
+            process.join()
 
 
 @contextlib.contextmanager
@@ -79,7 +98,7 @@ def test_a_stopped_rank_is_named() -> None:
         assert "  there: rank 0, rank 1" in text
         # The rank goes on, and so does the job: nothing that was watched is worse for it.
         os.kill(stopped, signal.SIGCONT)
-        assert [process.wait(_PATIENCE) for process in job.processes] == [0, 0, 0]
+        assert job.exit_codes() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
@@ -87,14 +106,14 @@ def test_a_rank_that_has_died_is_named(shared: str) -> None:
     with ranks(2, "kill", SHARDKIT_SHARED_MEMORY=shared) as job:
         text = job.said("there:", "where every rank is:", "failing: blocks.0: all-gather")
         assert f"missing: rank 1: process {job.processes[1].pid} on {socket.gethostname()} has ended" in text
-        assert job.processes[0].wait(_PATIENCE) == 1, "the error itself is not swallowed"
+        assert job.exit_codes() == [1, -signal.SIGKILL], "the error itself is not swallowed"
 
 
 def test_a_rank_that_waits_elsewhere_is_named_with_its_line() -> None:
     with ranks(2, "elsewhere") as job:
         text = job.said("there:", "in wait_elsewhere")
         assert "missing: rank 1: it has not started this all-gather; it is outside of forward, backward" in text
-        assert f"{JOB}:" in text
+        assert f"{small_job.__file__}:" in text
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
@@ -109,7 +128,7 @@ def test_a_rank_that_took_another_branch_is_named(shared: str) -> None:
 
 def test_a_job_without_trouble_is_left_alone() -> None:
     with ranks(2, "") as job:
-        assert [process.wait(_PATIENCE) for process in job.processes] == [0, 0]
+        assert job.exit_codes() == [0, 0]
         assert "shardkit watch" not in job.output.read_text()
 
 
