@@ -25,6 +25,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
+def count(number: int) -> str:
+    """A number of things in thousands, millions or billions."""
+    for unit, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return str(number)
+
+
 def time(seconds: float) -> str:
     """Seconds, or thousandths of them."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
@@ -32,14 +40,15 @@ def time(seconds: float) -> str:
 
 def render(estimate: Estimate, console: Console) -> None:
     """Prints an estimate."""
-    console.print(Group(_head(estimate), _memory(estimate), _traffic(estimate), _times(estimate), *_notes(estimate)))
+    parts = [_head(estimate), _memory(estimate), _traffic(estimate), _times(estimate), *_notes(estimate)]
+    console.print(Group(*(line for part in parts for line in (part, Text()))))
 
 
 def _head(estimate: Estimate) -> Text:
-    axes = " x ".join(f"{name} {count}" for name, count in estimate.axes.items())
+    axes = " x ".join(f"{name} {length}" for name, length in estimate.axes.items())
     return Text(
-        f"{estimate.parameters / 1e9:.3f} B parameters, rank {estimate.rank} of {estimate.world_size} ({axes}), "
-        f"on {estimate.machine.name}\n"
+        f"{count(estimate.parameters)} parameters, rank {estimate.rank} of {estimate.world_size} ({axes}), "
+        f"on {estimate.machine.name}"
     )
 
 
