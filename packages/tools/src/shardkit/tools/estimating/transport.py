@@ -24,7 +24,7 @@ from shardkit.tools.estimating.traffic import neighbourhood
 from shardkit.tools.machine import Transport as Kind
 
 
-@dataclass
+@dataclass(eq=False)
 class _Parcel:
     memory: torch.Tensor
     number: int
