@@ -31,7 +31,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if FakeTensor in types:  # DTensor finds out the shapes of its results with them
             return function(*args, **(kwargs or {}))
-        if types:  # the operators that a DTensor, or another subclass, runs inside come by
+        if any(one not in (torch.Tensor, torch.nn.Parameter) for one in types):
+            # The operators that a DTensor, or another subclass, runs inside come by.
             return NotImplemented
         if self.slow and function is torch.ops.aten.mm.default:
             time.sleep(0.0005)  # in a long run each rank is ahead of the others at times, and its outbox grows

@@ -19,7 +19,27 @@ from tests.tools.jobs import GPT, two_dimensions
 from tests.tools.jobs import tokens as token_ids
 from tests.tools.measured import Meter
 
-JOB = TrainingJob(GPT, token_ids)
+
+class Narrow(nn.Module):
+    """Two blocks, and an embedding that holds a large part of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(200, 32), nn.Linear(32, 200)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def narrow_tokens() -> torch.Tensor:
+    return torch.randint(200, (2, 32))
+
+
+JOB = TrainingJob(Narrow, narrow_tokens)
 MACHINE = Machine(
     name="two ranks",
     device="cpu",
@@ -39,20 +59,20 @@ MACHINE = Machine(
 
 @pytest.fixture(scope="module")
 def ample() -> list[Proposal]:
-    return propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=4, count=100)
+    return propose(JOB, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100)
 
 
 def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
     seconds = [proposal.sample_seconds for proposal in ample]
     assert seconds == sorted(seconds)
     best = ample[0].candidate
-    assert best.micro_batch == 4 and not best.policies.checkpoint
+    assert best.micro_batch == 2 and not best.policies.checkpoint
     assert any("of the limit" in reason for reason in ample[0].reasons)
 
 
 def test_a_limit_forces_a_choice(ample: list[Proposal]):
     limit = ample[0].estimate.reserved_bytes * 2 // 3
-    found = propose(JOB, 2, MACHINE, limit, most_micro_batch=4)
+    found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2)
     assert found and all(proposal.estimate.reserved_bytes <= limit for proposal in found)
     assert found[0].candidate != ample[0].candidate
     measured = run_ranks(2, follow, code_of(found[0]), found[0].candidate.micro_batch)

@@ -27,6 +27,9 @@ from shardkit.tools.torch_compat import (
     group_named,
 )
 
+# Classes of tensors that run no operators of their own inside one.
+_WITHOUT_OPERATORS = (FakeTensor, torch.Tensor, nn.Parameter)
+
 _MADE_IN: dict[str, Category] = {
     "building": "other",
     "inputs": "inputs",
@@ -115,7 +118,7 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(one is not FakeTensor for one in types):
+        if any(one not in _WITHOUT_OPERATORS for one in types):
             return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         kwargs = kwargs or {}
         if function.namespace == "prim":  # a fake tensor is asked for its device
