@@ -72,6 +72,7 @@ def agree_alone(rank: int, world_size: int) -> list[int]:
     try:
         model = fully_shard(nn.Linear(10, 10, bias=False))
         model(torch.ones(1, 10))
+        model.reshard()
         return [len(one.to_local()) for one in model.parameters()]
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ CONFIG = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 160,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "torch_dtype": "float32",
@@ -103,7 +103,6 @@ def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
 
-def test_nothing_fits_a_tiny_limit(config: str, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--hf-config", config, "--world-size", "2", "--sequence", "16", "--memory", "1MB"]
-    assert plan(arguments) == 1
+def test_nothing_fits_a_tiny_limit(capsys: pytest.CaptureFixture[str]):
+    assert plan(["tests.tools.test_planning:JOB", "--world-size", "2", "--memory", "10kB"]) == 1
     assert "ways fits" in " ".join(capsys.readouterr().err.split())

@@ -71,7 +71,8 @@ def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
 
 
 def test_a_limit_forces_a_choice(ample: list[Proposal]):
-    limit = ample[0].estimate.reserved_bytes * 2 // 3
+    least = min(proposal.estimate.reserved_bytes for proposal in ample)
+    limit = (least + ample[0].estimate.reserved_bytes) // 2
     found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2)
     assert found and all(proposal.estimate.reserved_bytes <= limit for proposal in found)
     assert found[0].candidate != ample[0].candidate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +86,8 @@ def simulate(
                 transports[group] = SimulatedTransport(group, device, kind, ranks_per_host, observer.announce)
             return transports[group]
 
-        try:
-            with fake, stand_ins(stand_in), observer:
-                return _run(job, mesh, observer, transports)
-        finally:
-            gc.collect()
+        with fake, stand_ins(stand_in), observer:
+            return _run(job, mesh, observer, transports)
 
 
 def _run(
