@@ -1,4 +1,4 @@
-"""Ten training jobs of different kinds, each runnable with real ranks and with fake tensors."""
+"""Training jobs of eleven kinds, each runnable with real ranks and with fake tensors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -165,6 +165,7 @@ JOBS: dict[str, TrainingJob] = {
     "accumulation": TrainingJob(GPT, tokens, policies=Policies(accumulate=3, reshard_after_forward=False)),
     "checkpointing": TrainingJob(partial(GPT, recompute=True), tokens),
     "two_dimensions": TrainingJob(two_dimensions, tokens),
+    "replicas": TrainingJob(GPT, tokens),
 }
 
 
@@ -172,4 +173,6 @@ JOBS: dict[str, TrainingJob] = {
 def mesh_of(name: str, world_size: int) -> dict[str, int]:
     if name == "two_dimensions":
         return {"dp": world_size // 2, "tp": 2} if world_size % 2 == 0 else {"dp": world_size, "tp": 1}
+    if name == "replicas" and world_size % 2 == 0:
+        return {"dp_replicate": 2, "dp_shard": world_size // 2}
     return {"dp": world_size}

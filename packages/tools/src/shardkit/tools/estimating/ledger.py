@@ -62,7 +62,7 @@ class Ledger:
         self.total = 0
         self.by_category: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.peak: Peak | None = None
-        self.observer: Observer | None = None
+        self._observers: list[Observer] = []
         self._where = where
         self._most = 0
         self._entries: dict[int, _Entry] = {}
@@ -75,9 +75,13 @@ class Ledger:
 
     def watch(self, observer: Observer) -> None:
         """Tells `observer` of every storage that is live, and from now on of every change."""
-        self.observer = observer
+        self._observers.append(observer)
         for key, entry in self._entries.items():
             observer(key, entry.nbytes)
+
+    def keys_of(self, category: Category) -> list[int]:
+        """The storages of a category, as observers know them."""
+        return [key for key, entry in self._entries.items() if entry.category == category]
 
     def see(self, tensor: torch.Tensor, category: Category) -> None:
         """A tensor that an operator returned; a storage that is known already keeps its category."""
@@ -133,9 +137,10 @@ class Ledger:
     def _change(self, key: int, category: Category, nbytes: int) -> None:
         self.total += nbytes
         self.by_category[category] += nbytes
-        if self.observer is not None and nbytes:
+        if self._observers and nbytes:
             entry = self._entries.get(key)
-            self.observer(key, 0 if entry is None else entry.nbytes)
+            for observer in self._observers:
+                observer(key, 0 if entry is None else entry.nbytes)
         if self.total > self._most:
             self._note_peak()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,7 +40,13 @@ def time(seconds: float) -> str:
 
 def render(estimate: Estimate, console: Console) -> None:
     """Prints an estimate."""
-    parts = [_head(estimate), _memory(estimate), _traffic(estimate), _times(estimate), *_notes(estimate)]
+    parts: list[RenderableType] = [
+        _head(estimate),
+        _memory(estimate),
+        _traffic(estimate),
+        _times(estimate),
+        *_notes(estimate),
+    ]
     console.print(Group(*(line for part in parts for line in (part, Text()))))
 
 

@@ -17,7 +17,6 @@ from shardkit.tools.estimating.costs import OperatorCosts, Roofline
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.policies import Policies
-from shardkit.tools.estimating.reserved import resident_bytes
 from shardkit.tools.estimating.simulation import Recording, simulate
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.estimating.world import axes_of
@@ -188,7 +187,7 @@ def assess(
     """What a recording means on a machine."""
     state = recording.weights.own + recording.optimizer.own
     if machine.device == "cpu":
-        reserved = resident_bytes(recording.peak.bytes, recording.mapped_bytes, machine.process_bytes)
+        reserved = recording.heap_bytes + recording.mapped_bytes + machine.process_bytes
     else:
         reserved = recording.cached_bytes + machine.process_bytes
     return Estimate(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.runtime.transport import StandIn, stand_ins
@@ -18,7 +18,7 @@ from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.observer import Observer
-from shardkit.tools.estimating.reserved import CachingAllocator
+from shardkit.tools.estimating.reserved import CachingAllocator, Heap
 from shardkit.tools.estimating.trace import Trace
 from shardkit.tools.estimating.traffic import neighbourhood
 from shardkit.tools.estimating.transport import SimulatedTransport
@@ -48,6 +48,7 @@ class Recording:
         weights: size of parameters and buffers.
         optimizer: size of the optimizer's state.
         cached_bytes: what torch's caching allocator of GPUs would have taken from the device.
+        heap_bytes: what tensors on a CPU keep resident: the heap with its holes, and memory that is lent to peers.
         parameters: elements of the whole model's parameters.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
         groups: labels of the parameter groups.
@@ -60,6 +61,7 @@ class Recording:
     weights: StateSize
     optimizer: StateSize
     cached_bytes: int
+    heap_bytes: int
     parameters: int
     mapped_bytes: int
     groups: tuple[str, ...]
@@ -87,15 +89,27 @@ def simulate(
             return transports[group]
 
         with fake, stand_ins(stand_in), observer:
-            return _run(job, mesh, observer, transports)
+            return _run(job, mesh, observer, transports, shared=transport == "shared")
 
 
 def _run(
-    job: TrainingJob, mesh: Any, observer: Observer, transports: dict[dist.ProcessGroup, SimulatedTransport]
+    job: TrainingJob,
+    mesh: DeviceMesh,
+    observer: Observer,
+    transports: dict[dist.ProcessGroup, SimulatedTransport],
+    *,
+    shared: bool,
 ) -> Recording:
+    heap = Heap()
+    observer.ledger.watch(heap.changed)
     with _explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
     observer.adopt(model)
+    lent_bytes = 0
+    if shared and mesh.size() > 1:
+        lent_bytes = observer.ledger.by_category["sharded_parameters"]
+        for key in observer.ledger.keys_of("sharded_parameters"):  # core moves them to memory that peers can read
+            heap.changed(key, 0)
     allocator = CachingAllocator()
     observer.ledger.watch(allocator.changed)
     with _explained("making the optimizer failed", "it gets the parameters of the sharded model"):
@@ -108,6 +122,7 @@ def _run(
         if recording:
             idle = observer.ledger.total
             observer.start()
+            heap.start()
         with _explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
             job.run(model, optimizer, batches)
         del batches
@@ -120,6 +135,7 @@ def _run(
         weights=_state_size([*model.parameters(), *model.buffers()]),
         optimizer=_state_size(_tensors_of(optimizer)),
         cached_bytes=allocator.reserved,
+        heap_bytes=heap.peak + lent_bytes,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
         groups=tuple(dict.fromkeys(group.label for group in groups)),
