@@ -17,7 +17,7 @@ def cpu(transport: str):
 CASES = [(name, size) for i, name in enumerate(JOBS) for size in (2, (4, 3, 1)[i % 3])]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*CASES, ("two_dimensions", 4), ("replicas", 4)])
+@pytest.mark.parametrize(("name", "world_size"), [*CASES, ("replicas", 4)])
 def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     shared = world_size != 3
     measured = run_ranks(world_size, run_job, name, shared)

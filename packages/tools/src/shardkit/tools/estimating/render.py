@@ -40,13 +40,8 @@ def time(seconds: float) -> str:
 
 def render(estimate: Estimate, console: Console) -> None:
     """Prints an estimate."""
-    parts: list[RenderableType] = [
-        _head(estimate),
-        _memory(estimate),
-        _traffic(estimate),
-        _times(estimate),
-        *_notes(estimate),
-    ]
+    parts: list[RenderableType] = [_head(estimate), _memory(estimate), _traffic(estimate), _times(estimate)]
+    parts += _notes(estimate)
     console.print(Group(*(line for part in parts for line in (part, Text()))))
 
 
