@@ -6,6 +6,7 @@ their unsharded storages stay the same objects from step to step, so they are lo
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class SavedTensors:
         self.packed = 0
         self._write = write
         self._modules: list[nn.Module] = []
-        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # By identity, which holds as long as the storage does: looking up a weak reference would cost ten times more.
+        self._parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._hooks: Any = None
 
@@ -54,7 +56,9 @@ class SavedTensors:
         while self._modules:
             for parameter in self._modules.pop().parameters():
                 if not isinstance(parameter, DTensor):
-                    self._parameters.add(parameter.untyped_storage())
+                    storage = parameter.untyped_storage()
+                    key = id(storage)
+                    self._parameters[key] = weakref.ref(storage, functools.partial(self._forget, key))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.active:
@@ -68,11 +72,14 @@ class SavedTensors:
                 self._know_parameters()
             storage = plain.untyped_storage()
             key = id(storage)
-            if key not in self._saved and storage not in self._parameters and storage.nbytes():
+            if key not in self._saved and key not in self._parameters and storage.nbytes():
                 self._saved[key] = weakref.ref(storage, lambda _: self._dropped(key))
                 self._write(ActivationSaved(key, storage.nbytes()))
         self.seconds += time.perf_counter() - began
         return tensor
+
+    def _forget(self, key: int, _: object) -> None:
+        self._parameters.pop(key, None)
 
     def _dropped(self, key: int) -> None:
         del self._saved[key]
