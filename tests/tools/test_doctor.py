@@ -118,12 +118,14 @@ def test_communication_that_nothing_hides() -> None:
 
 def test_buffers_that_double() -> None:
     held = memory()
-    held.categories["communication"] = Series([0.0, 0.1], [12 * MIB, 0])
+    held.categories["communication"] = Series([0.0, 0.1], [24 * MIB, 0])
     reductions = operations(HIDDEN | {"kind": "reduce-scatter", "phase": "backward"})
     one = found(report(*(rank(number, reductions, memory=held) for number in (0, 1))), "buffers")
     assert one.unit == "bytes"
     assert one.cost == 8 * MIB
-    assert "12.0 MiB on rank 0, 3.0 times what the largest reduction sends (4.0 MiB)" in one.seen
+    assert "reach 24.0 MiB on rank 0; two reductions at once, of the largest group, need 16.0 MiB" in one.seen
+    held.categories["communication"] = Series([0.0, 0.1], [16 * MIB, 0])
+    assert "buffers" not in rules(report(*(rank(number, reductions, memory=held) for number in (0, 1))))
 
 
 def test_padding_and_uneven_shards() -> None:

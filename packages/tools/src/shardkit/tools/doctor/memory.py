@@ -22,26 +22,25 @@ _ADVICE = {
 
 
 def buffers_that_double(facts: Facts) -> Iterator[Finding]:
-    """More communication buffers at once than the largest collective needs."""
-    largest = max((one.wire_bytes for one in facts.first_rank if one.kind != "all-gather"), default=0)
-    if not largest:
+    """More communication buffers at once than two reductions need: one under way while the next one is made."""
+    sizes = {group: len(ranks.ranks) for group, ranks in enumerate(facts.report.groups)}
+    reductions = [one for one in facts.first_rank if one.kind != "all-gather"]
+    need = max((one.wire_bytes + one.bytes // sizes[one.group] for one in reductions), default=0)
+    rank = facts.report.ranks[0]
+    held = max(rank.memory.categories["communication"].values, default=0)
+    cost = held - 2 * need
+    if not need or held < 2.2 * need or cost < _LEAST * facts.peak:
         return
-    for rank in facts.report.ranks[:1]:
-        held = max(rank.memory.categories["communication"].values, default=0)
-        cost = held - largest
-        if held < 1.9 * largest or cost < _LEAST * facts.peak:
-            continue
-        yield Finding(
-            "buffers",
-            "bytes",
-            cost,
-            cost / facts.peak,
-            f"communication buffers reach {show(held, 'bytes')} on rank {rank.rank}, {held / largest:.1f} times what "
-            f"the largest reduction sends ({show(largest, 'bytes')}): several reductions are under way at once, or "
-            "buffers of several sizes are kept",
-            "make groups alike in size; keep set_reduce_scatter_max_input_buffers at 1; a peer that is late keeps "
-            "buffers alive, so see to late ranks first",
-        )
+    yield Finding(
+        "buffers",
+        "bytes",
+        cost,
+        cost / facts.peak,
+        f"communication buffers reach {show(held, 'bytes')} on rank {rank.rank}; two reductions at once, of the "
+        f"largest group, need {show(2 * need, 'bytes')}: more are under way, or buffers of several sizes are kept",
+        "make groups alike in size; keep set_reduce_scatter_max_input_buffers at 1; a peer that is late keeps buffers "
+        "alive, so see to late ranks first",
+    )
 
 
 def padding(facts: Facts) -> Iterator[Finding]:

@@ -65,9 +65,8 @@ class SavedTensors:
             return tensor
         began = time.perf_counter()
         self.packed += 1
-        plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # A subclass without memory of its own, and layouts without a storage, cannot be counted this way.
-        if plain.layout is torch.strided and type(plain) in (torch.Tensor, nn.Parameter):
+        plain = tensor if type(tensor) is torch.Tensor else _plain(tensor)
+        if plain is not None and plain.layout is torch.strided:
             if self._modules:
                 self._know_parameters()
             storage = plain.untyped_storage()
@@ -85,6 +84,13 @@ class SavedTensors:
         del self._saved[key]
         if self.active:
             self._write(ActivationDropped(key))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What holds the memory of a tensor of another class; None for subclasses without memory that can be told."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor if type(tensor) is nn.Parameter else None
 
 
 def _unpack(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardkit.tools.profiling.observer import DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
+from shardkit.tools.profiling.observer import ACTIVATIONS, DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
 from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.files import ReportError, write_report, write_text
 from shardkit.tools.report.merge import merge
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="shardkit-profile-") as directory:
         records = options.records or Path(directory)
-        status = _run(command, extent, records)
+        status = _run(command, extent, records, activations=not options.no_activations)
         if status != 0:
             errors.print(f"the command ended with status {status}; reporting what was recorded", markup=False)
         try:
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, help="also write a trace for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("--warmup", type=int, default=DEFAULT_WARMUP, help="steps to leave out (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps to record (default: %(default)s)")
+    parser.add_argument("--no-activations", action="store_true", help="do not count what autograd saves; costs less")
     parser.add_argument(
         "--records", type=Path, help="keep the records of the ranks in this directory, which all hosts share"
     )
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(command: list[str], extent: Extent, records: Path) -> int:
+def _run(command: list[str], extent: Extent, records: Path, *, activations: bool) -> int:
     """Runs the command with the observer asked for; returns its exit status, 127 if it cannot be started."""
     for old in records.glob("rank-*.json"):
         old.unlink()
@@ -86,6 +87,7 @@ def _run(command: list[str], extent: Extent, records: Path) -> int:
         TARGET: str(records.resolve()),
         WARMUP: str(extent.warmup),
         STEPS: str(extent.steps),
+        ACTIVATIONS: str(int(activations)),
     }
     try:
         return subprocess.run(command, env=environment, check=False).returncode

@@ -5,6 +5,7 @@ the wanted steps are over, or the process ends before, the rank writes its recor
 
     SHARDKIT_PROFILE_WARMUP    steps to leave out first (default 1)
     SHARDKIT_PROFILE_STEPS     steps to record after that (default 10)
+    SHARDKIT_PROFILE_ACTIVATIONS    0: what autograd saves is not counted, which costs less
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from shardkit.tools.profiling.recorder import Extent, Recorder
 from shardkit.tools.profiling.replay import record_of
 from shardkit.tools.report.record import write_record
 
-__all__ = ["DEFAULT_STEPS", "DEFAULT_WARMUP", "STEPS", "TARGET", "WARMUP", "start"]
+__all__ = ["ACTIVATIONS", "DEFAULT_STEPS", "DEFAULT_WARMUP", "STEPS", "TARGET", "WARMUP", "start"]
 
 TARGET = "SHARDKIT_PROFILE"
 WARMUP = "SHARDKIT_PROFILE_WARMUP"
 STEPS = "SHARDKIT_PROFILE_STEPS"
+ACTIVATIONS = "SHARDKIT_PROFILE_ACTIVATIONS"
 DEFAULT_WARMUP = 1
 DEFAULT_STEPS = 10
 
@@ -37,18 +39,19 @@ def start() -> None:
     """
     directory = Path(os.environ[TARGET])
     extent = Extent(_number(WARMUP, DEFAULT_WARMUP), _number(STEPS, DEFAULT_STEPS))
-    recording = _Recording(directory, extent)
+    recording = _Recording(directory, extent, activations=os.environ.get(ACTIVATIONS, "1") != "0")
     atexit.register(recording.end)
 
 
 class _Recording:
     """A recording that ends by itself, once."""
 
-    def __init__(self, directory: Path, extent: Extent) -> None:
+    def __init__(self, directory: Path, extent: Extent, *, activations: bool) -> None:
         self._directory = directory
         self._ended = False
         self._process = os.getpid()
-        self._recorder = Recorder(_device(), extent, self.end, activations=True)
+        self._activations = activations
+        self._recorder = Recorder(_device(), extent, self.end, activations=activations)
         self._recorder.start(None, ())
 
     def end(self) -> None:
@@ -58,7 +61,7 @@ class _Recording:
         self._ended = True
         self._recorder.stop()
         try:
-            write_record(record_of(self._recorder, activations=True), self._directory)
+            write_record(record_of(self._recorder, activations=self._activations), self._directory)
         except OSError as error:  # a run that trains well must not end because a record cannot be written
             warnings.warn(f"the profile cannot be written to {self._directory}: {error.strerror}", stacklevel=2)
 

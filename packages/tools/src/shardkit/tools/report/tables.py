@@ -80,12 +80,14 @@ def _ranks(report: Report) -> Table:
 
 
 def _collectives(report: Report) -> Table:
-    table = _table(
-        "collective", "bytes", "exposed a step", "of it skew", "waited by", "bus bandwidth", title="most waited for"
-    )
+    transports = ", ".join(dict.fromkeys(one.transport for one in report.collectives))
+    title = f"most waited for, a step (through: {transports})"
+    table = _table("group", "collective", "bytes", "exposed", "of it skew", "waited by", "bus", title=title)
+    table.columns[1].justify = "left"
     for one in report.collectives[:_ROWS]:
         table.add_row(
-            escape(f"{one.kind} of {one.fqn} ({one.phase}, {one.transport})"),
+            escape(one.fqn),
+            f"{one.kind}, {one.phase}",
             show(one.bytes, "bytes"),
             show(one.exposed, "seconds"),
             show(one.exposed_by_skew, "seconds"),
