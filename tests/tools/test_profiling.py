@@ -19,6 +19,8 @@ from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, 
 
 STEPS = 3
 MODEL_BYTES = BLOCKS * BLOCK_BYTES + ROOT_BYTES
+# Each linear layer saves its input, each tanh its output, which is the next layer's input; then square its input.
+ACTIVATIONS = (2 + BLOCKS) * BATCH * WIDTH * 4 + BATCH * WIDTH * 4
 
 
 def report_of(world_size: int, steps: int = STEPS, **options: Any) -> Report:
@@ -73,8 +75,7 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
     assert peaks["optimizer"] == 2 * MODEL_BYTES // world_size + 4 * 2 * (BLOCKS + 2)  # and a step count each
     # One block is prefetched while another runs; the root stays. With one rank nothing is unsharded.
     assert peaks["unsharded_parameters"] == (0 if world_size == 1 else ROOT_BYTES + 2 * BLOCK_BYTES)
-    # Each linear layer saves its input, each tanh its output, which is the next layer's input; then square its input.
-    assert peaks["activations"] == (2 + BLOCKS) * BATCH * WIDTH * 4 + BATCH * WIDTH * 4
+    assert peaks["activations"] == ACTIVATIONS
     assert rank.memory.categories["activations"].values[-1] == 0
     # After backward all sharded gradients are there.
     assert peaks["gradients"] >= MODEL_BYTES // world_size
@@ -84,6 +85,24 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
     if world_size > 1:
         assert unsharded["blocks.1"] == BLOCK_BYTES
         assert unsharded["FSDPChain"] == ROOT_BYTES
+
+
+def _validates_first(rank: int, world_size: int) -> Report | None:
+    model = sharded_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with profile(model, optimizer) as run:
+        with torch.no_grad():
+            model(torch.randn(BATCH, WIDTH))
+        for _ in range(STEPS):
+            train(model, optimizer)
+    return run.report
+
+
+def test_parameters_are_no_activations_also_after_a_forward_that_saved_nothing() -> None:
+    for rank in run_ranks(2, _validates_first)[0].ranks:
+        series = rank.memory.categories["activations"]
+        assert max(series.values) == ACTIVATIONS
+        assert series.values[-1] == 0
 
 
 def test_prefetches_are_counted() -> None:

@@ -33,7 +33,8 @@ class SavedTensors:
         self.seconds = 0.0
         self.packed = 0
         self._write = write
-        self._modules: list[nn.Module] = []
+        self._known: set[str] = set()
+        self._unknown: dict[str, list[nn.Module]] = {}
         # By identity, which holds as long as the storage does: looking up a weak reference would cost ten times more.
         self._parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -48,17 +49,27 @@ class SavedTensors:
         """Stops counting; what is saved still reports when it is dropped."""
         self._hooks.__exit__(None, None, None)
 
-    def leave_out(self, module: nn.Module) -> None:
-        """Before the next storage is counted, `module`'s parameters that are unsharded by then are left out."""
-        self._modules.append(module)
+    def enter_module(self, fqn: str, roots: list[nn.Module]) -> None:
+        """The module's forward begins: its parameters, unsharded before anything is saved in it, are not to be counted.
+
+        They are looked up when something is saved; a forward without grad saves nothing.
+        """
+        if fqn not in self._known:
+            self._unknown[fqn] = roots
+
+    def leave_module(self, fqn: str) -> None:
+        """The module's forward has ended."""
+        self._unknown.pop(fqn, None)
 
     def _know_parameters(self) -> None:
-        while self._modules:
-            for parameter in self._modules.pop().parameters():
+        for root in {id(root): root for roots in self._unknown.values() for root in roots}.values():
+            for parameter in root.parameters():
                 if not isinstance(parameter, DTensor):
                     storage = parameter.untyped_storage()
                     key = id(storage)
                     self._parameters[key] = weakref.ref(storage, functools.partial(self._forget, key))
+        self._known.update(self._unknown)
+        self._unknown.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.active:
@@ -67,7 +78,7 @@ class SavedTensors:
         self.packed += 1
         plain = tensor if type(tensor) is torch.Tensor else _plain(tensor)
         if plain is not None and plain.layout is torch.strided:
-            if self._modules:
+            if self._unknown:
                 self._know_parameters()
             storage = plain.untyped_storage()
             key = id(storage)

@@ -104,14 +104,13 @@ class Recorder:
         self._hooks: list[Any] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._known: set[str] = set()
         self._gradients: list[tuple[weakref.ref[nn.Parameter], int]] = []
         self._counted: dict[str, int] = {}
         self._stepped = False
         self._steps = 0
         self._reactions: dict[type, Callable[[Any], None]] = {
             events.ModuleBegan: self._module_began,
-            events.ModuleEnded: self._read_residence,
+            events.ModuleEnded: self._module_ended,
             events.BackwardEnded: self._backward_ended,
             events.RootReady: self._root_ready,
             events.GatherStarted: self._note_group,
@@ -203,13 +202,15 @@ class Recorder:
                 self._border(event)
                 if self.full:
                     return
-            if event.fqn not in self._known and self._saved is not None:
-                self._known.add(event.fqn)
-                for reference in self._roots:
-                    if (root := reference()) is not None:
-                        self._saved.leave_out(root)
+            if self._saved is not None:
+                self._saved.enter_module(event.fqn, self._alive())
             if event.root:
                 self._count_gradients()
+        self._read_residence(event)
+
+    def _module_ended(self, event: events.ModuleEnded) -> None:
+        if event.phase == "forward" and self._saved is not None:
+            self._saved.leave_module(event.fqn)
         self._read_residence(event)
 
     def _border(self, first: events.ModuleBegan) -> None:
@@ -264,10 +265,13 @@ class Recorder:
         self._write(ResidentBytes(self._residence.read()))
         self.seconds += time.perf_counter() - began
 
+    def _alive(self) -> list[nn.Module]:
+        return [root for reference in self._roots if (root := reference()) is not None]
+
     # -- what is counted -----------------------------------------------------------------------------------------------
 
     def _count_holdings(self) -> None:
-        roots = [root for reference in self._roots if (root := reference()) is not None]
+        roots = self._alive()
         if roots:
             self.shards = {name: local_bytes([one]) for root in roots for name, one in root.named_parameters()}
             self.holders = {
