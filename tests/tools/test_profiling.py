@@ -87,6 +87,29 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
         assert unsharded["FSDPChain"] == ROOT_BYTES
 
 
+def _accumulates(rank: int, world_size: int) -> Report | None:
+    model = sharded_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with profile(model, optimizer) as run:
+        for _ in range(2):
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.report
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_wait_for_a_later_micro_batch_are_counted(world_size: int) -> None:
+    for rank in run_ranks(world_size, _accumulates)[0].ranks:
+        series = rank.memory.categories["gradients"]
+        # Between the two backwards nothing but the whole unsharded gradient is there.
+        assert MODEL_BYTES in series.values
+        assert max(series.values) <= MODEL_BYTES + MODEL_BYTES // world_size
+        assert series.values[-1] in (0, MODEL_BYTES // world_size), "then only the sharded one"
+
+
 def _validates_first(rank: int, world_size: int) -> Report | None:
     model = sharded_chain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

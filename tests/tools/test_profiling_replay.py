@@ -25,6 +25,8 @@ from shardkit.tools.profiling.log import (
     ActivationDropped,
     ActivationSaved,
     Entry,
+    GradientAccumulated,
+    GradientsKept,
     HeldBytes,
     OptimizerBegan,
     OptimizerEnded,
@@ -185,6 +187,23 @@ def test_the_peak_is_the_largest_sum_and_says_where_it_was() -> None:
     }
     assert result.categories["communication"].values == [50]
     assert result.categories["activations"].values == [7, 0]
+
+
+def test_gradients_count_from_when_backward_makes_them_until_they_are_sharded() -> None:
+    values = memory_of(
+        ROOT[0],
+        ModuleBegan("a", "backward", False),
+        GradientAccumulated("a.w", 10),
+        GradientAccumulated("a.b", 3),
+        GradientAccumulated("a.b", 3),  # added to the one that is there
+        GradientAccumulated("head.w", 100),
+        StorageAllocated("a", 13, "gradient"),
+        StorageFreed("a", 13, "gradient"),
+        GradientsKept(("head.w",)),
+        GradientsKept(()),
+    ).result(0.0)
+    assert values.categories["gradients"].values == [10, 13, 113, 103, 100, 113, 100, 0]
+    assert values.modules["a"].values[-1] == 0
 
 
 def test_memory_from_before_the_recording_never_makes_less_than_nothing() -> None:

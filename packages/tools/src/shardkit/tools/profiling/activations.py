@@ -1,7 +1,8 @@
-"""Counts what autograd saves for backward, by `torch.autograd.graph.saved_tensors_hooks`.
+"""Counts what autograd saves for backward, and the gradients that it makes, by public hooks of torch.
 
 A storage counts once, from the first tensor over it that is saved until its memory is free. Parameters do not count:
-their unsharded storages stay the same objects from step to step, so they are looked up once for each module.
+their unsharded storages stay the same objects from step to step, so they are looked up once for each module; that is
+also when each of them gets a hook that tells when its gradient is there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry
+from shardkit.tools.profiling.log import (
+    ActivationDropped,
+    ActivationSaved,
+    Entry,
+    GradientAccumulated,
+    GradientsKept,
+)
 
 __all__ = ["SavedTensors"]
 
@@ -37,6 +45,8 @@ class SavedTensors:
         self._unknown: dict[str, list[nn.Module]] = {}
         # By identity, which holds as long as the storage does: looking up a weak reference would cost ten times more.
         self._parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unsharded: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._gradient_hooks: list[RemovableHandle] = []
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._hooks: Any = None
 
@@ -45,8 +55,14 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
+    def stop(self) -> None:
+        """Stops counting. The hooks on saved tensors stay until `leave`, and do nothing."""
+        self.active = False
+        for hook in self._gradient_hooks:
+            hook.remove()
+
     def leave(self) -> None:
-        """Stops counting; what is saved still reports when it is dropped."""
+        """Takes the hooks on saved tensors away."""
         self._hooks.__exit__(None, None, None)
 
     def enter_module(self, fqn: str, roots: list[nn.Module]) -> None:
@@ -63,13 +79,33 @@ class SavedTensors:
 
     def _know_parameters(self) -> None:
         for root in {id(root): root for roots in self._unknown.values() for root in roots}.values():
-            for parameter in root.parameters():
+            for name, parameter in root.named_parameters():
                 if not isinstance(parameter, DTensor):
-                    storage = parameter.untyped_storage()
-                    key = id(storage)
-                    self._parameters[key] = weakref.ref(storage, functools.partial(self._forget, key))
+                    self._know(name, parameter)
         self._known.update(self._unknown)
         self._unknown.clear()
+
+    def _know(self, name: str, parameter: nn.Parameter) -> None:
+        storage = parameter.untyped_storage()
+        key = id(storage)
+        if key in self._parameters:
+            return
+        self._parameters[key] = weakref.ref(storage, functools.partial(self._forget, key))
+        if parameter.requires_grad:
+            hook = functools.partial(self._accumulated, name)
+            self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._unsharded[name] = weakref.ref(parameter)
+
+    def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
+        if self.active and parameter.grad is not None:
+            self._write(GradientAccumulated(name, parameter.grad.nbytes))
+
+    def end_backward(self) -> None:
+        """A backward is over: tells which unsharded gradients are still there."""
+        kept = [
+            name for name, one in self._unsharded.items() if (there := one()) is not None and there.grad is not None
+        ]
+        self._write(GradientsKept(tuple(kept)))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.active:

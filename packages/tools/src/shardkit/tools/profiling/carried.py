@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardkit.core.events import StorageAllocated, StorageFreed, StorageKind
-from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry, HeldBytes
+from shardkit.tools.profiling.log import (
+    ActivationDropped,
+    ActivationSaved,
+    Entry,
+    GradientAccumulated,
+    GradientsKept,
+    HeldBytes,
+)
 
 __all__ = ["carried"]
 
@@ -15,6 +22,7 @@ def carried(entries: Iterable[Entry]) -> list[Entry]:
     """Entries that bring about the memory at the end of `entries`."""
     storage: Counter[tuple[str, StorageKind]] = Counter()
     saved: dict[int, ActivationSaved] = {}
+    gradients: dict[str, GradientAccumulated] = {}
     held: dict[str, HeldBytes] = {}
     for entry in entries:
         if isinstance(entry, StorageAllocated):
@@ -25,7 +33,11 @@ def carried(entries: Iterable[Entry]) -> list[Entry]:
             saved[entry.key] = entry
         elif isinstance(entry, ActivationDropped):
             saved.pop(entry.key, None)
+        elif isinstance(entry, GradientAccumulated):
+            gradients[entry.fqn] = entry
+        elif isinstance(entry, GradientsKept):
+            gradients = {fqn: gradients[fqn] for fqn in entry.fqns if fqn in gradients}
         elif isinstance(entry, HeldBytes):
             held[entry.category] = entry
     allocated = [StorageAllocated(fqn, count, kind) for (fqn, kind), count in storage.items() if count > 0]
-    return [*held.values(), *allocated, *saved.values()]
+    return [*held.values(), *allocated, *saved.values(), *gradients.values()]

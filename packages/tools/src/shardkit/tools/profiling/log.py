@@ -14,6 +14,8 @@ __all__ = [
     "ActivationDropped",
     "ActivationSaved",
     "Entry",
+    "GradientAccumulated",
+    "GradientsKept",
     "HeldBytes",
     "OptimizerBegan",
     "OptimizerEnded",
@@ -47,6 +49,21 @@ class ActivationDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientAccumulated:
+    """Backward has put a gradient of so many bytes on the unsharded parameter `fqn`, or added to the one there."""
+
+    fqn: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsKept:
+    """After a backward: the parameters that still have an unsharded gradient, as no reduction has taken it."""
+
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HeldBytes:
     """This rank's tensors of one category, counted: sharded parameters, sharded gradients, optimizer state, buffers."""
 
@@ -62,5 +79,13 @@ class ResidentBytes:
 
 
 Entry: TypeAlias = (
-    Event | OptimizerBegan | OptimizerEnded | ActivationSaved | ActivationDropped | HeldBytes | ResidentBytes
+    Event
+    | OptimizerBegan
+    | OptimizerEnded
+    | ActivationSaved
+    | ActivationDropped
+    | GradientAccumulated
+    | GradientsKept
+    | HeldBytes
+    | ResidentBytes
 )

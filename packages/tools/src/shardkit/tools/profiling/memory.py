@@ -6,7 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from shardkit.core.events import ModuleBegan, StorageAllocated, StorageFreed, StorageKind
-from shardkit.tools.profiling.log import ActivationDropped, ActivationSaved, Entry, HeldBytes, ResidentBytes
+from shardkit.tools.profiling.log import (
+    ActivationDropped,
+    ActivationSaved,
+    Entry,
+    GradientAccumulated,
+    GradientsKept,
+    HeldBytes,
+    ResidentBytes,
+)
 from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Series
 
@@ -43,6 +51,7 @@ class Memory:
         self._series: dict[str, list[tuple[float, int]]] = {category: [] for category in CATEGORIES}
         self._resident: list[tuple[float, int]] = []
         self._owners: dict[str, str] = {}
+        self._accumulated: dict[str, int] = {}
         begun = [entry for entry in entries if isinstance(entry, ModuleBegan)]
         self._modules = list(dict.fromkeys(entry.fqn for entry in begun))
         self._root = next((entry.fqn for entry in begun if entry.root), "")
@@ -54,6 +63,9 @@ class Memory:
     def follow(self, time: float, entry: Entry, where: Whereabouts) -> None:
         """Takes the next entry in."""
         if isinstance(entry, StorageAllocated):
+            if entry.kind == "gradient":  # the reduction has taken them over
+                owner = self.owner(entry.fqn)
+                self._release(time, [fqn for fqn in self._accumulated if self.owner(fqn) == owner], where)
             self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), entry.bytes, where)
         elif isinstance(entry, StorageFreed):
             self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), -entry.bytes, where)
@@ -65,6 +77,10 @@ class Memory:
         elif isinstance(entry, ActivationDropped):
             size, module = self._saved.pop(entry.key, (0, where.module))
             self._change(time, "activations", module, -size, where)
+        elif isinstance(entry, GradientAccumulated):
+            self._accumulate(time, entry, where)
+        elif isinstance(entry, GradientsKept):
+            self._release(time, [fqn for fqn in self._accumulated if fqn not in entry.fqns], where)
         elif isinstance(entry, HeldBytes):
             category = _OF_COUNT.get(entry.category, entry.category)
             self._change(time, category, "", entry.bytes - self._counts.get(entry.category, 0), where)
@@ -85,6 +101,16 @@ class Memory:
             peak_categories=self._peak_levels,
             resident_peak=max((size for _, size in self._resident), default=0),
         )
+
+    def _accumulate(self, time: float, entry: GradientAccumulated, where: Whereabouts) -> None:
+        before = self._accumulated.get(entry.fqn, 0)
+        self._accumulated[entry.fqn] = entry.bytes
+        self._change(time, "gradients", self.owner(entry.fqn), entry.bytes - before, where)
+
+    def _release(self, time: float, fqns: list[str], where: Whereabouts) -> None:
+        """These unsharded gradients are a reduction's, or have become sharded ones."""
+        for fqn in fqns:
+            self._change(time, "gradients", self.owner(fqn), -self._accumulated.pop(fqn), where)
 
     def _deliver(self, time: float, size: int, where: Whereabouts) -> None:
         """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""

@@ -146,7 +146,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         if self._saved is not None:
-            self._saved.active = False
+            self._saved.stop()
         self._residence.close()
 
     def leave(self) -> None:
@@ -239,6 +239,8 @@ class Recorder:
             self._roots.append(weakref.ref(event.module))
 
     def _backward_ended(self, event: events.BackwardEnded) -> None:
+        if self._saved is not None:
+            self._saved.end_backward()
         self._count_gradients()
         self._read_residence(event)
 
