@@ -198,6 +198,7 @@ def test_damage_is_named_and_passed_over(tmp_path: Path, saved: tuple[Path, list
         assert str(damaged) in text and "fallback=True takes the one before" in text
         assert step == 1 and len(passed_over) == 1 and str(damaged) in passed_over[0]
         assert differences(seen, before) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.damaged"]
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path, saved: tuple[Path, list[Any]]):

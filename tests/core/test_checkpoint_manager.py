@@ -1,11 +1,15 @@
 """`CheckpointManager`: what is saved comes back, on these ranks and on others; what cannot be saved is refused."""
 
+import errno
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from tests.core.checkpoint_cases import ElasticLoader, Loader, Trainee, differences
@@ -167,6 +171,66 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path):
         assert "ranks save different steps, 1 to 2" in texts[3]
         assert "is not JSON serializable" in texts[4]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def failing_writes(rank: int, world_size: int, path: Path) -> list[str]:
+    trainee = Trainee((world_size,))
+    manager = CheckpointManager(path)
+    manager.save(1, trainee.state, blocking=True)
+    texts = []
+    for victim in range(world_size):
+        original = os.fsync
+        if rank == victim:
+            os.fsync = _no_space
+        manager.save(2, trainee.state)
+        with pytest.raises(CheckpointError) as refused:
+            manager.save(3, trainee.state)
+        os.fsync = original
+        texts.append(str(refused.value))
+        assert [one.step for one in manager.checkpoints()] == [1]
+        dist.barrier()
+        assert [one.name for one in path.iterdir()] == ["step-000001"], "what was written of it is removed"
+    manager.save(3, trainee.state, blocking=True)
+    return texts
+
+
+def _no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_write_that_fails_is_reported_everywhere_and_leaves_nothing(tmp_path: Path):
+    for texts in run_ranks(2, failing_writes, tmp_path):
+        for victim, text in enumerate(texts):
+            assert text.startswith(f"saving step 2 to {tmp_path} failed on rank {victim}: No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
+
+
+def small_disk(rank: int, world_size: int, path: Path) -> tuple[str, list[int]]:
+    trainee = Trainee((world_size,))
+    manager = CheckpointManager(path)
+    for step in range(1, 20):
+        try:
+            manager.save(step, trainee.state, blocking=True)
+        except CheckpointError as error:
+            restored = manager.restore(trainee.state)
+            return str(error), [restored.step, *(one.step for one in manager.checkpoints())]
+    raise AssertionError("the disk is larger than expected")
+
+
+def test_a_disk_that_is_full(tmp_path: Path):
+    """A file system of 1 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"only root can make a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        for text, (restored, *steps) in run_ranks(2, small_disk, tmp_path):
+            assert "No space left on device" in text
+            assert steps == list(range(1, restored + 1))
+        assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def other_models(rank: int, world_size: int, path: Path) -> list[str]:

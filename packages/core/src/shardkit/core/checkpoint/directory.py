@@ -4,12 +4,14 @@
     .step-000200.<token>.incomplete/  one that is being written, or was when its run died
     .step-000100.<token>.replaced/    one that made way for another of the same step, until that is in place
     .step-000050.<token>.deleted/     one on its way out
+    step-000100.damaged/              one that was passed over because it is damaged; nothing removes it
 
 The token is one run's: files of a run that died never mix with those of the next one.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -111,6 +113,12 @@ class CheckpointDirectory:
         if replaced.exists():
             shutil.rmtree(replaced)
         return final
+
+    def set_aside(self, path: Path) -> None:
+        """Takes the name of a checkpoint from one that was found damaged, so that it does not count as the newest."""
+        numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
+        path.rename(next(other for other in numbered if not other.exists()))
+        sync_directory(self.path)
 
     def retire(self, keep: int, token: str) -> None:
         """Deletes all but the newest `keep`. A checkpoint loses its name before it loses its first file."""

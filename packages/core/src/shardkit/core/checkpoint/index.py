@@ -6,6 +6,7 @@ has been checked: chunks make up their tensors, each element once, and lie insid
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -135,7 +136,7 @@ class Index:
                 f"{name}: is said to lie in bytes {offset} to {offset + length} of {file}, which is {size}"
             )
 
-    @property
+    @functools.cached_property
     def paths(self) -> dict[str, Path]:
         """The path of every entry, by name."""
         tensors = {name: entry.path for name, entry in self.tensors.items()}

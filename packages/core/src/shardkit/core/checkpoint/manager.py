@@ -191,7 +191,7 @@ class CheckpointManager:
             step: of another checkpoint than the newest.
             source: a directory instead: a checkpoint of another run, or one that torch.distributed.checkpoint wrote
                 (its tensors have no checksums), with the names that `TrainingState` gives.
-            fallback: if a checkpoint is damaged, take the one before it.
+            fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed and kept.
 
         Returns:
             What it was restored from; None if there is no checkpoint, and then nothing has changed.
@@ -202,7 +202,7 @@ class CheckpointManager:
             CheckpointError: on all ranks, if checkpoint and state do not fit, or the checkpoint asked for is not there.
         """
         self.wait()
-        damaged: list[str] = []
+        damaged: dict[Path, str] = {}
         candidates = self._candidates(step, source)
         for number, path in enumerate(candidates):
             try:
@@ -211,9 +211,12 @@ class CheckpointManager:
                 if not fallback or number == len(candidates) - 1:
                     hint = "" if fallback or len(candidates) == 1 else "; fallback=True takes the one before"
                     raise DamagedCheckpointError(f"{seen}{hint}") from seen
-                damaged.append(str(seen))
-            else:
-                return Restored(index.step, path, index.info, index.world_size, tuple(damaged))
+                damaged[path] = str(seen)
+                continue
+            with self._together("setting damaged checkpoints aside"):
+                for one in damaged if self._peers.rank == 0 else ():
+                    self._directory.set_aside(one)
+            return Restored(index.step, path, index.info, index.world_size, tuple(damaged.values()))
         return None
 
     def _restore_one(self, path: Path, state: TrainingState, *, any_writer: bool) -> Index:

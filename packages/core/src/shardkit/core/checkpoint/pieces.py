@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.checkpoint.leaves import Path, name_of
-from shardkit.core.region import region_of, regions_of_mesh
+from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
 
 __all__ = ["Layout", "Piece", "boxes_of", "is_described_by_layout", "own_pieces"]
@@ -56,8 +56,8 @@ class Layout:
     @classmethod
     def of(cls, path: Path, tensor: DTensor) -> Layout:
         """Not collective."""
-        mesh_shape, ranks = _mesh(tensor.device_mesh)
-        return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), mesh_shape, ranks)
+        place = _place(tensor.device_mesh)
+        return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), place.mesh_shape, place.ranks)
 
     def pieces(self, number: int) -> Iterator[tuple[int, Piece]]:
         """What each rank writes of it, as number `number` of the state: (global rank, piece)."""
@@ -65,7 +65,7 @@ class Layout:
         boxes = _boxes_of_mesh(self.shape, self.placements, self.mesh_shape)
         for rank, replica, mine in zip(self.ranks, replica_of, boxes, strict=True):
             if replica == number % replicas:
-                for offsets, sizes in mine:
+                for offsets, sizes, _ in mine:
                     yield rank, Piece(self.path, self.dtype, self.shape, offsets, sizes)
 
 
@@ -75,14 +75,13 @@ def is_described_by_layout(tensor: torch.Tensor) -> bool:
 
 
 def own_pieces(path: Path, tensor: torch.Tensor, number: int) -> list[tuple[Piece, torch.Tensor]]:
-    """What this rank writes of a tensor, with the values; a plain tensor whole. Raises as `region_of`."""
+    """What this rank writes of a tensor, with the values; a plain tensor whole. Raises as `boxes_of`."""
     if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
+        place = _place(tensor.device_mesh)
+        if place.number is None:
             return []
-        mesh_shape = _mesh(tensor.device_mesh)[0]
-        replicas, replica_of = _replicas(tuple(tensor.placements), mesh_shape)
-        if replica_of[_linear(coordinate, mesh_shape)] != number % replicas:
+        replicas, replica_of = _replicas(tuple(tensor.placements), place.mesh_shape)
+        if replica_of[place.number] != number % replicas:
             return []
     shape = tuple(tensor.shape)
     return [
@@ -91,7 +90,10 @@ def own_pieces(path: Path, tensor: torch.Tensor, number: int) -> list[tuple[Piec
 
 
 def boxes_of(path: Path, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch.Tensor]]:
-    """The boxes that this rank holds of a tensor: offsets, sizes, and a view of the values; none that are empty."""
+    """The boxes that this rank holds of a tensor: offsets, sizes, and a view of the values; none that are empty.
+
+    Raises ValueError for a placement that is neither Replicate nor sharding.
+    """
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.ndim, tuple(tensor.shape), tensor.detach())] if tensor.numel() else []
     local: Any = local_of(tensor).detach()
@@ -102,18 +104,38 @@ def boxes_of(path: Path, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch
             for c in chunks
             if math.prod(c.sizes)
         ]
-    region = region_of(name_of(path), tensor)
-    if not region.numel:
+    place = _place(tensor.device_mesh)
+    if place.number is None:
         return []
-    return [
-        (tuple(one.start for one in in_full), tuple(one.stop - one.start for one in in_full), local[in_piece])
-        for in_full, in_piece in region.boxes()
-    ]
+    boxes = _boxes_of_mesh(tuple(tensor.shape), _checked(path, tensor), place.mesh_shape)[place.number]
+    return [(offsets, sizes, local[in_local]) for offsets, sizes, in_local in boxes]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A mesh, and this rank's number in the row-major order of its coordinates; None if it is not in it."""
+
+    mesh_shape: Sizes
+    ranks: Sizes
+    number: int | None
 
 
 @functools.lru_cache(maxsize=16)
-def _mesh(mesh: DeviceMesh) -> tuple[Sizes, Sizes]:
-    return tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())
+def _place(mesh: DeviceMesh) -> _Place:
+    """Kept, as a mesh works these out anew each time that it is asked."""
+    shape, coordinate = tuple(mesh.mesh.shape), mesh.get_coordinate()
+    number = None if coordinate is None else _linear(coordinate, shape)
+    return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
+
+
+def _checked(path: Path, tensor: DTensor) -> tuple[Placement, ...]:
+    placements = tuple(tensor.placements)
+    for placement in placements:
+        if not placement.is_replicate() and getattr(placement, "dim", None) is None:
+            raise ValueError(
+                f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
+            )
+    return placements
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,14 +160,12 @@ def _linear(coordinate: Sequence[int], shape: Sequence[int]) -> int:
 @functools.lru_cache(maxsize=4096)
 def _boxes_of_mesh(
     shape: Sizes, placements: tuple[Placement, ...], mesh_shape: Sizes
-) -> tuple[tuple[tuple[Sizes, Sizes], ...], ...]:
-    """Offsets and sizes of the boxes of each rank of a mesh."""
+) -> tuple[tuple[tuple[Sizes, Sizes, Box], ...], ...]:
+    """The boxes of each rank of a mesh: offsets, sizes, and where they lie in the rank's tensor."""
     return tuple(
         tuple(
-            (tuple(one.start for one in in_full), tuple(one.stop - one.start for one in in_full))
-            for in_full, _ in region.boxes()
+            (tuple(one.start for one in in_full), tuple(one.stop - one.start for one in in_full), in_local)
+            for in_full, in_local in (region.boxes() if region.numel else ())
         )
-        if region.numel
-        else ()
         for region in regions_of_mesh("a tensor", shape, placements, mesh_shape)
     )
