@@ -120,12 +120,20 @@ class CheckpointDirectory:
         path.rename(next(other for other in numbered if not other.exists()))
         sync_directory(self.path)
 
-    def retire(self, keep: int, token: str) -> None:
-        """Deletes all but the newest `keep`. A checkpoint loses its name before it loses its first file."""
-        for old in self.complete()[:-keep]:
-            doomed = self.hidden(old.step, token, "deleted")
-            old.path.rename(doomed)
-            shutil.rmtree(doomed)
+    def retire(self, keep: int, saved: int, token: str) -> None:
+        """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which is there.
+
+        Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as good
+        ones, and deleting them is the user's. A checkpoint loses its name before it loses its first file.
+        """
+        old = [one for one in self.complete() if one.step <= saved][:-keep]
+        doomed = [self.hidden(one.step, token, "deleted") for one in old]
+        for one, hidden in zip(old, doomed, strict=True):
+            one.path.rename(hidden)
+        if doomed:
+            sync_directory(self.path)
+        for hidden in doomed:
+            shutil.rmtree(hidden)
 
 
 def sync_directory(path: Path) -> None:

@@ -54,7 +54,7 @@ class CheckpointManager:
 
     Args:
         directory: is made if it is not there.
-        keep: how many complete checkpoints are kept; None for all.
+        keep: how many complete checkpoints are kept, counted back from the one just saved; None for all.
         every: `due(step)` is true for every so many steps; None for never.
         timeout: seconds that the rank that completes a checkpoint waits for the others to write their parts.
 
@@ -188,7 +188,8 @@ class CheckpointManager:
 
         Args:
             state: tensors are filled in place; the other parts get their `load_state_dict` called.
-            step: of another checkpoint than the newest.
+            step: of another checkpoint than the newest. Newer ones stay, and the next restore takes the newest: remove
+                them if the run is to go on from this one.
             source: a directory instead: a checkpoint of another run, or one that torch.distributed.checkpoint wrote
                 (its tensors have no checksums), with the names that `TrainingState` gives.
             fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed and kept.

@@ -133,7 +133,7 @@ class Save:
         remove_notes(temporary, self._header.world_size)
         self._directory.publish(temporary, self.step, self._token)
         if self._keep is not None:
-            self._directory.retire(self._keep, self._token)
+            self._directory.retire(self._keep, self.step, self._token)
 
     def _gone(self) -> str | None:
         """Why a commit waits no longer for the other ranks."""
