@@ -35,7 +35,7 @@ class OptimizerNames:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> OptimizerNames:
-        """Raises ValueError if an optimizer holds a parameter that the model has not."""
+        """Raises ValueError if an optimizer holds a parameter that the model has not, or that another one holds too."""
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[int, str] = {}
         for name, parameter in inner.named_parameters():
@@ -43,14 +43,20 @@ class OptimizerNames:
                 name = name.replace(wrapper, "")
             names[id(parameter)] = name
         found = cls(tuple(optimizers), names)
+        holder: dict[int, int] = {}
         for number, optimizer in enumerate(found.optimizers):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in names:
-                        raise ValueError(
-                            f"optimizer {number} holds a parameter of shape {tuple(parameter.shape)} that is none of "
-                            "the model's: build it from model.parameters(), after fully_shard"
-                        )
+            for parameter in (*(one for group in optimizer.param_groups for one in group["params"]), *optimizer.state):
+                if id(parameter) not in names:
+                    what = f"a parameter of shape {tuple(parameter.shape)}" if hasattr(parameter, "shape") else parameter
+                    raise ValueError(
+                        f"optimizer {number} holds {what} that is none of the model's: build it from "
+                        "model.parameters(), after fully_shard"
+                    )
+                if holder.setdefault(id(parameter), number) != number:
+                    raise ValueError(
+                        f"{names[id(parameter)]}: both optimizer {holder[id(parameter)]} and optimizer {number} hold "
+                        "it, and a checkpoint has one state for each parameter; share the parameters out"
+                    )
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,28 +113,54 @@ class OptimizerNames:
             CheckpointError: for parameters that are in no stored group, or in several.
         """
         state, groups = stored.get("state", {}), stored.get("param_groups", [])
-        loads = []
+        loads, number = [], 0
         for optimizer in self.optimizers:
-            numbered, options, count = {}, [], 0
+            options = []
             for group in optimizer.param_groups:
                 names = [self.name_of[id(parameter)] for parameter in group["params"]]
-                found = _group_of(names, groups)
-                for number, name in enumerate(names, start=count):
-                    if name in state:
-                        numbered[number] = state[name]
-                options.append({**found, "params": list(range(count, count + len(names)))})
-                count += len(names)
-            loads.append((optimizer, {"state": numbered, "param_groups": options}))
-        for optimizer, load in loads:
-            optimizer.load_state_dict(load)
+                found = _group_of(names, groups, number) if names else _empty_group(group, groups, number)
+                options.append({**found, "params": names})
+                number += 1
+            loads.append((optimizer, options))
+        for optimizer, options in loads:
+            _load(optimizer, state, options)
 
 
-def _group_of(names: list[str], groups: list[Any]) -> dict[str, Any]:
+def _load(optimizer: Optimizer, state: Mapping[str, Any], options: list[dict[str, Any]]) -> None:
+    names = [name for group in options for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in options]
+    optimizer.load_state_dict(
+        {"state": {numbers[name]: state[name] for name in names if name in state}, "param_groups": groups}
+    )
+    for name, parameter in zip(names, (one for group in optimizer.param_groups for one in group["params"]), strict=True):
+        if name in state:
+            optimizer.state[parameter] = _as_stored(optimizer.state[parameter], state[name])
+
+
+def _as_stored(loaded: Any, stored: Any) -> Any:
+    """What an optimizer has loaded, in the dtypes that were stored: it casts all but `step` to its parameter's dtype."""
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(device=loaded.device)
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return {key: one if key == "step" else _as_stored(one, stored.get(key)) for key, one in loaded.items()}
+    if isinstance(stored, list) and isinstance(loaded, list) and len(stored) == len(loaded):
+        return [_as_stored(*pair) for pair in zip(loaded, stored, strict=True)]
+    return loaded
+
+
+def _group_of(names: list[str], groups: list[Any], number: int) -> dict[str, Any]:
     """The stored group that has all of these parameters."""
     for group in groups:
         if set(names) <= set(group.get("params", ())):
             return dict(group)
     raise CheckpointError(
-        f"no parameter group of the checkpoint has {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} together; "
-        "build the optimizer with the parameter groups that it was saved with"
+        f"no parameter group of the checkpoint has {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} together "
+        f"(group {number} of the optimizers); build the optimizer with the parameter groups that it was saved with"
     )
+
+
+def _empty_group(own: Mapping[str, Any], groups: list[Any], number: int) -> dict[str, Any]:
+    """What a group without parameters gets: the options of the stored one in its place, its own if that has some."""
+    stored = groups[number] if number < len(groups) else own
+    return dict(own if stored.get("params") else stored)

@@ -1,0 +1,69 @@
+"""`optimizer_names.py`: state comes back in its own dtypes, and to the groups that it belongs to."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from tests.core.checkpoint_cases import differences
+
+
+class Precise(torch.optim.Optimizer):
+    """Low-precision parameters, whose state is not of their dtype: a master weight, a count, nested values."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"master": p.float(), "count": torch.tensor(2**24 + 1), "below": {"list": [p.double()]}}
+                state["master"] -= group["lr"] * 1e-4 * torch.ones_like(state["master"])
+                state["below"]["list"][0] += 1e-9
+                p.copy_(state["master"])
+
+
+def test_state_keeps_its_dtype(tmp_path: Path):
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = Precise(model.parameters())
+    optimizer.step()
+    expected = copy.deepcopy([dict(optimizer.state[p]) for p in model.parameters()])
+    CheckpointManager(tmp_path).save(1, TrainingState(model, optimizer), blocking=True)
+    other = Precise(model.parameters())
+    CheckpointManager(tmp_path).restore(TrainingState(model, other))
+    assert differences([dict(other.state[p]) for p in model.parameters()], expected) == []
+    for p in model.parameters():
+        p.data.zero_()
+        optimizer.state[p]["master"].zero_()
+    CheckpointManager(tmp_path).restore(TrainingState(model, optimizer))  # into state that is there
+    assert differences([dict(optimizer.state[p]) for p in model.parameters()], expected) == []
+
+
+def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [{"params": [], "lr": rates[0]}, {"params": model.parameters(), "lr": rates[1]}, {"params": [], "lr": rates[2]}]
+    )
+
+
+def test_an_empty_group_gets_its_own_options(tmp_path: Path):
+    model = torch.nn.Linear(3, 2)
+    CheckpointManager(tmp_path).save(1, TrainingState(model, empty_groups(model, 0.1, 0.2, 0.3)), blocking=True)
+    optimizer = empty_groups(model, 1.0, 2.0, 3.0)
+    CheckpointManager(tmp_path).restore(TrainingState(model, optimizer))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.3]
+
+
+def test_optimizers_that_do_not_share_out_the_parameters(tmp_path: Path):
+    model = torch.nn.Linear(3, 2)
+    both = [torch.optim.SGD(model.parameters(), momentum=0.9), torch.optim.SGD([model.bias], momentum=0.9)]
+    with pytest.raises(CheckpointError, match="bias: both optimizer 0 and optimizer 1 hold it"):
+        CheckpointManager(tmp_path).save(1, TrainingState(model, both))
+    both[0].state["all"] = {"count": 1}
+    with pytest.raises(CheckpointError, match="optimizer 0 holds all that is none of the model's"):
+        CheckpointManager(tmp_path).save(1, TrainingState(model, both[0]))
