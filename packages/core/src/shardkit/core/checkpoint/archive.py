@@ -43,6 +43,11 @@ class Archive:
         """Bytes of the whole archive."""
         return len(self.head) + self.nbytes + len(self.tail)
 
+    @property
+    def description(self) -> bytes:
+        """The pickle in the head: what torch.load makes of the values."""
+        return self.head[self.head.index(b"\x80\x02") : self.head.index(b"PK\x07\x08")]
+
     def place(self, end: int) -> int:
         """Where the archive goes in a file that has been filled up to `end`: its values start aligned."""
         values = end + len(self.head)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.archive import values_in
+from shardkit.core.checkpoint.archive import archive_of, values_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
 from shardkit.core.checkpoint.leaves import Path as LeafPath
@@ -120,11 +120,15 @@ def _run(directory: Path, index: Index, reads: list[Read]) -> None:
 
 def _fill(file: VerifiedFile, read: Read) -> None:
     start, sizes = _values(file, read), read.chunk.sizes
+    if start is None:
+        read.target.copy_(_loaded(file, read)[tuple(slice(*span) for span in read.spans)])
+        return
     row = math.prod(sizes[1:]) * read.dtype.itemsize
     first, stop = read.spans[0] if sizes else (0, 1)
     whole_rows = all(span == (0, size) for span, size in zip(read.spans[1:], sizes[1:], strict=True))
     target = read.target
-    if whole_rows and target.device.type == "cpu" and target.is_contiguous():
+    as_it_is = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    if whole_rows and target.device.type == "cpu" and as_it_is:
         file.read_into(start + first * row, _memory(target))
         return
     if not sizes:
@@ -150,8 +154,12 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _values(file: VerifiedFile, read: Read) -> int:
-    """Where the values of the chunk begin in its file."""
+def _values(file: VerifiedFile, read: Read) -> int | None:
+    """Where the values of the chunk begin in its file; None if they do not lie there row by row.
+
+    Stock writes a tensor as it lies in memory: transposed, or with the channels last. What its archive says of it is the
+    text that torch.save has for a contiguous tensor, or else torch.load is asked what it means.
+    """
     chunk = read.chunk
     if chunk.values is not None:
         return chunk.values
@@ -162,4 +170,17 @@ def _values(file: VerifiedFile, read: Read) -> int:
             f"{read.name}: its chunk at {chunk.offsets} has {nbytes} bytes in {file.path}, expected "
             f"{chunk.numel * read.dtype.itemsize}"
         )
-    return start
+    contiguous = archive_of(read.dtype, chunk.sizes).description
+    return start if contiguous in file.read(chunk.offset, start - chunk.offset) else None
+
+
+def _loaded(file: VerifiedFile, read: Read) -> torch.Tensor:
+    """A chunk that only torch.load can take apart, as a whole."""
+    chunk = read.chunk
+    value = object_from(f"{read.name} in {file.path}", file.read(chunk.offset, chunk.length))
+    if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (chunk.sizes, read.dtype):
+        seen = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise DamagedCheckpointError(
+            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {seen}, expected {chunk.sizes} of {read.dtype}"
+        )
+    return value
