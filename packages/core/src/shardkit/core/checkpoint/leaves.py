@@ -100,7 +100,7 @@ def unflatten(values: Mapping[Path, Any], empties: Iterable[Path] = ()) -> Any:
         _place(root, path)[path[-1]] = value
     for path in empties:
         if path:
-            _place(root, path)[path[-1]] = {}
+            _place(root, path).setdefault(path[-1], {})  # another rank's may have been empty where this one's is not
     return _with_lists(root)
 
 

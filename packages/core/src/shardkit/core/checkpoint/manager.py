@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import operator
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from shardkit.core.checkpoint.agreement import gather_everywhere, highest, raise_together
 from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint.differing import holding_of, part_of
 from shardkit.core.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.image import Image
@@ -75,6 +77,7 @@ class CheckpointManager:
         self._token = self._peers.from_rank0(secrets.token_hex(4))
         self._image: Image | None = None
         self._save: Save | None = None
+        self._begun, self._alike = 0, True
         with self._together("preparing the directory"):
             if self._peers.rank == 0:
                 self._directory.clean()
@@ -101,32 +104,39 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: on all ranks, if the save before this one failed on any (this one is not begun then), if
-                the state cannot be stored, or if the ranks do not save the same step.
+                the state cannot be stored, or if the ranks do not save the same step, or none from 0 on.
         """
         self.wait()
-        plan, digest, error = None, 0, None
+        plan, number, digest, error = None, 0, 0, None
         captured: Captured | None = None
         try:
-            json.dumps(dict(info or {}))
+            number = _checked(step)
+            info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
-            plan = self._planned(captured, by_layout=True)
+            plan = self._planned(captured, by_layout=True) if self._alike else None
         except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
             error = caught
         # One exchange tells each rank whether any has failed, and the range of the steps and of the digests.
-        failed, most, least, high, low = highest(self._peers, [int(error is not None), step, -step, digest, -digest])
+        failed, most, least, high, low = highest(self._peers, [int(error is not None), number, -number, digest, -digest])
         if failed:
             raise_together(self._peers, error, f"saving step {step}")
         if most != -least:
             raise CheckpointError(
                 f"ranks save different steps, {-least} to {most}, this one {step}: they took other ways"
             )
-        assert plan is not None and captured is not None
-        if high != -low:
-            plan = self._planned(captured, by_layout=False)
+        assert captured is not None
+        self._alike = high == -low
+        if plan is None or not self._alike:
+            holdings = gather_everywhere(self._peers, holding_of(captured.shared))
+            with self._together(f"saving step {step}"):
+                if not self._alike:
+                    captured = replace(captured, shared=part_of(captured.shared, holdings, self._peers.rank))
+                plan = self._planned(captured, by_layout=self._alike)
+        assert plan is not None
         assert self._image is not None
         self._image.fill(plan.values)
-        self._start(step, dict(info or {}), plan, self._image)
+        self._start(number, dict(info or {}), plan, self._image)
         if blocking:
             self.wait()
 
@@ -142,7 +152,9 @@ class CheckpointManager:
     def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
         staged = Staged(image.bytes(), plan.told, plan.objects, plan.empties, plan.layouts)
         header = Header(step, self._peers.size, info)
-        self._save = Save(self._directory, self._token, header, self._peers.rank, staged, self._keep, self._timeout)
+        self._begun += 1
+        token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks
+        self._save = Save(self._directory, token, header, self._peers.rank, staged, self._keep, self._timeout)
         self._save.start()
 
     def wait(self) -> None:
@@ -158,10 +170,10 @@ class CheckpointManager:
         what = f"saving step {save.step} to {self._directory.path}"
         try:
             raise_together(self._peers, save.await_part(), what)
+            raise_together(self._peers, save.await_commit(), what)
         except CheckpointError:
             save.abandon("writing failed on a rank")
             raise
-        raise_together(self._peers, save.await_commit(), what)
 
     @property
     def progress(self) -> Progress | None:
@@ -277,6 +289,13 @@ class CheckpointManager:
         """Waits for the last save, unless an error is on its way: other ranks may not come to wait then."""
         if kind is None:
             self.wait()
+
+
+def _checked(step: int) -> int:
+    number = operator.index(step)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"step {number}, expected a number from 0 on")
+    return number
 
 
 def _read_index(path: Path, *, any_writer: bool) -> Index:

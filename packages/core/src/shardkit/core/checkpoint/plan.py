@@ -44,8 +44,8 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
     Args:
         captured: the state.
         rank: global.
-        by_layout: whether all ranks have the same layouts. If not, as with pipeline parallelism, every rank tells what
-            it writes.
+        by_layout: whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
+            tells what it writes, and the plain values in `captured` are those that are its to write (`differing.py`).
 
     Raises:
         TypeError, ValueError: for state that cannot be stored, by name.
@@ -56,16 +56,16 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
     for path, value in captured.shared.values.items():
         if isinstance(value, DTensor):
             known = by_layout and is_described_by_layout(value)
-            # Ranks with other layouts may number otherwise, so that the choice among replicas must not depend on it.
+            # Ranks may number otherwise what layouts do not describe: then the choice among replicas must not depend on it.
             pieces = own_pieces(path, value, number if known else 0)
             if known:
                 plan.layouts.append((number, Layout.of(path, value)))
                 plan.described += [piece for piece, _ in pieces]
                 plan.values += [values for _, values in pieces]
+                number += 1
             else:
                 told += pieces
-            number += 1
-        elif rank == 0:
+        elif rank == 0 or not by_layout:
             _add_plain(plan, told, path, value)
     for path, value in captured.own.values.items():
         if isinstance(value, DTensor):
@@ -73,14 +73,15 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
         _add_plain(plan, told, path, value)
     plan.told = [piece for piece, _ in told]
     plan.values += [values for _, values in told]
-    plan.empties = [*(captured.shared.empties if rank == 0 else ()), *captured.own.empties]
+    plan.empties = [*(captured.shared.empties if rank == 0 or not by_layout else ()), *captured.own.empties]
     return plan
 
 
 def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: Path, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         plan.objects.append((path, _cached_bytes(path, value)))
-    elif value.layout is not torch.strided or value.is_quantized:
+        return
+    if value.layout is not torch.strided or value.is_quantized:
         raise TypeError(f"{name_of(path)}: a tensor of layout {value.layout}, expected a dense one")
     elif value.numel():
         told += own_pieces(path, value, 0)
@@ -114,12 +115,18 @@ def _number_bytes(kind: str, text: str, holder: _Value) -> bytes:
 
 
 def layouts_digest(leaves: Mapping[Path, Any]) -> int:
-    """A number of 60 bits that two ranks share if, and but for chance only if, their DTensors have the same layouts."""
+    """A number of 60 bits that two ranks share if, and but for chance only if, a plan of one fits the other.
+
+    That is, if their values have the same names, their DTensors the same layouts, and their optimizers' groups the same
+    parameters.
+    """
     digest = hashlib.sha256()
     for path, value in leaves.items():
+        names = value if path[-1] == "params" and isinstance(value, list) else None
+        digest.update(repr((path, names)).encode())
         if isinstance(value, DTensor) and is_described_by_layout(value):
             layout = Layout.of(path, value)
-            look = (path, str(layout.dtype), layout.shape, layout.placements, layout.mesh_shape)
+            look = (str(layout.dtype), layout.shape, layout.placements, layout.mesh_shape)
             digest.update(repr(look).encode())
             digest.update(_ranks_digest(layout.ranks))
     return int.from_bytes(digest.digest()[:8], "little") >> 4
