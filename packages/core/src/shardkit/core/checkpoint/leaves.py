@@ -56,9 +56,11 @@ def flatten(state: Mapping[Any, Any], prefix: Path = ()) -> Leaves:
     """The leaves of nested state.
 
     Raises:
-        TypeError: for a key that is neither str nor int.
+        TypeError: for a key that is neither str nor int, or a state that is no mapping.
         ValueError: for two leaves of one name.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
     leaves = Leaves()
     _walk(prefix, state, leaves)
     seen: dict[str, Path] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, RNG, Train
 
 __all__ = ["restore_state", "unexpected_names"]
 
+_EXTRA_STATE = "_extra_state"
+
 
 def restore_state(directory: Path, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
     """Fills this rank's part of a training state. Not collective.
@@ -33,12 +37,13 @@ def restore_state(directory: Path, index: Index, state: TrainingState, rank: int
     """
     targets = _Targets(index)
     model_state = get_model_state_dict(state.model)
-    targets.model(flatten(model_state, (MODEL,)).values)
+    targets.model(model_state)
     names = OptimizerNames.of(state.model, state.optimizers)
     if state.optimizers:
         targets.optimizer(names)
-    for key, one in state.stateful():
-        targets.like((key,), flatten(one.state_dict(), (key,)).values)
+    live = {key: one.state_dict() for key, one in state.stateful()}
+    for key, values in live.items():
+        targets.like((key,), flatten(values, (key,)).values)
     own_ranks = _ranks_to_read(index, state, rank, world_size)
     for key, ranks in own_ranks.items():
         for other in ranks:
@@ -46,12 +51,12 @@ def restore_state(directory: Path, index: Index, state: TrainingState, rank: int
     read = targets.read(directory)
 
     # load_state_dict copies onto itself what was filled in place: hooks of modules see a load like any other.
-    filled = _below(read, (MODEL,))
-    set_model_state_dict(state.model, {name: filled[(name,)] for name in model_state})
+    filled = _tree(read, index, (MODEL,))
+    set_model_state_dict(state.model, {name: filled[name] for name in model_state})
     if state.optimizers:
         names.load(_tree(read, index, (OPTIMIZER,)))
     for key, one in state.stateful():
-        one.load_state_dict(_tree(read, index, (key,)))
+        one.load_state_dict(_counters_as(live[key], _tree(read, index, (key,))))
     for key, ranks in own_ranks.items():
         trees = {other: _tree(read, index, (key, str(other))) for other in ranks}
         if key == RNG:
@@ -71,25 +76,25 @@ class _Targets:
         self._tensors: dict[LeafPath, torch.Tensor] = {}
         self._objects: list[str] = []
 
-    def model(self, leaves: Mapping[LeafPath, Any]) -> None:
-        """The model's leaves, into the tensors among them."""
-        missing = sorted(name_of(path) for path in leaves if name_of(path) not in self._index.paths)
+    def model(self, state: Mapping[str, Any]) -> None:
+        """The tensors of the model into themselves; what its modules keep beside them as it was."""
+        missing = [name for name in state if not _has(self._index, (MODEL, name))]
         if missing:
-            raise CheckpointError(f"the checkpoint does not fit the model: it lacks {_listed(missing)}")
-        for path, live in leaves.items():
-            entry = self._index.tensors.get(name_of(path))
-            if isinstance(live, torch.Tensor) != (entry is not None):
-                kinds = ("a tensor", "none") if entry is not None else ("none", "a tensor")
-                raise CheckpointError(f"{name_of(path)} is {kinds[0]} in the checkpoint and {kinds[1]} in the model")
-            if entry is None:
-                self._objects.append(name_of(path))
-            else:
+            listed = _listed(sorted(name_of((MODEL, name)) for name in missing))
+            raise CheckpointError(f"the checkpoint does not fit the model: it lacks {listed}")
+        for name, live in state.items():
+            path = (MODEL, name)
+            if _is_extra(name, live):
+                self.like(path, flatten({name: live}, (MODEL,)).values)
+            elif name_of(path) in self._index.tensors:
                 self._tensors[path] = live  # what does not fit is refused when it is read
+            else:
+                raise CheckpointError(f"{name_of(path)} is no tensor in the checkpoint and one in the model")
 
     def like(self, prefix: LeafPath, leaves: Mapping[LeafPath, Any]) -> None:
         """Everything under `prefix`; into the tensors among `leaves` where there are such of the same look."""
         stored = _entries(self._index, prefix)
-        if not stored and leaves:
+        if not stored and leaves and prefix not in self._index.empties:
             raise CheckpointError(f"the checkpoint has nothing under '{name_of(prefix)}', which the state has")
         for path in stored:
             entry = self._index.tensors.get(name_of(path))
@@ -109,12 +114,12 @@ class _Targets:
                 "the checkpoint has no optimizer state; restore TrainingState(model) alone to take its weights"
             )
         for path in stored:
+            if path[1] == "state" and len(path) > 3 and str(path[2]) not in names.names:
+                continue  # of a parameter that other ranks hold
             entry = self._index.tensors.get(name_of(path))
             if entry is None:
                 self._objects.append(name_of(path))
             elif path[1] == "state" and len(path) == 4:
-                if str(path[2]) not in names.names:
-                    continue  # of a parameter that other ranks hold
                 self._tensors[path] = names.target(str(path[2]), str(path[3]), entry.dtype, entry.shape)
             else:
                 self._tensors[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -128,8 +133,31 @@ class _Targets:
 
 def unexpected_names(index: Index, state: TrainingState) -> set[str]:
     """What the checkpoint has of a model that this rank's has not."""
-    known = {name_of(path) for path in flatten(get_model_state_dict(state.model), (MODEL,)).values}
-    return {name_of(path) for path in _entries(index, (MODEL,))} - known
+    known = {name_of((MODEL, name)) for name in get_model_state_dict(state.model)}
+    return {
+        name_of(path)
+        for path in _entries(index, (MODEL,))
+        if name_of(path) not in known and name_of(path[:2]) not in known
+    }
+
+
+def _is_extra(name: str, live: Any) -> bool:
+    """Whether a value of a model's state dict is what `get_extra_state` of a module gave: anything, of any look."""
+    return name.endswith(_EXTRA_STATE) or not isinstance(live, torch.Tensor)
+
+
+def _has(index: Index, path: LeafPath) -> bool:
+    return name_of(path) in index.paths or path in index.empties or bool(_entries(index, path))
+
+
+def _counters_as(live: Any, tree: Any) -> Any:
+    """What was read, with a Counter wherever the live state has one: a scheduler's milestones are such."""
+    if isinstance(live, Mapping) and isinstance(tree, dict):
+        below = {key: _counters_as(live.get(key), one) for key, one in tree.items()}
+        return Counter(below) if type(live) is Counter else below
+    if isinstance(live, list) and isinstance(tree, list):
+        return [_counters_as(*pair) for pair in itertools.zip_longest(live[: len(tree)], tree)]
+    return tree
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -142,7 +170,7 @@ def _look_alike(live: Any, entry: TensorEntry) -> bool:
 
 def _entries(index: Index, prefix: LeafPath) -> list[LeafPath]:
     size = len(prefix)
-    return [path for path in index.paths.values() if path[:size] == prefix and len(path) > size]
+    return [path for path in index.paths.values() if path[:size] == prefix]
 
 
 def _below(read: Mapping[LeafPath, Any], prefix: LeafPath) -> dict[LeafPath, Any]:
@@ -185,4 +213,5 @@ def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: in
 
 
 def _ranks_of(index: Index, key: str) -> set[int]:
-    return {int(path[1]) for path in _entries(index, (key,)) if isinstance(path[1], str) and path[1].isdecimal()}
+    paths = [path for path in (*index.paths.values(), *index.empties) if path[0] == key and len(path) > 1]
+    return {int(path[1]) for path in paths if isinstance(path[1], str) and path[1].isdecimal()}

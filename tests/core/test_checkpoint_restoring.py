@@ -1,0 +1,113 @@
+"""`restoring.py`: state of unusual kinds comes back as it was, and what is saved can be restored."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from tests.core.checkpoint_cases import differences
+
+
+class Extra(nn.Linear):
+    """A module that keeps more than tensors in a state dict."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRAS: list[Any] = [
+    {"scale": torch.tensor(2.0), "names": ["a"], "deep": {3: {}}},
+    {},
+    [torch.ones(2), {"x": 1}],
+    torch.arange(4),
+    (1, "two"),
+    None,
+]
+
+
+@pytest.mark.parametrize("fresh", [{}, {"other": torch.zeros(1)}, torch.zeros(9), None], ids=str)
+@pytest.mark.parametrize("extra", EXTRAS, ids=str)
+def test_extra_state_of_modules(tmp_path: Path, extra: Any, fresh: Any):
+    model = nn.Sequential(Extra(copy.deepcopy(extra)), nn.Linear(2, 2))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model), blocking=True)
+    model[0].extra = fresh
+    manager.restore(TrainingState(model))
+    assert differences(model[0].extra, extra) == []
+
+
+class Held:
+    """Any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_state_that_is_empty_when_it_is_saved(tmp_path: Path):
+    user, own = Held({}), Held({})
+    state = TrainingState(nn.Linear(1, 1), user={"user": user}, per_rank={"own": own})
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, blocking=True)
+    user.state, own.state = {"filled": torch.ones(1)}, {"filled": 2}
+    manager.restore(state)
+    assert (user.state, own.state) == ({}, {})
+
+
+def test_state_that_is_no_dict_is_refused(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"user: its state_dict\(\) is a list, expected a dict"):
+        manager.save(1, TrainingState(nn.Linear(1, 1), user={"user": Held([1])}))
+
+
+def test_milestones_of_schedulers(tmp_path: Path):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def schedulers() -> Any:
+        first = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+        second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [5])
+
+    saved, other = schedulers(), schedulers()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model, optimizer, saved), blocking=True)
+    manager.restore(TrainingState(model, optimizer, other))
+    assert differences(other.state_dict(), saved.state_dict()) == []
+    assert type(other._schedulers[0].milestones) is Counter and other._schedulers[0].milestones == {2: 2, 4: 1}
+
+
+def test_info_is_as_it_was_when_saved(tmp_path: Path):
+    losses = [1.0]
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(nn.Linear(1, 1)), info={"losses": losses})
+    losses += [2.0] * 10**5
+    manager.wait()
+    restored = manager.restore(TrainingState(nn.Linear(1, 1)))
+    assert restored is not None and restored.info == {"losses": [1.0]}
+
+
+@pytest.mark.parametrize(("step", "text"), [(-1, "step -1, expected a number from 0 on"), (1.5, "TypeError"), (2**63, "from 0 on")])
+def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=text):
+        manager.save(step, TrainingState(nn.Linear(1, 1)))
+    manager.save(torch.tensor(3), TrainingState(nn.Linear(1, 1)), blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [3]
