@@ -6,12 +6,13 @@
     .step-000050.<token>.deleted/     one on its way out
     step-000100.damaged/              one that was passed over because it is damaged; nothing removes it
 
-The token is one run's: files of a run that died never mix with those of the next one.
+The token is one save's: what a run that died, or a save that failed, has left never mixes with what comes after it.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -20,13 +21,16 @@ from pathlib import Path
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.locks import remove_unless_written
 from shardkit.core.checkpoint.manifest import MANIFEST, unpack
 from shardkit.core.checkpoint.verified_file import read_small
 
 __all__ = ["CheckpointDirectory", "StoredCheckpoint", "sync_directory"]
 
+_LOG = logging.getLogger(__name__)
+
 _COMPLETE = re.compile(r"step-(\d{6,})")
-_HIDDEN = re.compile(r"\.(step-\d{6,})\.[0-9a-f]+\.(incomplete|replaced|deleted)")
+_HIDDEN = re.compile(r"\.(step-\d{6,})\.([0-9a-f]+)\.(incomplete|replaced|deleted)")
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,16 @@ class CheckpointDirectory:
             CheckpointError: if the directory cannot be made or written to.
         """
         try:
-            if not self.path.is_dir():
-                self.path.mkdir(parents=True)
-                sync_directory(self.path.parent)
+            missing = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            for made in missing:
+                sync_directory(made.parent)
             for path in list(self.path.iterdir()):
                 match = _HIDDEN.fullmatch(path.name)
-                if match and match[2] == "replaced" and not (self.path / match[1]).exists():
+                if match and match[3] == "replaced" and not (self.path / match[1]).exists():
                     path.rename(self.path / match[1])
                 elif match:
-                    shutil.rmtree(path)
+                    remove_unless_written(path, path.with_name(f".{match[1]}.{match[2]}.deleted"))
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be written to {self.path}: {error.strerror or error}; check its permissions"
@@ -108,10 +113,16 @@ class CheckpointDirectory:
         sync_directory(temporary)
         if final.exists():
             final.rename(replaced)
-        temporary.rename(final)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
         sync_directory(self.path)
         if replaced.exists():
-            shutil.rmtree(replaced)
+            # Under this name it cannot come back without its files.
+            _remove(replaced.rename(self.hidden(step, token, "deleted")))
         return final
 
     def set_aside(self, path: Path) -> None:
@@ -123,8 +134,8 @@ class CheckpointDirectory:
     def retire(self, keep: int, saved: int, token: str) -> None:
         """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which is there.
 
-        Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as good
-        ones, and deleting them is the user's. A checkpoint loses its name before it loses its first file.
+        Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as
+        good ones, and deleting them is the user's. A checkpoint loses its name before it loses its first file.
         """
         old = [one for one in self.complete() if one.step <= saved][:-keep]
         doomed = [self.hidden(one.step, token, "deleted") for one in old]
@@ -133,7 +144,15 @@ class CheckpointDirectory:
         if doomed:
             sync_directory(self.path)
         for hidden in doomed:
-            shutil.rmtree(hidden)
+            _remove(hidden)
+
+
+def _remove(hidden: Path) -> None:
+    """Removes what a checkpoint has made superfluous. Where that fails, the checkpoint is no worse for it."""
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        _LOG.warning("%s could not be removed, the next run tries again: %s", hidden, error)
 
 
 def sync_directory(path: Path) -> None:

@@ -98,8 +98,7 @@ def write_part(
     empties: Sequence[LeafPath],
     progress: Callable[[int], object],
 ) -> None:
-    """Writes this rank's data file and then its note. Raises OSError."""
-    directory.mkdir(exist_ok=True)  # another machine may not see yet that rank 0 has made it
+    """Writes this rank's data file and then its note into a directory that is there. Raises OSError."""
     placed, end = [], len(image)
     for path, data in objects:
         placed.append((path, end, len(data)))

@@ -6,6 +6,7 @@ It is no daemon: a script that ends with a save on its way ends when that is on 
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -17,9 +18,13 @@ from shardkit.core.checkpoint.commit import Header, await_parts, build_index, wr
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.parts import remove_notes, write_part
+from shardkit.core.checkpoint.locks import writing_in
+from shardkit.core.checkpoint.parts import write_part
 from shardkit.core.checkpoint.pieces import Layout, Piece
 
 __all__ = ["Progress", "Save", "Staged"]
+
+_LOG = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 60.0
 """How long the committing rank waits for the others once its own training has ended."""
@@ -61,6 +66,7 @@ class Save:
     ) -> None:
         self._directory, self._token, self._header, self._rank = directory, token, header, rank
         self._staged, self._keep, self._timeout = staged, keep, timeout
+        self._temporary = directory.hidden(header.step, token, "incomplete")
         self._total = len(staged.image) + sum(len(data) for _, data in staged.objects)
         self._written = 0
         self._phase = "writing"
@@ -97,32 +103,37 @@ class Save:
         return self._part_error or self._commit_error
 
     def abandon(self, reason: str) -> None:
-        """Has a commit that waits for other ranks give up, and removes what there is. Returns when that is done."""
+        """Has a commit that waits for other ranks give up, and removes what is there, now that no rank writes to it."""
         self._abandoned = reason
         self._thread.join()
+        self._remove()
 
     def _run(self) -> None:
-        temporary = self._directory.hidden(self.step, self._token, "incomplete")
         staged = self._staged
         try:
-            try:
+            with writing_in(self._temporary):
                 write_part(
-                    temporary, self._rank, staged.image, staged.told, staged.objects, staged.empties, self._count
+                    self._temporary, self._rank, staged.image, staged.told, staged.objects, staged.empties, self._count
                 )
-            except Exception as error:  # noqa: BLE001 (the training thread raises it)
-                self._part_error = error
-                self._phase = "failed"
-            finally:
                 self._part_done.set()
-            if self._rank == 0 and self._part_error is None:
-                self._phase = "committing"
-                self._commit(temporary)
-            self._phase = "done" if self._part_error is None else "failed"
-        except Exception as error:  # noqa: BLE001 (the training thread raises it)
-            self._commit_error = error
+                if self._rank == 0:
+                    self._phase = "committing"
+                    self._commit(self._temporary)
+            self._phase = "done"
+        except Exception as error:  # noqa: BLE001 (the training thread raises it, if it comes to ask)
+            _LOG.error("saving step %d to %s failed: %s", self.step, self._directory.path, error)
             self._phase = "failed"
-        if self._rank == 0 and self._phase == "failed":
-            shutil.rmtree(temporary, ignore_errors=True)
+            if self._part_done.is_set():
+                self._commit_error = error
+                self._remove()
+            else:
+                self._part_error = error  # `abandon` removes it: other ranks may be writing now
+        finally:
+            self._part_done.set()
+
+    def _remove(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _count(self, nbytes: int) -> None:
         self._written += nbytes

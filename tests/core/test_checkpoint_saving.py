@@ -1,0 +1,66 @@
+"""`saving.py`: saves that fail, on one rank or on all."""
+
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
+from tests.support import run_ranks
+
+
+class Own:
+    """State of a rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.values = torch.full((3000,), float(rank))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def fail_and_try_again(rank: int, world_size: int, path: Path) -> Any:
+    """Rank 0 has a disk of 4 KiB at first; rank 1 begins to write when rank 0 has failed."""
+    own = Own(rank)
+    state = TrainingState(torch.nn.Linear(3, 2), per_rank={"own": own})
+    manager = CheckpointManager(path)
+    manager.save(4, state, blocking=True)
+    write_part, limit = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def later(*arguments: Any) -> None:
+        time.sleep(0.5)
+        write_part(*arguments)
+
+    saving.write_part = later if rank == 1 else write_part
+    try:
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        with pytest.raises(CheckpointError) as failed:
+            manager.save(5, state, blocking=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        torch.distributed.barrier()
+        left = [one.name for one in path.iterdir()]
+        torch.distributed.barrier()
+        own.values += 10
+        manager.save(5, state, blocking=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        saving.write_part = write_part
+    own.values = torch.zeros(3000)
+    manager.restore(state)
+    return str(failed.value), left, own.values.unique().tolist()
+
+
+def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path):
+    for rank, (text, left, values) in enumerate(run_ranks(2, fail_and_try_again, tmp_path)):
+        assert text == f"saving step 5 to {tmp_path} failed on rank 0: File too large (while writing)"
+        assert left == ["step-000004"]
+        assert values == [10.0 + rank]
