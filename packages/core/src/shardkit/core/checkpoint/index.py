@@ -109,11 +109,13 @@ class Index:
     info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        claimed = dict.fromkeys(self.files, 0)
         for name, entry in self.tensors.items():
             if math.prod(max(1, size) for size in entry.shape) > _MAX_NUMEL:
                 raise DamagedCheckpointError(f"{name}: no tensor has the shape {entry.shape}")
             for chunk in entry.chunks:
                 self._check_range(name, chunk.file, chunk.offset, chunk.length)
+                claimed[chunk.file] += chunk.length
                 nbytes = chunk.numel * entry.dtype.itemsize
                 start = chunk.offset if chunk.values is None else chunk.values
                 if start < chunk.offset or start + nbytes > chunk.offset + chunk.length:
@@ -124,6 +126,12 @@ class Index:
             check_coverage(name, entry.shape, entry.chunks)
         for name, one in self.objects.items():
             self._check_range(name, one.file, one.offset, one.length)
+            claimed[one.file] += one.length
+        for name, length in claimed.items():  # or a small file could be said to hold any number of large tensors
+            if length > self.files[name].nbytes:
+                raise DamagedCheckpointError(
+                    f"{name}: {length} bytes are said to lie in it, it has {self.files[name].nbytes}"
+                )
         both = self.tensors.keys() & self.objects.keys()
         if both:
             raise DamagedCheckpointError(f"{min(both)}: both a tensor and an object")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["At", "Leaves", "Path", "flatten", "name_of", "object_bytes", "object_from", "stock_path", "unflatten"]
+__all__ = [
+    "At",
+    "Leaves",
+    "Path",
+    "check_has_values",
+    "flatten",
+    "name_of",
+    "object_bytes",
+    "object_from",
+    "stock_path",
+    "unflatten",
+]
 
 
 @dataclass(frozen=True)
@@ -138,10 +150,13 @@ def object_bytes(name: str, value: Any) -> bytes:
 
 def _check_plain(name: str, value: Any) -> None:
     if type(value) in _PLAIN:
+        if type(value) is bytes and not value:
+            raise TypeError(f"{name}: bytes of length 0, which torch.load refuses to read; use None or a string")
         return
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor):
-            raise TypeError(f"{name}: a DTensor inside a tuple or set; put it into a dict or a list, to be sharded")
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name}: a DTensor inside a tuple or set; put it into a dict or a list, to be sharded")
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        check_has_values(name, value)
         return
     if type(value) in (dict, OrderedDict):
         for key, below in value.items():
@@ -157,6 +172,12 @@ def _check_plain(name: str, value: Any) -> None:
         )
 
 
+def check_has_values(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor on the meta device."""
+    if tensor.device.type == "meta":
+        raise TypeError(f"{name}: is on the meta device and has no values; materialize the model first")
+
+
 def object_from(name: str, data: bytes) -> Any:
     """The value of a leaf that is no tensor; nothing in `data` is run.
 
@@ -164,9 +185,21 @@ def object_from(name: str, data: bytes) -> Any:
         CheckpointError: if it is anything but plain values.
     """
     try:
+        _check_stored(name, data)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [str(error)]
         raise CheckpointError(f"{name}: holds more than plain values, which is refused: {reason[0]}") from error
+    except DamagedCheckpointError:
+        raise
     except Exception as error:  # whatever damaged bytes lead torch.load into
         raise DamagedCheckpointError(f"{name}: its {len(data)} bytes cannot be read: {error!r}") from error
+
+
+def _check_stored(name: str, data: bytes) -> None:
+    """Refuses an archive that unpacks to more than its length: a few bytes could ask for any amount of memory."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+    claimed = sum(one.file_size for one in entries)
+    if claimed > len(data) or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
+        raise DamagedCheckpointError(f"{name}: its {len(data)} bytes are compressed or claim to hold {claimed}")

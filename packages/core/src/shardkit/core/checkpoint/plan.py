@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.leaves import Path, name_of, object_bytes
+from shardkit.core.checkpoint.leaves import Path, check_has_values, name_of, object_bytes
 from shardkit.core.checkpoint.pieces import Layout, Piece, is_described_by_layout, own_pieces
 from shardkit.core.checkpoint.training_state import Captured
+from shardkit.core.torch_compat import local_of
 
 __all__ = ["Plan", "layouts_digest", "make_plan"]
 
@@ -55,8 +56,9 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
     number = 0
     for path, value in captured.shared.values.items():
         if isinstance(value, DTensor):
+            check_has_values(name_of(path), local_of(value))
             known = by_layout and is_described_by_layout(value)
-            # Ranks may number otherwise what layouts do not describe: then the choice among replicas must not depend on it.
+            # What layouts do not describe may have another number elsewhere: its writer cannot depend on that.
             pieces = own_pieces(path, value, number if known else 0)
             if known:
                 plan.layouts.append((number, Layout.of(path, value)))
@@ -81,9 +83,10 @@ def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: Path, v
     if not isinstance(value, torch.Tensor):
         plan.objects.append((path, _cached_bytes(path, value)))
         return
+    check_has_values(name_of(path), value)
     if value.layout is not torch.strided or value.is_quantized:
         raise TypeError(f"{name_of(path)}: a tensor of layout {value.layout}, expected a dense one")
-    elif value.numel():
+    if value.numel():
         told += own_pieces(path, value, 0)
     else:
         shape = tuple(value.shape)
