@@ -22,7 +22,9 @@ def build(stage: int, mesh: Any, seed: int) -> tuple[nn.Module, torch.optim.Opti
     model = nn.ModuleDict({str(stage): layers[stage]})
     if mesh is not None:
         fully_shard(layers[0] if stage == 0 else layers[1][0], mesh=mesh)
-    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1 * seed}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1 * seed}
+    ]
     if stage == 0:
         groups.insert(0, {"params": [layers[0].bias], "lr": 0.5 * seed})
     else:
@@ -78,7 +80,11 @@ def test_groups_of_the_same_options_are_one():
         rows = [{"lr": lr, "params": list(names)} for lr, names in groups]
         return flatten({"param_groups": rows, "state": {}}, ("optimizer",))
 
-    ranks = [leaves((0.1, "a"), (0.1, "b")), leaves((0.2, "c"), (0.1, "d"), (0.1, "e")), leaves((0.1, "f"), (0.1, "ag"))]
+    ranks = [
+        leaves((0.1, "a"), (0.1, "b")),
+        leaves((0.2, "c"), (0.1, "d"), (0.1, "e")),
+        leaves((0.1, "f"), (0.1, "ag")),
+    ]
     holdings = [holding_of(one) for one in ranks]
     merged: dict[str, Any] = {}
     for rank, one in enumerate(ranks):

@@ -104,7 +104,9 @@ def test_info_is_as_it_was_when_saved(tmp_path: Path):
     assert restored is not None and restored.info == {"losses": [1.0]}
 
 
-@pytest.mark.parametrize(("step", "text"), [(-1, "step -1, expected a number from 0 on"), (1.5, "TypeError"), (2**63, "from 0 on")])
+@pytest.mark.parametrize(
+    ("step", "text"), [(-1, "step -1, expected a number from 0 on"), (1.5, "TypeError"), (2**63, "from 0 on")]
+)
 def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match=text):

@@ -1,7 +1,7 @@
 """State of ranks that do not hold the same modules, as with pipeline parallelism: who writes what of it.
 
-A plain value is written by the first rank that has it. Parameter groups of an optimizer name the parameters of one rank;
-a checkpoint's name those of all.
+A plain value is written by the first rank that has it. The parameter groups of an optimizer name the parameters of one
+rank; a checkpoint's name those of all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _groups(leaves: Leaves) -> Iterator[Group]:
 
 
 def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
-    """What this rank writes of its leaves, of which `holdings` has every rank's: all DTensors, and its part of the rest."""
+    """What this rank writes of its leaves: all DTensors, and its part of the rest. `holdings` has every rank's."""
     owner: dict[Path, int] = {}
     for holder, holding in enumerate(holdings):
         for path in holding.plain:
@@ -88,7 +88,7 @@ def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
 
 
 def _merge(holdings: Sequence[Holding]) -> list[_Merged]:
-    """The groups of all ranks: those of one number and the same options are one, and so are others of the same options."""
+    """The groups of all ranks: those of the same options are one, those of the same number first."""
     merged: list[_Merged] = []
     for rank, holding in enumerate(holdings):
         used: set[int] = set()

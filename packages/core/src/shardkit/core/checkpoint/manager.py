@@ -118,7 +118,9 @@ class CheckpointManager:
         except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
             error = caught
         # One exchange tells each rank whether any has failed, and the range of the steps and of the digests.
-        failed, most, least, high, low = highest(self._peers, [int(error is not None), number, -number, digest, -digest])
+        failed, most, least, high, low = highest(
+            self._peers, [int(error is not None), number, -number, digest, -digest]
+        )
         if failed:
             raise_together(self._peers, error, f"saving step {step}")
         if most != -least:

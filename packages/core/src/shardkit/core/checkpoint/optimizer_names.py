@@ -35,7 +35,7 @@ class OptimizerNames:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> OptimizerNames:
-        """Raises ValueError if an optimizer holds a parameter that the model has not, or that another one holds too."""
+        """Raises ValueError if an optimizer holds a parameter that the model has not, or another optimizer too."""
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[int, str] = {}
         for name, parameter in inner.named_parameters():
@@ -47,7 +47,9 @@ class OptimizerNames:
         for number, optimizer in enumerate(found.optimizers):
             for parameter in (*(one for group in optimizer.param_groups for one in group["params"]), *optimizer.state):
                 if id(parameter) not in names:
-                    what = f"a parameter of shape {tuple(parameter.shape)}" if hasattr(parameter, "shape") else parameter
+                    what = (
+                        f"a parameter of shape {tuple(parameter.shape)}" if hasattr(parameter, "shape") else parameter
+                    )
                     raise ValueError(
                         f"optimizer {number} holds {what} that is none of the model's: build it from "
                         "model.parameters(), after fully_shard"
@@ -133,13 +135,15 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any], options: list[dict[str
     optimizer.load_state_dict(
         {"state": {numbers[name]: state[name] for name in names if name in state}, "param_groups": groups}
     )
-    for name, parameter in zip(names, (one for group in optimizer.param_groups for one in group["params"]), strict=True):
+    for name, parameter in zip(
+        names, (one for group in optimizer.param_groups for one in group["params"]), strict=True
+    ):
         if name in state:
             optimizer.state[parameter] = _as_stored(optimizer.state[parameter], state[name])
 
 
 def _as_stored(loaded: Any, stored: Any) -> Any:
-    """What an optimizer has loaded, in the dtypes that were stored: it casts all but `step` to its parameter's dtype."""
+    """What an optimizer has loaded, in the dtypes that were stored; it casts all but `step` to the parameter's."""
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == stored.dtype else stored.to(device=loaded.device)
     if isinstance(stored, dict) and isinstance(loaded, dict):

@@ -157,8 +157,8 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 def _values(file: VerifiedFile, read: Read) -> int | None:
     """Where the values of the chunk begin in its file; None if they do not lie there row by row.
 
-    Stock writes a tensor as it lies in memory: transposed, or with the channels last. What its archive says of it is the
-    text that torch.save has for a contiguous tensor, or else torch.load is asked what it means.
+    Stock writes a tensor as it lies in memory: transposed, or with the channels last. If its archive does not describe
+    it in the words that torch.save has for a contiguous tensor, torch.load is asked what they mean.
     """
     chunk = read.chunk
     if chunk.values is not None:
@@ -181,6 +181,7 @@ def _loaded(file: VerifiedFile, read: Read) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (chunk.sizes, read.dtype):
         seen = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise DamagedCheckpointError(
-            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {seen}, expected {chunk.sizes} of {read.dtype}"
+            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {seen}, expected {chunk.sizes} of "
+            f"{read.dtype}"
         )
     return value
