@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,22 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
     assert len(list(tmp_path.iterdir())) == 3
     CheckpointManager(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So that `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+    preadv = os.preadv
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if "step-000002" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    restored = manager.restore(state, fallback=True)
+    assert restored is not None and restored.step == 1
+    assert "__0_0.distcp cannot be read from byte 0 on: Input/output error" in restored.damaged[0]

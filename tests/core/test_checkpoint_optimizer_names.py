@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from tests.core.checkpoint_cases import differences
+from tests.support import rank_mesh, run_ranks
 
 
 class Precise(torch.optim.Optimizer):
@@ -43,6 +45,36 @@ def test_state_keeps_its_dtype(tmp_path: Path):
         optimizer.state[p]["master"].zero_()
     CheckpointManager(tmp_path).restore(TrainingState(model, optimizer))  # into state that is there
     assert differences([dict(optimizer.state[p]) for p in model.parameters()], expected) == []
+
+
+def sharded_state(rank: int, world_size: int, path: Path) -> Any:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
+    fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
+    optimizer = Precise(model.parameters())
+    optimizer.step()
+    manager = CheckpointManager(path)
+    manager.save(1, TrainingState(model, optimizer), blocking=True)
+    other = Precise(model.parameters())
+    manager.restore(TrainingState(model, other))
+    found = []
+    for p in model.parameters():
+        for seen, expected in zip(_tensors(other.state[p]), _tensors(optimizer.state[p]), strict=True):
+            found += [type(seen) is type(expected), *differences(_local(seen), _local(expected))]
+    other.step()
+    return found
+
+
+def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [state["master"], state["count"], state["below"]["list"][0]]
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return getattr(value, "to_local", lambda: value)()
+
+
+def test_sharded_state_keeps_dtype_and_place(tmp_path: Path):
+    assert run_ranks(2, sharded_state, tmp_path) == [[True] * 6] * 2
 
 
 def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer:

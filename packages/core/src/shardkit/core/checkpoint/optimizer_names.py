@@ -94,6 +94,13 @@ class OptimizerNames:
             "so that the optimizer has state to read into, then restore"
         )
 
+    def nested_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same for an entry deeper down, which can be of any shape: then it is read whole."""
+        _, parameter = self._by_name[name]
+        if tuple(parameter.shape) == shape:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
     @property
     def names(self) -> Collection[str]:
         """The parameters that the optimizers hold."""

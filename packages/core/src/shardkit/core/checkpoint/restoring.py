@@ -121,6 +121,8 @@ class _Targets:
                 self._objects.append(name_of(path))
             elif path[1] == "state" and len(path) == 4:
                 self._tensors[path] = names.target(str(path[2]), str(path[3]), entry.dtype, entry.shape)
+            elif path[1] == "state" and len(path) > 4 and entry.shape:
+                self._tensors[path] = names.nested_target(str(path[2]), entry.dtype, entry.shape)
             else:
                 self._tensors[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 

@@ -104,7 +104,12 @@ class VerifiedFile:
         """Reads a whole block and verifies it."""
         start, seen = number * BLOCK_BYTES, 0
         while seen < len(block):
-            count = os.preadv(self.descriptor, [block[seen:]], start + seen)
+            try:
+                count = os.preadv(self.descriptor, [block[seen:]], start + seen)
+            except OSError as error:  # such as of a disk that fails
+                raise DamagedCheckpointError(
+                    f"{self.path} cannot be read from byte {start + seen} on: {error.strerror}"
+                ) from error
             if count == 0:
                 raise DamagedCheckpointError(f"{self.path} ends at byte {start + seen}: it was truncated")
             seen += count
