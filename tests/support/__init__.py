@@ -33,11 +33,13 @@ Process groups live as long as their pool. Make meshes with :func:`rank_mesh`, w
 
     mesh = rank_mesh((2, 2), ("replicate", "shard"))
 
+``networked_mesh`` is the same with ranks that do not share memory.
+
 ``tests/support/parity.py`` has the differential harness; its head says how to use it.
 """
 
 from tests.support.failures import RankError, RankFailure, RankTimeout
-from tests.support.meshes import rank_mesh
+from tests.support.meshes import networked_mesh, rank_mesh
 from tests.support.pool import close_pools, run_ranks
 
-__all__ = ["RankError", "RankFailure", "RankTimeout", "close_pools", "rank_mesh", "run_ranks"]
+__all__ = ["RankError", "RankFailure", "RankTimeout", "close_pools", "networked_mesh", "rank_mesh", "run_ranks"]

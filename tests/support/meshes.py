@@ -1,11 +1,35 @@
 """Device meshes for bodies, made once per rank process: a mesh owns process groups, which live as long as the pool."""
 
 import functools
+import os
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardkit.core.runtime.shared.neighbours import neighbours_of
 
 
 @functools.cache
 def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return a CPU mesh over all ranks. Collective on its first call with the same arguments."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@functools.cache
+def networked_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh like ``rank_mesh`` whose process groups never share memory, as between hosts. Collective too."""
+    before = os.environ.get("SHARDKIT_SHARED_MEMORY")
+    os.environ["SHARDKIT_SHARED_MEMORY"] = "0"
+    try:
+        if len(shape) == 1:
+            mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        else:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for axis in range(mesh.ndim):
+            assert neighbours_of(mesh.get_group(axis)) is None
+        return mesh
+    finally:
+        if before is None:
+            del os.environ["SHARDKIT_SHARED_MEMORY"]
+        else:
+            os.environ["SHARDKIT_SHARED_MEMORY"] = before

@@ -8,6 +8,7 @@ from shardkit.core.materialize import materialize
 from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardkit.core.policies import (
     AllGather,
+    CompressionPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -20,6 +21,7 @@ from shardkit.core.version import __version__
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CompressionPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",

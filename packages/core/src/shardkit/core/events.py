@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-StorageKind: TypeAlias = Literal["unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient"]
+StorageKind: TypeAlias = Literal[
+    "unsharded", "packed", "outbox", "reduce_input", "reduce_output", "gradient", "residual"
+]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class _Started:
     reduced. `wire_bytes` is what this rank sends; a collective whose algorithm is the backend's own is counted as
     sending its chunk to each peer. `padding_bytes` is memory that holds no element because chunks are uneven: behind
     the unsharded tensors and in the packed buffer. `dtype` is the one on the wire (`torch.uint8` for a gather of mixed
-    dtypes). `transport` is what moves the bytes: "shared", "pairwise", "c10d" or "custom".
+    dtypes, and for what is compressed). `transport` is what moves the bytes: "shared", "pairwise", "c10d", "compressed"
+    or "custom".
     """
 
     fqn: str
@@ -86,7 +89,8 @@ class _Storage:
     `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and oddly cut items),
     `outbox` (shared memory for gradients on their way to other ranks of this host, kept from step to step),
     `reduce_input` (terms of a sum on their way in), `reduce_output` (sums on their way to be sharded gradients),
-    `gradient` (the unsharded gradients that a reduction has taken over, until it lets go of them).
+    `gradient` (the unsharded gradients that a reduction has taken over, until it lets go of them), `residual` (what
+    compression has kept back of a gradient for the next one, kept from step to step).
     """
 
     fqn: str

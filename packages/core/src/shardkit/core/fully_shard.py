@@ -32,6 +32,7 @@ from shardkit.core.optimizers import watch_optimizers
 from shardkit.core.param import FSDPParam
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import (
+    CompressionPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -58,6 +59,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression_policy: CompressionPolicy | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -72,6 +74,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    compression_policy: CompressionPolicy | None = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -85,6 +88,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    compression_policy: CompressionPolicy | None = None,
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place, and returns it.
 
@@ -104,6 +108,7 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel axes of a `mesh` that has others too.
+        compression_policy: rounds parameters and gradients of two and more dims to fewer bytes on the network.
 
     Returns:
         The same object; the class of a sharded module becomes a subclass `FSDP<Name>` of its own and of `FSDPModule`.
@@ -120,6 +125,8 @@ def fully_shard(
     device = device_of(mesh)
     start_observers()
     policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
+    if not isinstance(compression_policy, CompressionPolicy | None):
+        raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
     reshard, smaller = _reshard_setting(reshard_after_forward, data_parallel)
     managed = manage(modules, ignored_params or set())
     # All that can refuse the input comes first: a call that raises leaves the module as it was.
@@ -133,7 +140,7 @@ def fully_shard(
         else form_of(one.parameter, one.fqn, data_parallel, placement.dim)
         for one, placement in zip(managed.parameters, placements, strict=True)
     ]
-    _check_ties(managed, data_parallel, policy, offload)
+    _check_ties(managed, data_parallel, policy, offload, compression_policy)
     move_buffers(managed.buffers, device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
     main: list[FSDPParam] = []
@@ -143,7 +150,7 @@ def fully_shard(
         param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
         (main if placement is not None else scalars).append(param)
     if main:
-        state.add_group(FSDPParamGroup(main, data_parallel, device, policy, reshard, smaller))
+        state.add_group(FSDPParamGroup(main, data_parallel, device, policy, reshard, smaller, compression_policy))
     if scalars:
         state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
@@ -172,7 +179,13 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
     return True, smaller
 
 
-def _check_ties(managed: Managed, mesh: DataParallelMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
+def _check_ties(
+    managed: Managed,
+    mesh: DataParallelMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    compression: CompressionPolicy | None,
+) -> None:
     """A tied parameter has one mesh and one set of policies, whichever of its modules runs."""
     for param, _ in managed.ties:
         theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
@@ -181,6 +194,11 @@ def _check_ties(managed: Managed, mesh: DataParallelMesh, policy: MixedPrecision
             raise ValueError(
                 f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "
                 f"param_dtype, reduce_dtype, offload) = {theirs}; this call has {ours}. Give both calls the same"
+            )
+        if param.shape and (known := FSDPParamGroup.of(param).compression) != compression:
+            raise ValueError(
+                f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with "
+                f"compression_policy={known}; this call has {compression}. Give both calls the same"
             )
 
 

@@ -207,6 +207,7 @@ class FSDPParam:
         self.free()
         self.flats = []
         self._targets = []
+        self._inner_bytes = 0
         self.unsharded_param = None
 
     @property
@@ -308,12 +309,18 @@ class FSDPParam:
                 if not tensor.untyped_storage().size():  # else it is a view of a flat tensor
                     allocate_storage(tensor, self.fqn)
 
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded storage when it has memory; an estimate until a tensor subclass was gathered once."""
+        if self.aliased:
+            return 0
+        if self.flats:
+            return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
+        return _flat_numel(self.layout) * self.dtype.itemsize
+
     @torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
     def _new_flat(self, item: GatherItem) -> torch.Tensor:
-        # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
-        world = item.layout.world_size
-        numel = item.layout.padded_numel if item.layout.dim == 0 else -(-item.layout.numel // world) * world
-        flat = torch.empty(numel, dtype=item.dtype, device=self.device)
+        flat = torch.empty(_flat_numel(item.layout), dtype=item.dtype, device=self.device)
         flat.untyped_storage().resize_(0)
         return flat
 
@@ -329,6 +336,7 @@ class FSDPParam:
             # itself, as the hook may put new metadata, such as a scale, on the object.
             flats = [raw_view(flat) for flat in self.flats]
             tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
+            self._inner_bytes = self._count_inner_bytes()
             if tensor is not None and tensor.shape != self.shape:
                 tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
         elif self.unsharded_param is None:
@@ -343,6 +351,12 @@ class FSDPParam:
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
         self._gathered_requires_grad = requires_grad
+
+    def _count_inner_bytes(self) -> int:
+        """What a subclass's hook has allocated beside the flat tensors."""
+        assert self.subclass is not None
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.subclass.inner}
+        return sum(storage.size() for address, storage in storages.items() if address not in self.memory)
 
     @torch.inference_mode(False)
     def _view_of_storage(self) -> torch.Tensor:
@@ -476,3 +490,11 @@ class FSDPParam:
         self.accumulated = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
+
+
+def _flat_numel(layout: ChunkLayout) -> int:
+    """Elements of the flat tensor behind an unsharded one."""
+    if layout.dim == 0:
+        return layout.padded_numel
+    # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
+    return -(-layout.numel // layout.world_size) * layout.world_size

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -27,19 +27,16 @@ from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck, agree
 from shardkit.core.param import FSDPParam
-from shardkit.core.policies import AllGather, MixedPrecisionPolicy, ReduceScatter
+from shardkit.core.policies import AllGather, CompressionPolicy, MixedPrecisionPolicy, ReduceScatter
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
-from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.gather import gather, gather_buffer_bytes
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_copies
-from shardkit.core.runtime.transport import SharedTransport, Transport, may_share_memory, transport_for
-from shardkit.core.runtime.transport.custom import (
-    CustomTransport,
-    ProcessGroupAllocatedAllGather,
-    ProcessGroupAllocatedReduceScatter,
-)
+from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
+from shardkit.core.runtime.transport.choice import Transports, choose_transports
+from shardkit.core.runtime.transport.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
@@ -67,13 +64,6 @@ class Phase(enum.Enum):
     FORWARD = enum.auto()
     PRE_BACKWARD = enum.auto()
     POST_BACKWARD = enum.auto()
-
-
-class _Transports(NamedTuple):
-    """What moves the bytes of a group; None when there is nobody to send them to."""
-
-    gather: Transport | None
-    reduce: Transport | None
 
 
 _SETTINGS = (
@@ -104,6 +94,7 @@ class FSDPParamGroup:
         mp_policy: dtypes of compute and reduction.
         reshard_after_forward: whether forward frees the parameters.
         post_forward_mesh: the smaller group that keeps them between forward and backward, None for no one.
+        compression: how parameters and gradients are rounded to travel, None for full precision.
     """
 
     def __init__(
@@ -114,6 +105,7 @@ class FSDPParamGroup:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool,
         post_forward_mesh: PostForwardMesh | None,
+        compression: CompressionPolicy | None = None,
     ) -> None:
         self.params = params
         for param in params:
@@ -123,6 +115,7 @@ class FSDPParamGroup:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.post_forward_mesh = post_forward_mesh
+        self.compression = compression
         self.label = ", ".join(param.fqn for param in params[:1])
         self.context = CommContext(device)
         self.users: WeakSet[GroupUser] = WeakSet()
@@ -147,6 +140,7 @@ class FSDPParamGroup:
         self.prefetched = False
         self.forward_users = 0
         self.backward_users: set[int] = set()
+        self.held_by_user = False  # since an explicit unshard
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._partial_in_flight = False
@@ -158,6 +152,9 @@ class FSDPParamGroup:
         self._plan: GatherPlan | None = None
         self._items: list[list[GatherItem]] = []
         self._kept_plan: GatherPlan | None = None
+        self._transports: Transports | None = None
+        self._buffer_bytes: int | None = None
+        self._parameter_bytes: int | None = None
         self._choose_transports()
         self._share_shards()
 
@@ -175,7 +172,13 @@ class FSDPParamGroup:
         self._forget_plans()
         self._items = []
         group = FSDPParamGroup(
-            [param], self.mesh, self.device, self.mp_policy, self.reshard_after_forward, self.post_forward_mesh
+            [param],
+            self.mesh,
+            self.device,
+            self.mp_policy,
+            self.reshard_after_forward,
+            self.post_forward_mesh,
+            self.compression,
         )
         for setting in _SETTINGS:
             setattr(group, setting, getattr(self, setting))
@@ -185,27 +188,25 @@ class FSDPParamGroup:
     # -- what moves the bytes ------------------------------------------------------------------------------------------
 
     def _choose_transports(self) -> None:
-        self._transports: _Transports | None = None
+        if self._transports is not None:
+            self._transports.forget_residuals()
+        self._transports = None
         self._forget_plans()
 
     @property
-    def _through(self) -> _Transports:
+    def _through(self) -> Transports:
         """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
         if self._transports is None:
-            group = self.mesh.shard_group
             with events.Waiting(self.label, "set-up"):
-                self._transports = _Transports(
-                    gather=self._transport(group, self._all_gather_comm is not None),
-                    reduce=self._transport(self._reduce_group or group, self._reduce_scatter_comm is not None),
+                self._transports = choose_transports(
+                    self.mesh.shard_group,
+                    self._reduce_group,
+                    self.device,
+                    self._all_gather_comm,
+                    self._reduce_scatter_comm,
+                    self.compression,
                 )
         return self._transports
-
-    def _transport(self, group: dist.ProcessGroup | None, custom: bool) -> Transport | None:
-        if group is None or self.mesh.shard_size == 1:
-            return None
-        if custom:
-            return CustomTransport(group, self.device, self._all_gather_comm, self._reduce_scatter_comm)
-        return transport_for(group, self.device)
 
     def _share_shards(self) -> None:
         """Moves the shards into memory that peers on this host can read, where they are to be gathered from there."""
@@ -218,13 +219,23 @@ class FSDPParamGroup:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """From now on gathers go through `comm` and its buffers."""
+        self._refuse_compression(comm)
         self._all_gather_comm = comm
         self._choose_transports()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """From now on reduce-scatters go through `comm` and its buffers."""
+        self._refuse_compression(comm)
         self._reduce_scatter_comm = comm
         self._choose_transports()
+
+    def _refuse_compression(self, other: object) -> None:
+        if self.compression is not None:
+            name = other if isinstance(other, str) else type(other).__name__
+            raise ValueError(
+                f"group '{self.label}' has a {self.compression}, which makes rows of bytes of its own and cannot go "
+                f"through {name}; shard it without compression_policy"
+            )
 
     def set_process_group_buffers(self, enable: bool) -> None:
         """Takes communication buffers from the process group's own allocator.
@@ -241,6 +252,7 @@ class FSDPParamGroup:
                 )
         group = self.mesh.shard_group
         if enable and group is not None:
+            self._refuse_compression("buffers of the process group")
             self._all_gather_comm = ProcessGroupAllocatedAllGather(group)
             self._reduce_scatter_comm = ProcessGroupAllocatedReduceScatter(group)
         else:
@@ -265,6 +277,60 @@ class FSDPParamGroup:
     def _forget_plans(self) -> None:
         self._plan = None
         self._kept_plan = None
+        self._buffer_bytes = None
+        self._parameter_bytes = None
+
+    # -- how much memory it takes --------------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward, a backward or the user needs it to stay as it is."""
+        return bool(self.forward_users or self.backward_users or self.held_by_user)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters while they have memory."""
+        if self._parameter_bytes is None:
+            self._parameter_bytes = sum(param.unsharded_bytes for param in self.params)
+        return self._parameter_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Unsharded bytes, and those of the packed buffer while it is gathered; 0 if it is not unsharded."""
+        if self.residence is Residence.UNSHARDED:
+            return self.unsharded_bytes
+        return self._gather_bytes if self.residence is Residence.GATHERING else 0
+
+    def bytes_when_used(self, *, in_backward: bool) -> int:
+        """What it holds, or is going to take while the gather that its next use needs is under way.
+
+        What a tensor subclass sends is known from its first gather on; until then the parameter's own size counts.
+        """
+        if self.is_unsharded and (in_backward or not self._is_stale):
+            return self.held_bytes
+        if self.residence is Residence.KEPT and in_backward:
+            self._plan_kept()
+        return self._gather_bytes
+
+    @property
+    def _gather_bytes(self) -> int:
+        if self._buffer_bytes is None:
+            self._buffer_bytes = self._count_buffer_bytes()
+        return self._buffer_bytes + self.unsharded_bytes
+
+    def _count_buffer_bytes(self) -> int:
+        transport = self._through.gather
+        if transport is None:
+            return 0
+        plan = self._plan
+        if plan is None and not any(param.subclass for param in self.params):
+            plan = plan_gather(
+                [item for param in self.params for item in param.items([])],
+                transport,
+                self.label,
+                self.mesh.shard_rank,
+            )
+        return max((gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0)
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -281,8 +347,7 @@ class FSDPParamGroup:
         last gather, as by a step after a forward that no backward followed.
         """
         if self.is_unsharded:
-            gathering = self.residence is Residence.GATHERING
-            if gathering or in_backward or not (self.stale or any(param.is_stale for param in self.params)):
+            if self.residence is Residence.GATHERING or in_backward or not self._is_stale:
                 return
             self.reshard()
         with profiler_range("unshard", self.label), torch.no_grad():
@@ -299,11 +364,23 @@ class FSDPParamGroup:
             self._counted_in = self.context
             self.context.unsharded += 1
 
+    @property
+    def _is_stale(self) -> bool:
+        return self.stale or any(param.is_stale for param in self.params)
+
+    def refresh(self) -> bool:
+        """If nothing of it is gathered: takes over what the user put in place of its parameters; whether any."""
+        return self.residence is Residence.SHARDED and self._refresh()
+
+    def _refresh(self) -> bool:
+        changed = [param for param in self.params if param.refresh()]
+        if changed:
+            self._forget_plans()
+            self._items = []
+        return bool(changed)
+
     def _gather_sharded(self) -> Ticket | None:
-        for param in self.params:
-            if param.refresh():
-                self._forget_plans()
-                self._items = []
+        self._refresh()
         if self._plan is None and not self._items:
             for param in self.params:
                 param.check_ready()
@@ -318,7 +395,7 @@ class FSDPParamGroup:
             items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
             if items != self._items:
                 self._check_wire_sizes(items)
-                self._plan, self._items = None, items
+                self._plan, self._buffer_bytes, self._items = None, None, items
         for param, items_of in zip(self.params, self._items, strict=True):
             param.allocate(items_of)
         flat_sources = [source for each in sources for source in each]
@@ -364,16 +441,20 @@ class FSDPParamGroup:
         )
 
     def _gather_kept(self) -> Ticket:
+        for param in self.params:
+            param.allocate([])
+        sources = [part for param in self.params for part in param.kept]
+        targets = [flat for param in self.params for flat in param.flats]
+        return self.context.gathers.start(gather(self._plan_kept(), sources, targets), self.label, sources)
+
+    def _plan_kept(self) -> GatherPlan:
         smaller = self.post_forward_mesh
         assert smaller is not None
         if self._kept_plan is None:
             items = [item for param in self.params for item in param.kept_items(smaller.size)]
             self._kept_plan = plan_gather(items, transport_for(smaller.group, self.device), self.label, smaller.rank)
-        for param in self.params:
-            param.allocate([])
-        sources = [part for param in self.params for part in param.kept]
-        targets = [flat for param in self.params for flat in param.flats]
-        return self.context.gathers.start(gather(self._kept_plan, sources, targets), self.label, sources)
+            self._buffer_bytes = None
+        return self._kept_plan
 
     def wait_for_unshard(self) -> None:
         """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has."""
@@ -386,6 +467,8 @@ class FSDPParamGroup:
                 param.finish_gather()
                 assert param.unsharded_param is not None
                 param.register(param.unsharded_param)
+                if param.subclass is not None:
+                    self._parameter_bytes = None
         self.residence = Residence.UNSHARDED
 
     def reshard(self, *, keep: bool = False) -> None:
@@ -395,7 +478,7 @@ class FSDPParamGroup:
         """
         if self.residence is Residence.SHARDED:
             return
-        self.prefetched = False
+        self.prefetched = self.held_by_user = False
         self._uncount()
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
@@ -507,6 +590,8 @@ class FSDPParamGroup:
         self.reshard()
         self._accumulating = self._partial_in_flight = False
         self._reduction.forget()
+        if self._transports is not None:
+            self._transports.forget_residuals()
         for param in self.params:
             param.forget_gradients()
         self.phase = Phase.IDLE

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "CompressionPolicy",
     "DataParallelMeshDims",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -74,6 +76,41 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class CompressionPolicy:
+    """How one `fully_shard` call's parameters and gradients are rounded to travel in fewer bytes.
+
+    Parameters with fewer than two dims (norms, biases, scalars) travel as they are, and so does what is no wider than
+    its compressed form. Between ranks that share memory nothing travels, and nothing is compressed. The all-reduce of
+    HSDP is not compressed either. Sharded parameters, gradients and the optimizer keep their dtypes.
+
+    Attributes:
+        gather: "int8", "bf16" or None for full precision. All ranks compute with the same, rounded, parameters.
+        reduce: the same for gradients on their way to their owner, who sums them in fp32; its own are not rounded.
+        block: so many consecutive elements share one fp32 scale, the largest magnitude over 127 (int8 only).
+        error_feedback: keeps what rounding took from a gradient and adds it to the next one, at the cost of one fp32
+            element for each that is sent.
+    """
+
+    gather: Literal["int8", "bf16"] | None = None
+    reduce: Literal["int8", "bf16"] | None = None
+    block: int = 256
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gather", "reduce"):
+            if getattr(self, name) not in ("int8", "bf16", None):
+                raise ValueError(
+                    f'CompressionPolicy.{name} must be "int8", "bf16" or None, got {getattr(self, name)!r}'
+                )
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"CompressionPolicy.block must be a positive number of elements, got {self.block!r}")
+        if self.error_feedback and self.reduce is None:
+            raise ValueError(
+                "CompressionPolicy.error_feedback feeds back the rounding of gradients, but reduce is None; set reduce"
+            )
 
 
 @dataclass(frozen=True)

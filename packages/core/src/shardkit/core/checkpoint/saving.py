@@ -17,9 +17,8 @@ from pathlib import Path
 from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.parts import remove_notes, write_part
 from shardkit.core.checkpoint.locks import writing_in
-from shardkit.core.checkpoint.parts import write_part
+from shardkit.core.checkpoint.parts import remove_notes, write_part
 from shardkit.core.checkpoint.pieces import Layout, Piece
 
 __all__ = ["Progress", "Save", "Staged"]

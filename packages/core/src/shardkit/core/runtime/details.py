@@ -6,10 +6,16 @@ from typing import TypedDict
 
 from shardkit.core.runtime.plan import GatherPlan, ReducePlan
 from shardkit.core.runtime.transport import C10dTransport, PairwiseTransport, SharedTransport
+from shardkit.core.runtime.transport.compressed import CompressedTransport
 
 __all__ = ["Details", "details"]
 
-_NAMES: dict[type, str] = {SharedTransport: "shared", PairwiseTransport: "pairwise", C10dTransport: "c10d"}
+_NAMES: dict[type, str] = {
+    SharedTransport: "shared",
+    PairwiseTransport: "pairwise",
+    C10dTransport: "c10d",
+    CompressedTransport: "compressed",
+}
 
 
 class Details(TypedDict):

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
+from shardkit.core.runtime.compressed.gather import compressed_gather, gather_rows
 from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.gather import shared_gather
+from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
 from shardkit.core.runtime.transport.stand_in import StandIn
 from shardkit.core.torch_compat import foreach_copy_
@@ -37,11 +39,20 @@ def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[to
         return shared_gather(plan, sources, flats)
     if isinstance(plan.transport, StandIn):
         return plan.transport.gather_program(plan, sources, flats)
+    if isinstance(plan.transport, CompressedTransport):
+        return compressed_gather(plan, sources, flats)
     packed = None
     if plan.packing is not None:
         packed = plan.transport.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
         note_allocated(packed, plan.label, "packed")
     return _gather(plan, sources, flats, packed)
+
+
+def gather_buffer_bytes(plan: GatherPlan) -> int:
+    """Bytes that a gather of `plan` takes beside the unsharded tensors while it is under way."""
+    if isinstance(plan.transport, CompressedTransport):
+        return gather_rows(plan).nbytes
+    return 0 if plan.packing is None else plan.packing.numel * plan.packed_dtype.itemsize
 
 
 @torch.no_grad()

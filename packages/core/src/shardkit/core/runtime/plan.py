@@ -18,6 +18,7 @@ import torch
 
 from shardkit.core.runtime.packing import Packing, pack
 from shardkit.core.runtime.slots import Slots
+from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
 from shardkit.core.sharding import ChunkLayout
 
@@ -227,6 +228,8 @@ class ReducePlan:
 
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
     """Decide how `items` are gathered. Not collective, but every rank must plan the same items."""
+    if isinstance(transport, CompressedTransport):
+        transport = transport.for_gather(items)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     direct = [i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport)]
@@ -262,6 +265,8 @@ def plan_reduce(
     bytes for bf16 gradients, and still a sum in fp32. Others are cast first, and a collective, which sums on the way,
     needs `reduce_dtype` on the wire in any case.
     """
+    if isinstance(transport, CompressedTransport):
+        transport = transport.for_reduction(items, grad_dtype, reduce_dtype)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     keeps_dtype = transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize

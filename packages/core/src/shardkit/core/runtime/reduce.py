@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.compressed.reduce import compressed_reduce
 from shardkit.core.runtime.details import details
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.reduce import shared_reduce
+from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
 from shardkit.core.runtime.transport.stand_in import StandIn
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div, foreach_zero_
@@ -69,6 +71,8 @@ def reduce_scatter(
         return shared_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
     if isinstance(plan.transport, StandIn):
         return plan.transport.reduce_program(plan, grads, output)
+    if isinstance(plan.transport, CompressedTransport):
+        return compressed_reduce(plan, grads, output, predivide, float(world) if average else postdivide)
     note_taken(plan.nbytes, plan.label)
     packed = None
     if plan.packing is not None:

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import torch_compat
+from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.shared.neighbours import neighbours_of, possible
 from shardkit.core.runtime.transport.c10d import C10dTransport
+from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
 from shardkit.core.runtime.transport.pairwise import PairwiseTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
@@ -19,11 +21,13 @@ from shardkit.core.runtime.transport.stand_in import StandIn, chosen_stand_in, s
 __all__ = [
     "C10dTransport",
     "Collective",
+    "CompressedTransport",
     "Exchange",
     "PairwiseTransport",
     "SharedTransport",
     "StandIn",
     "Transport",
+    "compressing",
     "may_share_memory",
     "stand_ins",
     "transport_for",
@@ -54,6 +58,11 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
         transport = _make_transport(group, device)
         by_device[device] = weakref.ref(transport)
     return transport
+
+
+def compressing(transport: Transport, policy: CompressionPolicy) -> Transport:
+    """`transport` with the rounding of `policy`; itself where ranks share memory and nothing is on a wire."""
+    return CompressedTransport(transport, policy) if isinstance(transport, Collective) else transport
 
 
 def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
