@@ -10,6 +10,8 @@ gathers of those that come next in it. Backward goes through this iteration's or
 is only started while at most `prefetch_depth` groups hold unsharded memory, the root's and those that were told not to
 reshard aside. That is the promise: at most `prefetch_depth + 1` groups are unsharded at any time, unless modules nest
 deeper than that. A user's explicit prefetch lists take the place of the learnt order and know no such bound.
+With a budget of bytes instead (`budget`), all groups count, the root's and explicit lists included; it decides how far
+ahead to gather, and whether forward frees what backward is going to need.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardkit.core import events
+from shardkit.core import budget, events
 from shardkit.core.context import CommContext
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import in_backward, queue_end_of_backward
@@ -42,14 +44,16 @@ class Iteration:
     Attributes:
         context: the lanes and reductions in flight.
         is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
-        prefetch_depth: how many groups are gathered ahead.
+        prefetch_depth: how many groups are gathered ahead; None leaves it at the default.
+        prefetch_budget: how many bytes of all groups may be unsharded at a time; None for a depth.
         post_optim_event: user's event that the next forward's first gather waits for.
     """
 
     def __init__(self, context: CommContext) -> None:
         self.context = context
         self.is_last_backward = True
-        self.prefetch_depth = DEFAULT_PREFETCH_DEPTH
+        self.prefetch_depth: int | None = None
+        self.prefetch_budget: int | None = None
         self.post_optim_event: Any = None
         self.forward_root: weakref.ReferenceType[FSDPState] | None = None
         self._states: list[weakref.ReferenceType[FSDPState]] = []
@@ -58,7 +62,7 @@ class Iteration:
         self._running: list[int] = []
         self._ran: list[int] = []
         self._ran_before = 0
-        self._prefetched: list[FSDPParamGroup] = []
+        self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._backward_queued = False
 
     # -- membership ----------------------------------------------------------------------------------------------------
@@ -105,26 +109,22 @@ class Iteration:
         """Whether `state` is the outermost one of the forward that runs."""
         return self.forward_root is not None and self.forward_root() is state
 
-    def note_running(self, state: FSDPState) -> None:
-        """A state's forward begins: part of the order that this iteration teaches."""
+    def note_running(self, state: FSDPState) -> bool:
+        """A state's forward begins: part of the order that this iteration teaches. False if it was not expected."""
         self._running.append(state.index)
+        if self._backward_queued or state.index not in self._learnt[self._position :]:
+            return False
+        self._position = self._learnt.index(state.index, self._position) + 1
+        return True
 
     def entered(self, state: FSDPState) -> None:
         """A state's parameters are there and its forward begins: prefetch what the learnt order has next."""
-        self.note_running(state)
-        if not self._learnt or self._backward_queued:
-            return
-        learnt, position = self._learnt, self._position
-        if position < len(learnt) and learnt[position] == state.index:
-            self._position = position + 1
-        elif state.index in learnt[position:]:
-            self._position = learnt.index(state.index, position) + 1
-        else:
-            return
-        self._prefetch(learnt[self._position : self._position + self.prefetch_depth], in_backward=False)
+        if self.note_running(state) and not self._backward_queued:
+            ahead = self._learnt[self._position : self._position + self.depth]
+            self._prefetch(ahead, in_backward=False)
 
     def left(self, state: FSDPState) -> None:
-        """A state's forward has ended with grad: backward will come by in the reverse of this order."""
+        """A state's forward has ended and backward will come by: in the reverse of this order."""
         self._ran.append(state.index)
         del self._ran[:-_LONGEST]
 
@@ -141,10 +141,7 @@ class Iteration:
         elif state.is_root and self._running != self._learnt:
             self._learnt = self._running
         self._running = []
-        for group in self._prefetched:
-            if group.prefetched:
-                group.reshard()
-        self._prefetched.clear()
+        self._free_unused(in_backward=False)
         if not failed:
             self.context.settle_gathers()
 
@@ -166,8 +163,7 @@ class Iteration:
         if last < 0:
             return
         del self._ran[last:]
-        ahead = self._ran[: -self.prefetch_depth - 1 : -1] if self.prefetch_depth else []
-        self._prefetch(ahead, in_backward=True)
+        self._prefetch(self._ran[: -self.depth - 1 : -1] if self.depth else [], in_backward=True)
 
     def end_backward(self) -> None:
         """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
@@ -179,6 +175,7 @@ class Iteration:
             self.forward_root = None
         if self.is_last_backward:
             self._ran.clear()
+            self._free_unused(in_backward=True)
             self.context.finish_reductions()
             self._wait_for_host_copies()
         self.context.settle_gathers()
@@ -195,19 +192,83 @@ class Iteration:
 
     # -- prefetch and recovery -----------------------------------------------------------------------------------------
 
+    @property
+    def depth(self) -> int:
+        """How many groups are gathered ahead, where no budget says so."""
+        return DEFAULT_PREFETCH_DEPTH if self.prefetch_depth is None else self.prefetch_depth
+
+    @property
+    def _groups(self) -> list[FSDPParamGroup]:
+        return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
+
+    @property
+    def _upcoming(self) -> list[tuple[FSDPParamGroup, bool]]:
+        """What is going to be used, soonest first, and whether backward is what uses it."""
+        in_forward = self.forward_root is not None and not self._backward_queued
+        ahead = self._learnt[self._position :] if in_forward else []
+        uses = [(index, False) for index in ahead] + [(index, True) for index in reversed(self._ran)]
+        return [
+            (group, backward)
+            for index, backward in uses
+            if (state := self._at(index)) is not None
+            for group in state.groups
+            if group.unshard_in_backward or not backward
+        ]
+
+    def make_room(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
+        """Before `groups` are gathered because they are used now: keeps to the budget, if there is one.
+
+        Raises:
+            ValueError: if the budget does not hold them beside what is in use.
+        """
+        if self.prefetch_budget is not None:
+            budget.make_room(self.prefetch_budget, groups, self._groups, self._upcoming, in_backward)
+
+    def worth_keeping(self) -> set[FSDPParamGroup]:
+        """The groups that are to stay unsharded until their next use, though forward has ended for them."""
+        if self.prefetch_budget is None:
+            return set()
+        return budget.worth_keeping(self.prefetch_budget, self._groups, self._upcoming)
+
+    def prefetch_listed(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
+        """Gathers what the user's explicit list names: all of it, or what the budget has room for."""
+        if self.prefetch_budget is None:
+            for group in groups:
+                group.unshard(in_backward=in_backward)
+            return
+        listed = [(group, in_backward) for group in groups]
+        known = [(group, backward) for group, backward in self._upcoming if backward != in_backward]
+        self._note_prefetched(
+            budget.prefetch(self.prefetch_budget, self._groups, [*listed, *known], in_backward), in_backward
+        )
+
+    def _note_prefetched(self, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
+        for group in groups:
+            group.prefetched = True
+            self._prefetched[in_backward].append(group)
+
+    def _free_unused(self, *, in_backward: bool) -> None:
+        """Frees what was prefetched in vain: for modules that were skipped, for a forward that was dropped."""
+        for group in self._prefetched[in_backward]:
+            if group.prefetched:
+                group.reshard()
+        self._prefetched[in_backward].clear()
+
     def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
+        if self.prefetch_budget is not None:
+            gathered = budget.prefetch(self.prefetch_budget, self._groups, self._upcoming, in_backward)
+            self._note_prefetched(gathered, in_backward)
+            return
         for index in indices:
             state = self._at(index)
             if state is None or state.is_root:
                 continue
-            if self.context.unsharded > self.prefetch_depth:
+            if self.context.unsharded > self.depth:
                 return
             for group in state.groups:
                 if not group.is_unsharded and not (in_backward and not group.unshard_in_backward):
                     group.unshard(in_backward=in_backward)
-                    if not in_backward:
-                        group.prefetched = True
-                        self._prefetched.append(group)
+                    self._note_prefetched([group], in_backward)
 
     def note_use(self, group: FSDPParamGroup) -> None:
         """Tells tools whether a group that is needed now had been prefetched."""
@@ -220,7 +281,7 @@ class Iteration:
         self.forward_root = None
         self._backward_queued = False
         self._running, self._ran = [], []
-        self._prefetched.clear()
+        self._prefetched = {False: [], True: []}
         for state in self.all_states:
             for group in state.groups:
                 group.abandon()

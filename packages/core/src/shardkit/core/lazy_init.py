@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import events
-from shardkit.core.iteration import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
@@ -39,12 +38,7 @@ def initialise_root(root: FSDPState) -> None:
     states = _states_below(root, module)
     _set_names(states, module)
     for state in states:
-        if state.iteration.prefetch_depth not in (DEFAULT_PREFETCH_DEPTH, root.iteration.prefetch_depth):
-            raise RuntimeError(
-                f"set_prefetch_depth({state.iteration.prefetch_depth}) was called on '{state.fqn}', below the root "
-                f"{type(module).__name__} whose depth is {root.iteration.prefetch_depth}; the depth is the root's, "
-                "call it there"
-            )
+        _check_prefetching(state, root, type(module).__name__)
     with events.Waiting(root.fqn, "set-up"):
         _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
     root.iteration.set_states(states)
@@ -61,6 +55,16 @@ def initialise_root(root: FSDPState) -> None:
             group.reshard_after_forward = False
     if events.hub.active:
         events.emit(events.RootReady(module))
+
+
+def _check_prefetching(state: FSDPState, root: FSDPState, name: str) -> None:
+    for setting in ("prefetch_depth", "prefetch_budget"):
+        seen, expected = getattr(state.iteration, setting), getattr(root.iteration, setting)
+        if seen not in (None, expected):
+            raise RuntimeError(
+                f"set_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting of the "
+                "root, call it there"
+            )
 
 
 def _alive(state: FSDPState) -> list[nn.Module]:

@@ -82,8 +82,10 @@ class FSDPModule(StockFSDPModule):
                 forward, waits for them. Otherwise waits here and returns None.
         """
         groups = self._groups()
+        self._get_fsdp_state().iteration.make_room(groups, in_backward=False)
         for group in groups:
             group.unshard()
+            group.held_by_user = True
         handle = UnshardHandle(groups)
         if async_op:
             return handle
@@ -212,7 +214,40 @@ class FSDPModule(StockFSDPModule):
         """
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise ValueError(f"the prefetch depth must be an int >= 0, got {depth!r}")
-        self._get_fsdp_state().iteration.prefetch_depth = depth
+        iteration = self._get_fsdp_state().iteration
+        if iteration.prefetch_budget is not None:
+            raise ValueError(
+                f"set_prefetch_depth({depth}) was called, but there is a prefetch budget of "
+                f"{iteration.prefetch_budget} bytes; give one of the two, set_prefetch_budget(None) takes that one back"
+            )
+        iteration.prefetch_depth = depth
+
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """How many bytes of this root's groups may be unsharded at a time, instead of a depth; call it on the root.
+
+        The budget decides how far ahead groups are gathered, and which ones stay unsharded from forward to backward:
+        those that are used next, as many as fit. It takes the place of `reshard_after_forward=True` and keeps what
+        `reshard_after_forward=False` and `set_reshard_after_backward(False)` ask for only while nothing else needs the
+        room. What counts is unsharded parameters of all groups, the root's included, and packed buffers of gathers
+        under way; explicit prefetch lists gather what fits, an explicit `unshard` stays until it is resharded.
+
+        Args:
+            nbytes: the same on all ranks, at least what the modules that run inside each other take together (the
+                forward or backward that finds it too small raises ValueError, and names the group). None goes back to
+                a depth.
+
+        Raises:
+            ValueError: for anything but a positive int or None, and if `set_prefetch_depth` was called.
+        """
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
+            raise ValueError(f"the prefetch budget must be a positive number of bytes or None, got {nbytes!r}")
+        iteration = self._get_fsdp_state().iteration
+        if nbytes is not None and iteration.prefetch_depth is not None:
+            raise ValueError(
+                f"set_prefetch_budget({nbytes}) was called, but set_prefetch_depth({iteration.prefetch_depth}) was, "
+                "too; give one of the two"
+            )
+        iteration.prefetch_budget = nbytes
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this module's forward begins, instead of those of the learnt order."""

@@ -65,6 +65,7 @@ class FSDPState:
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
+        self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._pending: set[int] = set()
         self._depth = 0
         self._handled = 0
@@ -124,6 +125,7 @@ class FSDPState:
         begins = not self._in_pass
         if begins:
             self._in_pass = True
+            self._backward_follows = False
             self._pending.update(self._module_ids)
             for group in self.groups:
                 group.forward_users += 1
@@ -138,6 +140,7 @@ class FSDPState:
         return args, kwargs
 
     def _unshard(self, *, in_backward: bool) -> None:
+        self.iteration.make_room(self.groups, in_backward=in_backward)
         for group in self.groups:
             group.unshard(in_backward=in_backward)
         for group in self.groups:
@@ -151,11 +154,9 @@ class FSDPState:
         self._prefetch(self.forward_prefetch, in_backward=False)
 
     def _prefetch(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> None:
-        for reference in references:
-            if (state := reference()) is not None:
-                for group in state.groups:
-                    if group.unshard_in_backward or not in_backward:
-                        group.unshard(in_backward=in_backward)
+        states = [state for reference in references if (state := reference()) is not None]
+        groups = [group for state in states for group in state.groups if group.unshard_in_backward or not in_backward]
+        self.iteration.prefetch_listed(groups, in_backward=in_backward)
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tensors = tensors_with_grad((args, kwargs))
@@ -205,13 +206,15 @@ class FSDPState:
         self.phase = Phase.IDLE
         for group in self.groups:
             group.forward_users -= 1
-            if group.forward_users:
+        if with_grad and self._backward_follows:
+            self.iteration.left(self)
+        kept = self.iteration.worth_keeping()
+        for group in self.groups:
+            if group.forward_users or group in kept:
                 continue
             # A root that keeps its parameters for a backward has no reason to when none can follow.
             if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
                 group.reshard(keep=with_grad)
-        if with_grad:
-            self.iteration.left(self)
 
     def _own_outputs(self, output: Any) -> Any:
         """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
@@ -231,6 +234,7 @@ class FSDPState:
         if torch.is_grad_enabled():
             for tensor in tensors_with_grad(output):
                 if tensor.grad_fn is not None:
+                    self._backward_follows = True
                     tensor.register_hook(self.pre_backward)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -246,10 +250,13 @@ class FSDPState:
         self.iteration.begin_backward()
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
+            group.prefetched = False
             group.backward_users.add(self.index)
-            if group.unshard_in_backward:
-                self.iteration.note_use(group)
-                group.unshard(in_backward=True)
+        needed = [group for group in self.groups if group.unshard_in_backward]
+        self.iteration.make_room(needed, in_backward=True)
+        for group in needed:
+            self.iteration.note_use(group)
+            group.unshard(in_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
         if self.backward_prefetch:

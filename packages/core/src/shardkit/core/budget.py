@@ -1,0 +1,102 @@
+"""Prefetching within a budget of bytes: which groups are gathered ahead, kept or freed. `residency` has the arithmetic.
+
+What counts is unsharded memory, and packed buffers while their gather is under way. A group is in use from the moment
+that its module begins forward, or backward, until it has ended; and while the user holds it (`module.unshard()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from shardkit.core import residency
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.residency import Use
+
+__all__ = ["Upcoming", "make_room", "prefetch", "worth_keeping"]
+
+Upcoming: TypeAlias = Sequence[tuple[FSDPParamGroup, bool]]
+"""Groups in the order in which they are going to be used, and whether backward is what uses them."""
+
+
+def make_room(
+    budget: int,
+    needed: Sequence[FSDPParamGroup],
+    everyone: Sequence[FSDPParamGroup],
+    upcoming: Upcoming,
+    backward: bool,
+) -> None:
+    """Frees idle groups so that `needed`, which are used now, can be gathered.
+
+    Raises:
+        ValueError: if they do not fit beside the groups in use, with the name and bytes of the one that does not.
+    """
+    used = [group for group in everyone if group.in_use and group not in needed and group.held_bytes]
+    in_use = sum(group.held_bytes for group in used)
+    for group in needed:
+        group.refresh()
+        nbytes = group.bytes_when_used(in_backward=backward)
+        if in_use + nbytes > budget:
+            raise ValueError(_too_small(budget, group, nbytes, [*used, *needed[: needed.index(group)]], in_use))
+        in_use += nbytes
+    others = [group for group in everyone if group not in needed]
+    _free(residency.make_room(budget, in_use, _idle(others), list(_first_uses(upcoming))), upcoming)
+
+
+def prefetch(
+    budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming, backward: bool
+) -> list[FSDPParamGroup]:
+    """Gathers ahead what the budget has room for, of that which the phase that runs now is going to use; returns it."""
+    first = _first_uses(upcoming)
+    ahead = residency.gather_ahead(budget, _in_use(everyone), _idle(everyone), list(first), _use_of(first))
+    wanted = [group for group in ahead.gather if first[group] == backward]
+    if wanted:
+        _free(ahead.free, upcoming)
+    for group in wanted:
+        if group.refresh():  # its size was another one
+            return wanted[: wanted.index(group)]
+        group.unshard(in_backward=backward)
+    return wanted
+
+
+def worth_keeping(budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming) -> set[FSDPParamGroup]:
+    """The groups not in use that are to stay unsharded until they are used again."""
+    first = _first_uses(upcoming)
+    return set(residency.worth_holding(budget, _in_use(everyone), list(first), _use_of(first)))
+
+
+def _in_use(everyone: Iterable[FSDPParamGroup]) -> int:
+    return sum(group.held_bytes for group in everyone if group.in_use)
+
+
+def _idle(everyone: Iterable[FSDPParamGroup]) -> dict[FSDPParamGroup, int]:
+    return {group: group.held_bytes for group in everyone if group.is_unsharded and not group.in_use}
+
+
+def _first_uses(upcoming: Upcoming) -> dict[FSDPParamGroup, bool]:
+    """The groups that are not in use, in the order of their next one, and whether that is in backward."""
+    first: dict[FSDPParamGroup, bool] = {}
+    for group, in_backward in upcoming:
+        if not group.in_use:
+            first.setdefault(group, in_backward)
+    return first
+
+
+def _use_of(first: Mapping[FSDPParamGroup, bool]) -> Callable[[FSDPParamGroup], Use]:
+    return lambda group: Use(group.unsharded_bytes, group.bytes_when_used(in_backward=first[group]))
+
+
+def _free(groups: Iterable[FSDPParamGroup], upcoming: Upcoming) -> None:
+    awaited = {group for group, in_backward in upcoming if in_backward}
+    for group in groups:
+        group.reshard(keep=group in awaited)
+
+
+def _too_small(budget: int, group: FSDPParamGroup, nbytes: int, beside: Sequence[FSDPParamGroup], in_use: int) -> str:
+    names = ", ".join(f"'{other.label}'" for other in beside)
+    taken = f" beside the {in_use} bytes of what is in use with it ({names})" if beside else ""
+    return (
+        f"the prefetch budget of {budget} bytes does not hold group '{group.label}', which takes {nbytes} bytes "
+        f"unsharded{taken}. Give set_prefetch_budget at least {in_use + nbytes} bytes, or shard the module in smaller "
+        "groups"
+    )

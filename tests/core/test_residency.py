@@ -1,0 +1,133 @@
+"""What a budget of bytes holds, as arithmetic: a chain of groups that goes forward and then backward."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.core.residency import Ahead, Use, gather_ahead, make_room, worth_holding
+
+SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
+# Held, and the packed buffer beside it while it is gathered.
+USES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12)
+
+
+def _use(held: int, packed: int = 0) -> Use:
+    return Use(held, held + packed)
+
+
+def _gathers(groups: Sequence[Use], budget: int) -> list[int]:
+    """The groups in the order in which they are gathered, each finished when it is used. Checks the budget."""
+    uses = [*range(len(groups)), *range(len(groups) - 1, -1, -1)]
+    held: dict[int, int] = {}
+    gathered: list[int] = []
+
+    def gather(group: int) -> None:
+        gathered.append(group)
+        held[group] = groups[group].gathering
+        assert sum(held.values()) <= budget, f"{held} is more than {budget}"
+
+    for time, group in enumerate(uses):
+        upcoming = [one for one in uses[time + 1 :] if one != group]
+        needs = held.get(group, groups[group].gathering)
+        for one in make_room(budget, needs, {one: n for one, n in held.items() if one != group}, upcoming):
+            del held[one]
+        if group not in held:
+            gather(group)
+        held[group] = groups[group].held
+        idle = {one: n for one, n in held.items() if one != group}
+        ahead = gather_ahead(budget, held[group], idle, upcoming, groups.__getitem__)
+        for one in ahead.free:
+            del held[one]
+        for one in ahead.gather:
+            gather(one)
+        if group not in worth_holding(budget, 0, uses[time + 1 :], groups.__getitem__):
+            del held[group]
+    assert not held
+    return gathered
+
+
+@given(USES, st.integers(0, 300))
+def test_a_chain_keeps_to_the_budget(sizes: list[tuple[int, int]], extra: int) -> None:
+    groups = [_use(*size) for size in sizes]
+    gathered = _gathers(groups, max(group.gathering for group in groups) + extra)
+    assert set(gathered) == set(range(len(groups)))
+    assert len(gathered) <= 2 * len(groups)
+
+
+@given(USES)
+def test_room_for_everything_means_one_gather_each(sizes: list[tuple[int, int]]) -> None:
+    groups = [_use(*size) for size in sizes]
+    assert _gathers(groups, sum(group.gathering for group in groups)) == list(range(len(groups)))
+
+
+@given(SIZES, st.integers(0, 300), st.integers(0, 300))
+def test_more_room_never_means_more_gathers(sizes: list[int], less: int, more: int) -> None:
+    less, more = sorted((less, more))
+    groups = [_use(size) for size in sizes]
+    assert len(_gathers(groups, max(sizes) + more)) <= len(_gathers(groups, max(sizes) + less))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 50))
+def test_equal_groups_are_gathered_again_only_where_there_is_no_room(count: int, room: int, size: int) -> None:
+    """No order of gathers needs fewer: when forward ends, all but `room` groups have to come once more."""
+    groups = [_use(size)] * count
+    assert len(_gathers(groups, room * size + size // 2)) == count + max(0, count - room)
+
+
+@given(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.dictionaries(st.integers(0, 9), st.tuples(st.integers(0, 40), st.integers(0, 40))),
+    st.lists(st.integers(0, 9), max_size=12),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=10, max_size=10),
+)
+def test_what_is_decided_fits(
+    budget: int,
+    in_use: int,
+    held: dict[int, tuple[int, int]],
+    order: list[int],
+    sizes: list[tuple[int, int]],
+) -> None:
+    idle = {key: sum(use) for key, use in held.items()}
+    uses = {key: _use(*held.get(key, sizes[key])) for key in range(10)}
+    hold = worth_holding(budget, in_use, order, uses.__getitem__)
+    assert in_use + sum(uses[key].held for key in hold) <= budget or not hold
+    assert list(hold) == list(dict.fromkeys(order))[: len(hold)]
+
+    free = make_room(budget, in_use, idle, order)
+    left = in_use + sum(nbytes for key, nbytes in idle.items() if key not in free)
+    assert left <= budget or len(free) == len(idle)
+    assert not free or left + idle[free[-1]] > budget, "freed in vain"
+
+    ahead = gather_ahead(budget, in_use, idle, order, uses.__getitem__)
+    assert set(ahead.gather) <= set(hold) - set(idle)
+    assert set(ahead.free) <= set(idle) - set(hold)
+    after = in_use + sum(nbytes for key, nbytes in idle.items() if key not in ahead.free)
+    after += sum(uses[key].gathering for key in ahead.gather)
+    assert after <= budget or not ahead.gather
+    assert not ahead.free or after + idle[ahead.free[-1]] > budget, "freed in vain"
+
+
+def test_what_is_used_last_goes_first() -> None:
+    idle = {"early": 4, "late": 4, "unknown": 4}
+    upcoming = ["next", "early", "late"]
+
+    def ahead(budget: int) -> Ahead[str]:
+        return gather_ahead(budget, 4, idle, upcoming, lambda key: _use(4))
+
+    assert ahead(20) == Ahead((), ("next",))
+    assert ahead(16) == Ahead(("unknown",), ("next",))
+    assert ahead(12) == Ahead(("unknown", "late"), ("next",))
+    assert ahead(8) == Ahead(("unknown", "late", "early"), ("next",))
+    assert ahead(7) == Ahead((), ())
+    assert make_room(12, 4, idle, upcoming) == ("unknown",)
+    assert make_room(4, 4, idle, upcoming) == ("unknown", "late", "early")
+
+
+def test_what_cannot_be_started_now_is_left_for_later() -> None:
+    """It is worth holding, but its packed buffer has no room beside what is held; nothing is freed in vain for it."""
+    uses = {"next": _use(4, packed=4), "late": _use(4)}
+    assert list(worth_holding(12, 4, ["next", "late"], uses.__getitem__)) == ["next", "late"]
+    assert gather_ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__) == Ahead((), ())
+    assert gather_ahead(16, 4, {"late": 4}, ["next", "late"], uses.__getitem__) == Ahead((), ("next",))
