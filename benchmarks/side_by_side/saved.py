@@ -1,0 +1,70 @@
+"""Comparisons that were saved, and whether a new one is worse than the last of them on the same machine."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "compare"
+
+Run = Mapping[str, Any]
+"""One entry of `runs` in what `compare.py --json` writes."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A ratio to another system: medians of the saved run and of the new one."""
+
+    row: str
+    against: str
+    before: float
+    now: float
+    worse: bool
+
+
+def machine(run: Run) -> str:
+    """What the machine is made of: runs are only held against runs on the same."""
+    facts = run["surroundings"]
+    return ", ".join(str(facts[name]) for name in ("cpu", "cores", "system", "gpu") if name in facts)
+
+
+def save(run: Run, results: Path = RESULTS) -> Path:
+    """Writes `run` to a file of its own, named after when, what and which commit."""
+    facts = run["surroundings"]
+    name = f"{facts['date']}_{'_'.join(map(str, _configuration(run)))}_{facts['commit']}"
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / (re.sub(r"[^\w.+-]", "-", name) + ".json")
+    path.write_text(json.dumps(run, indent=1) + "\n")
+    return path
+
+
+def last_saved(run: Run, results: Path = RESULTS) -> Run | None:
+    """The newest saved run of the same configuration on the same machine."""
+    saved: list[Run] = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    alike = [one for one in saved if _configuration(one) == _configuration(run) and machine(one) == machine(run)]
+    return max(alike, key=lambda one: str(one["surroundings"]["date"]), default=None)
+
+
+def changes(before: Run, now: Run, tolerance: float) -> list[Change]:
+    """Every ratio that both runs have, first system to each other one.
+
+    One is worse if its median has grown by more than `tolerance` of itself, and more than it scatters: its lower
+    quartile lies above the upper one of the saved run. A count has no scatter.
+    """
+    known = {(row["key"], name): ratio for row in before["rows"] for name, ratio in row["ratios"].items()}
+    found = []
+    for row in now["rows"]:
+        for name, ratio in row["ratios"].items():
+            if (old := known.get((row["key"], name))) is None:
+                continue
+            grown = ratio["median"] > old["median"] * (1 + tolerance)
+            clearly = ratio["first_quartile"] > old["third_quartile"]
+            found.append(Change(row["label"].strip(), name, old["median"], ratio["median"], grown and clearly))
+    return found
+
+
+def _configuration(run: Run) -> tuple[str, int, str, str]:
+    settings = run["settings"]
+    return settings["workload"], settings["world_size"], settings["device"], settings["systems"][0]
