@@ -8,6 +8,7 @@ the times show what rounding costs, and not what fewer bytes save.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
 from dataclasses import dataclass
@@ -37,13 +38,13 @@ POLICIES: dict[str, CompressionPolicy | None] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, alike for every policy. `text` are files to learn; without them, the standard library."""
+    """What is trained, alike for every policy; `text` are files and directories to learn."""
 
     model: ModelConfig = MODEL
     steps: int = 60
     batch: int = 2
     lr: float = 1e-3
-    text: tuple[Path, ...] = ()
+    text: tuple[Path, ...] = (Path(asyncio.__file__).parent,)
 
 
 @dataclass(frozen=True)

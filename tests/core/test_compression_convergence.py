@@ -8,11 +8,11 @@ import pytest
 from benchmarks.compression import POLICIES, Job, ModelConfig, last_loss, train
 from tests.support import run_ranks
 
-JOB = Job(ModelConfig(layers=2, width=64, heads=2, context=64), steps=80, lr=5e-3, text=(Path(argparse.__file__),))
+JOB = Job(ModelConfig(layers=2, width=64, heads=2, context=64), steps=60, lr=5e-3, text=(Path(argparse.__file__),))
 
 
 def test_compressed_training_reaches_the_loss_of_full_precision() -> None:
-    names = ("full precision", "gather bf16", "reduce int8", "both int8, error feedback")
+    names = ("full precision", "reduce int8", "both int8, error feedback")
     runs = {name: run_ranks(2, train, POLICIES[name], JOB) for name in names}
     full = runs["full precision"]
     first, last = full[0].losses[0], last_loss(full, 20)
