@@ -1,5 +1,6 @@
 """The seam for parameters that are DTensors already: how an adapter is found, and what core asks it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardkit.core import adapters, fully_shard
+from shardkit.core.adapters import Holder
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.torch_compat import local_of
+from shardkit.core.torch_compat import local_of, new_dtensor
 from tests.core.installed_adapters import install_adapter, installed_adapters, no_installed_adapters
 from tests.support import rank_mesh, run_ranks
 
@@ -24,9 +26,17 @@ class Doubling:
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return local_of(parameter)
 
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        self.asked.append("sharded")
+        return new_dtensor(shard, self.mesh, self.placements, self.shape)
+
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         self.asked.append("local")
         return shard
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        self.asked.append("shard")
+        return local
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         self.asked.append("unsharded")
@@ -41,7 +51,10 @@ class Adapter:
     def __init__(self) -> None:
         self.forms: list[Doubling] = []
 
-    def form(self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> Doubling:
+    def form(
+        self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+    ) -> Doubling:
+        assert [module._parameters[name] is parameter for module, name in holders] == [True], "the module's own"
         self.forms.append(Doubling(parameter, mesh, dim))
         return self.forms[-1]
 
@@ -70,7 +83,7 @@ def through_an_adapter(rank: int, world_size: int, directory: Path) -> None:
         expected(x).sum().backward()
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), 2 * theirs.grad), "the gradient goes through the form"
-    assert [form.asked[:3] for form in adapter.forms] == [["local", "local", "unsharded"]] * 2
+    assert [form.asked[:3] for form in adapter.forms] == [["sharded", "local", "shard"]] * 2
     assert all(form.asked.count("unsharded") == 1 for form in adapter.forms), "asked once, not at every gather"
 
 

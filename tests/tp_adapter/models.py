@@ -198,4 +198,26 @@ def parallelize_fused_model(model: nn.Module, tp: DeviceMesh) -> None:
     parallelize_module(model, tp, plan)
 
 
+class PackedModel(nn.Module):
+    """Three logical tensors in one weight, so that two ranks of data parallelism cut through the second."""
+
+    def __init__(self, packed: bool = True) -> None:
+        super().__init__()
+        if packed:
+            self.qkv = nn.Linear(6, 12)
+        else:
+            self.q, self.k, self.v = (nn.Linear(6, 4) for _ in range(3))
+        self.blocks = nn.ModuleList()
+        self.out = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), self.k(x), self.v(x))
+        return self.out(q * k.sigmoid() + v)
+
+
+def parallelize_packed_model(model: nn.Module, tp: DeviceMesh) -> None:
+    parallelize_module(model, tp, {"qkv": FusedColwiseParallel("q", "k", "v"), "out": RowwiseParallel()})
+
+
 SPECS["fused"] = TPSpec(FusedModel, parallelize_fused_model, _features)
+SPECS["packed"] = TPSpec(PackedModel, parallelize_packed_model, _features)

@@ -73,12 +73,16 @@ def fused_refusals(rank: int, world_size: int) -> None:
     style = FusedColwiseParallel("gate", "up")
     with pytest.raises(ValueError, match=r"'weight' of shape \(6, 4\) is made of \('gate', 'up'\).*2 ranks do not"):
         style._apply(nn.Linear(4, 6), tensor)
-    with pytest.raises(ValueError, match=r"shape \(5, 4\) is not 2 logical tensors \('gate', 'up'\)"):
+    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 4\) is not 2 logical tensors \('gate', 'up'\)"):
         style._apply(nn.Linear(4, 5), tensor)
     with pytest.raises(TypeError, match=r"nn\.Linear, got Embedding"):
         style._apply(nn.Embedding(4, 4), tensor)
+    for wrong in ({"output_layouts": Replicate()}, {"output_layouts": Shard(0)}, {"use_local_output": False}):
+        with pytest.raises(ValueError, match=r"\('gate', 'up'\) got output_layouts=.*would be mixed"):
+            FusedColwiseParallel("gate", "up", **wrong)
+    FusedColwiseParallel("gate", "up", output_layouts=Shard(-1), use_local_output=True)
     model = distributed(tensor, Shard(0))
-    declare_sub_blocks(model[0].weight, SubBlocks(("a", "b", "c", "d")))
+    declare_sub_blocks(model[0], "weight", SubBlocks(("a", "b", "c", "d")))
     with pytest.raises(ValueError, match=r"'0\.weight'.*\('a', 'b', 'c', 'd'\), of 1 each on dim 0.*2 ranks do not"):
         fully_shard(model, mesh=rank_mesh((2, 2), ("dp", "tp"))["dp"])
 

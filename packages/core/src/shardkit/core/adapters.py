@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
@@ -23,10 +24,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.torch_compat import new_dtensor
 
-__all__ = ["DTensorAdapter", "ParameterForm", "SubclassGather", "form_of"]
+__all__ = ["DTensorAdapter", "Holder", "ParameterForm", "SubclassGather", "form_of"]
 
 _GROUP = "shardkit.dtensor_adapters"
+
+Holder = tuple[nn.Module, str]
+"""A module, and the name of its attribute that is the parameter."""
 
 
 class ParameterForm(Protocol):
@@ -47,11 +52,17 @@ class ParameterForm(Protocol):
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The plain tensor inside the original parameter; data parallelism cuts it."""
 
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        """The sharded parameter, over the memory of a shard."""
+
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         """The local tensor of the sharded parameter, or of its gradient, over the memory of a shard.
 
         The shard itself, unless local tensors have more to tell than their elements.
         """
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """The shard in a local tensor: the way back from `local`."""
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor that the module computes with, over the memory of the gathered plain tensor."""
@@ -66,8 +77,13 @@ class ParameterForm(Protocol):
 class DTensorAdapter(Protocol):
     """Knows how parameters that are DTensors already, by tensor or expert parallelism, are sharded once more."""
 
-    def form(self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> ParameterForm:
+    def form(
+        self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+    ) -> ParameterForm:
         """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
+
+        What is noted about a parameter is noted on one of its holders: the parameter itself is another tensor after
+        `module.to()` or a load.
 
         Raises:
             ValueError, TypeError: for meshes or placements that do not fit together, with the FQN.
@@ -85,8 +101,14 @@ class _PlainForm:
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        return new_dtensor(shard, self.mesh, self.placements, self.shape)
+
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        return local
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         return whole
@@ -95,7 +117,9 @@ class _PlainForm:
         return gradient
 
 
-def form_of(parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> ParameterForm:
+def form_of(
+    parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+) -> ParameterForm:
     """The form of a parameter that is cut on tensor dim `dim` over `mesh`; None: replicated on it.
 
     Raises:
@@ -111,7 +135,7 @@ def form_of(parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int 
             f"{parameter.device_mesh}; shardkit-core shards plain tensors. Tensor-parallel parameters need the package "
             "shardkit-tp-adapter; a parameter that fully_shard has sharded before cannot be sharded again"
         )
-    return adapter.form(parameter, fqn, mesh, dim)
+    return adapter.form(parameter, fqn, mesh, dim, holders)
 
 
 @functools.cache

@@ -135,9 +135,9 @@ def fully_shard(
     check_subclasses(managed)
     replicated = data_parallel.fully_replicated
     forms = [
-        form_of(one.parameter, one.fqn, replicated, None)
+        form_of(one.parameter, one.fqn, replicated, None, one.holders)
         if placement is None
-        else form_of(one.parameter, one.fqn, data_parallel, placement.dim)
+        else form_of(one.parameter, one.fqn, data_parallel, placement.dim, one.holders)
         for one, placement in zip(managed.parameters, placements, strict=True)
     ]
     _check_ties(managed, data_parallel, policy, offload, compression_policy)

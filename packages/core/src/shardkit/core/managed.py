@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.core.adapters import SubclassGather
+from shardkit.core.adapters import Holder, SubclassGather
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
+from shardkit.core.torch_compat import local_of
 
 __all__ = [
     "STATE",
@@ -35,6 +36,11 @@ class ManagedParameter:
     parameter: nn.Parameter
     fqn: str
     slots: list[Slot]
+
+    @property
+    def holders(self) -> list[Holder]:
+        """The modules of these slots, with the names of their attributes."""
+        return [(module, slot.name) for slot in self.slots if (module := slot.module()) is not None]
 
 
 @dataclass
@@ -164,7 +170,8 @@ def check_subclasses(managed: Managed) -> None:
         TypeError: with the FQN and the hook that is missing.
     """
     for one in managed.parameters:
-        SubclassGather.wanted_by(one.parameter.detach(), one.fqn)
+        tensor = one.parameter.detach()
+        SubclassGather.wanted_by(local_of(tensor) if isinstance(tensor, DTensor) else tensor, one.fqn)
 
 
 def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:

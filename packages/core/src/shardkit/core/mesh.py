@@ -32,13 +32,14 @@ class DataParallelMesh:
         shard_axis: index of the axis that parameters are sharded over, None when they are only replicated.
         replicate_axes: the axes over which they are replicated, in the order in which gradients are all-reduced over
             them; empty for plain FSDP.
-        named: whether `dp_mesh_dims` named the axes, of a mesh that DTensor parameters may lie on as a whole.
+        named: the axes that `dp_mesh_dims` named, of a mesh that DTensor parameters may lie on as a whole; several of
+            them may be flattened into one axis here.
     """
 
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axes: tuple[int, ...] = ()
-    named: bool = False
+    named: frozenset[str] = frozenset()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -147,14 +148,14 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
         raise ValueError(
             f"dp_mesh_dims names an axis twice: shard {dims.shard_names}, replicate {dims.replicate_names}"
         )
+    named = frozenset(wanted)
     if not dims.shard_names:
-        return DataParallelMesh(
-            flattened_axis(mesh, dims.replicate_names), shard_axis=None, replicate_axes=(0,), named=True
-        )
+        replicate = flattened_axis(mesh, dims.replicate_names)
+        return DataParallelMesh(replicate, shard_axis=None, replicate_axes=(0,), named=named)
     shard = flattened_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
-        return DataParallelMesh(shard, shard_axis=0, named=True)
-    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named=True)
+        return DataParallelMesh(shard, shard_axis=0, named=named)
+    return DataParallelMesh(joined_mesh(flattened_axis(mesh, dims.replicate_names), shard), 1, (0,), named=named)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

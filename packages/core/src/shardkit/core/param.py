@@ -37,9 +37,9 @@ from shardkit.core.torch_compat import (
     is_plain,
     like_dtensor,
     local_of,
-    new_dtensor,
     post_accumulate_grad_hooks,
     replace_local,
+    take_meaning,
     version_of,
 )
 
@@ -47,11 +47,18 @@ __all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
 
 _MARK = "_shardkit_sharded_as"
 
+# By the id of the sharded parameter, which keeps its identity where the mark gets lost (`_mark_sharded`).
+_sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
 
 def sharded_counterpart(original: torch.Tensor) -> FSDPParam | None:
     """The FSDPParam that an original, sharded or unsharded parameter belongs to, None if there is none (any more)."""
     reference = getattr(original, _MARK, None)
-    return None if reference is None else reference()
+    if reference is not None:
+        param: FSDPParam | None = reference()
+        return param
+    param = _sharded.get(id(original))
+    return param if param is not None and param.sharded_param is original else None
 
 
 @dataclass(frozen=True)
@@ -123,13 +130,10 @@ class FSDPParam:
         dim = 0 if placement is None else placement.dim
         self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
-        local = form.local(self._shard(plain))
-        self.sharded_param = nn.Parameter(
-            new_dtensor(local, form.mesh, form.placements, form.shape), requires_grad=original.requires_grad
-        )
+        self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(original.__dict__)
         setattr(original, _MARK, weakref.ref(self))
-        setattr(self.sharded_param, _MARK, weakref.ref(self))
+        self._mark_sharded()
         self.flats: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
@@ -152,10 +156,16 @@ class FSDPParam:
         if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
             self._adopt_parameter(current)
         local = local_of(self.sharded_param)
-        if local is self._local:
+        if local is self._held:
             return False
+        self._mark_sharded()
         self._adopt_local(local)
         return True
+
+    def _mark_sharded(self) -> None:
+        """`module.to()` and kin swap the insides of a DTensor parameter for those of one without our mark."""
+        setattr(self.sharded_param, _MARK, weakref.ref(self))
+        _sharded[id(self.sharded_param)] = self
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -170,8 +180,9 @@ class FSDPParam:
                 f"parameter '{self.fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
                 f"{tuple(parameter.placements)}; expected shape {tuple(self.form.shape)} with {tuple(old.placements)}"
             )
+        take_meaning(parameter, old)
         self.sharded_param = parameter
-        setattr(parameter, _MARK, weakref.ref(self))
+        self._mark_sharded()
         self.register(parameter)
 
     def _adopt_local(self, local: torch.Tensor) -> None:
@@ -186,7 +197,8 @@ class FSDPParam:
         local = self.form.local(local)
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
-        self._local = local
+        self._held = local
+        self._local = local = self.form.shard(local)
         self.orig_dtype = local.dtype
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
@@ -220,8 +232,8 @@ class FSDPParam:
 
     def move_shard(self, local: torch.Tensor) -> None:
         """Puts the shard into other memory with the same contents. Tensors over the old memory are cut off from it."""
-        replace_local(self.sharded_param, local)
-        self._local = local
+        self._held, self._local = self.form.local(local), local
+        replace_local(self.sharded_param, self._held)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Takes other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
@@ -229,7 +241,7 @@ class FSDPParam:
         if waiting is not None:
             self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
         self.mp_policy = policy
-        self._adopt_local(self._local)
+        self._adopt_local(self._held)
 
     def check_ready(self) -> None:
         """Raises if the shard is not where training needs it.

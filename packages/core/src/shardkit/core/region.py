@@ -112,8 +112,9 @@ def region_at(
                 f"{name}: placements {tuple(placements)}, expected Shard or Replicate; redistribute it first"
             )
         # A strided placement cuts the dim into `split_factor` parts and takes its chunk of each part.
-        parts = _chunks(dims[dim], getattr(placement, "split_factor", 1))
-        dims[dim] = _joined(run for part in parts for run in _chunks(part, size)[position])
+        count = getattr(placement, "split_factor", 1)
+        parts = (_chunk(dims[dim], count, index) for index in range(count))
+        dims[dim] = _joined(run for part in parts for run in _chunk(part, size, position))
     return Region(tuple(dims))
 
 
@@ -145,10 +146,15 @@ def regions_of_mesh(
 
 
 def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:
-    """Cuts the indices of `runs` into `count` parts by the rule of torch.chunk, the last ones short or empty."""
+    """All `count` parts of the indices of `runs`."""
+    return [_chunk(runs, count, index) for index in range(count)]
+
+
+def _chunk(runs: tuple[Run, ...], count: int, index: int) -> tuple[Run, ...]:
+    """Part `index` of the indices of `runs`, cut into `count` by the rule of torch.chunk, the last short or empty."""
     total = sum(stop - start for start, stop in runs)
     chunk = -(-total // count)
-    return [_cut(runs, index * chunk, (index + 1) * chunk) for index in range(count)]
+    return _cut(runs, index * chunk, (index + 1) * chunk)
 
 
 def _cut(runs: tuple[Run, ...], first: int, last: int) -> tuple[Run, ...]:

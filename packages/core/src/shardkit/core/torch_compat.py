@@ -50,6 +50,7 @@ __all__ = [
     "queue_end_of_backward",
     "register_with_stock",
     "replace_local",
+    "take_meaning",
     "timeout_of",
     "version_of",
 ]
@@ -84,18 +85,31 @@ def local_of(dtensor: torch.Tensor) -> torch.Tensor:
     return cast(DTensor, dtensor)._local_tensor
 
 
-def new_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+def new_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    left_to_right: bool = False,
+) -> DTensor:
     """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd.
 
     `local` stays on its device. `DTensor.from_local` would move it to the mesh's, and so undo CPU offloading.
+
+    torch takes a strided placement for an order of cuts, as stock fully_shard with tensor parallelism means it: the
+    axes that it stands before have cut first. With `left_to_right` strided placements cut where they stand.
     """
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
+    meta = TensorMeta(shape, stride, local.dtype)
+    as_order = False if left_to_right else None  # None: wherever a placement is strided
+    spec = DTensorSpec(mesh, tuple(placements), meta, use_strided_shard_as_shard_order=as_order)
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor over `local` with the mesh, placements and global shape of `like`: what a gradient needs each step.
+
+    Its placements mean what they mean in `like`.
 
     `DTensor.from_local` costs 50 times more. `__new__` sets all that there is; `__init__` would cost twice as much
     again and do nothing.
@@ -103,8 +117,15 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     spec = like._spec
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
-        return new_dtensor(local, spec.mesh, spec.placements, meta.shape)
+        as_order = spec.use_strided_shard_as_shard_order
+        return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order)
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def take_meaning(dtensor: DTensor, of: DTensor) -> None:
+    """Gives a DTensor with the mesh and placements of another also its meaning of them (see `new_dtensor`)."""
+    if dtensor.device_mesh == of.device_mesh:
+        dtensor._spec = like_dtensor(local_of(dtensor), of)._spec
 
 
 def flattened_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

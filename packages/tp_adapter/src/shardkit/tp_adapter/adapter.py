@@ -10,13 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.adapters import Holder
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.region import region_at
 from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.joint_mesh import joint_mesh
-from shardkit.tp_adapter.placing import order_of_cuts, region_held
-from shardkit.tp_adapter.sub_blocks import placements_in_whole
+from shardkit.tp_adapter.placing import order_of_cuts, region_held, torch_reads_truly
+from shardkit.tp_adapter.sub_blocks import placements_in_whole, sub_blocks_of
 from shardkit.tp_adapter.torch_compat import arrived_local_of
 
 __all__ = ["TensorParallelAdapter", "TensorParallelForm", "adapter"]
@@ -32,6 +33,9 @@ class TensorParallelForm:
         mesh, placements: of the sharded parameter.
         model_mesh, model_placements: of the unsharded parameter, which is the DTensor that the user made.
         data_axes: the axes of `model_mesh` that are data-parallel (when the user's DTensor is on the full mesh).
+        left_to_right: whether torch has to be told that strided placements cut where they stand. Otherwise they say,
+            as those of stock fully_shard do, that axes behind them have cut first. It is only told where it must be:
+            then it plans its first operators on such tensors for long, on meshes of three axes for many seconds.
         boxes: this rank's, if it holds several.
     """
 
@@ -42,11 +46,16 @@ class TensorParallelForm:
     model_mesh: DeviceMesh
     model_placements: tuple[Placement, ...]
     data_axes: frozenset[int]
+    left_to_right: bool
     boxes: Boxes | None
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local tensor."""
         return local_of(parameter)
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        """The DTensor on the joint mesh."""
+        return new_dtensor(self.local(shard), self.mesh, self.placements, self.shape, self.left_to_right)
 
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard; one that lies in several places with its boxes."""
@@ -54,10 +63,13 @@ class TensorParallelForm:
             return shard
         return BoxedTensor.of(shard, self.boxes)
 
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """The shard without its boxes."""
+        return local.plain() if isinstance(local, BoxedTensor) else local
+
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The user's DTensor, over gathered memory."""
-        plain = whole.plain() if isinstance(whole, BoxedTensor) else whole
-        return new_dtensor(plain, self.model_mesh, self.model_placements, self.shape)
+        return new_dtensor(whole, self.model_mesh, self.model_placements, self.shape)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The local gradient with the parameter's placements: a Partial one is summed over its axes.
@@ -85,7 +97,9 @@ class TensorParallelForm:
 class TensorParallelAdapter:
     """What core finds under the entry point group `shardkit.dtensor_adapters`."""
 
-    def form(self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None) -> TensorParallelForm:
+    def form(
+        self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
+    ) -> TensorParallelForm:
         """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
 
         Raises:
@@ -93,12 +107,14 @@ class TensorParallelAdapter:
                 tensor that is not what its placements say; with the FQN and the placements.
         """
         shape, cut = parameter.shape, 0 if dim is None else dim
-        placements = placements_in_whole(parameter, fqn)
+        blocks = sub_blocks_of(holders)
+        placements = tuple(parameter.placements) if blocks is None else placements_in_whole(parameter, blocks, fqn)
         joint = joint_mesh(parameter, placements, fqn, mesh)
         order, in_order = order_of_cuts(shape, cut, joint.axes)
         _check_local(parameter, placements, fqn)
         region = region_held(fqn, shape, cut, joint.axes, joint.coordinate)
         several = region.numel > 0 and len(list(region.boxes())) > 1
+        reread = blocks is not None or order != tuple(range(len(order)))
         return TensorParallelForm(
             fqn,
             shape,
@@ -107,6 +123,7 @@ class TensorParallelAdapter:
             parameter.device_mesh,
             tuple(parameter.placements),
             joint.data_axes,
+            reread and not torch_reads_truly(shape, [joint.axes[index].size for index in order], in_order),
             Boxes(shape, region) if several else None,
         )
 

@@ -31,6 +31,8 @@ _SAME_PLACES = frozenset(
         "empty_like",
         "full_like",
         "lift_fresh",
+        "new_empty",
+        "new_zeros",
         "ones_like",
         "view",
         "zeros_like",
@@ -53,12 +55,40 @@ class Boxes:
             offset = torch.Size(one.start for one in in_whole)
             yield offset, torch.Size(one.stop - one.start for one in in_whole), in_local
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # immutable
+
+    def write_items(self, fqn: str, dtype_of: torch.Tensor) -> list[WriteItem]:
+        """What a checkpoint asks for as `__create_write_items__`; `dtype_of` is any tensor of the same properties."""
+        properties = TensorProperties.create_from_tensor(dtype_of)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offset),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offset, size), properties, self.shape),
+            )
+            for offset, size, _ in self
+        ]
+
+    def chunk_list(self) -> list[ChunkStorageMetadata]:
+        """What a checkpoint asks for as `__create_chunk_list__`."""
+        return [ChunkStorageMetadata(offset, size) for offset, size, _ in self]
+
+    def tensor_shard(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+        """What a checkpoint asks for as `__get_tensor_shard__`: a view of the rank's plain tensor `local`."""
+        for offset, _, in_local in self:
+            if offset == index.offset:
+                return local[in_local]
+        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}")
+
 
 class BoxedTensor(torch.Tensor):
-    """A plain tensor in every respect, which also knows its boxes and answers a checkpoint's questions.
+    """A plain tensor which also knows its boxes and answers a checkpoint's questions.
 
     Operators see the plain tensor and give plain tensors, but for those that keep every element in its place: so the
-    detached parameter in a state dict and an optimizer's `zeros_like(parameter)` know their boxes as well.
+    detached parameter in a state dict and an optimizer's `zeros_like(parameter)` know their boxes as well. Copies of
+    a state dict keep them too: `copy.deepcopy`, `torch.save`, and the staging of an asynchronous save, which asks for
+    `new_empty([])` and sets its memory and size afterwards.
     """
 
     boxes: Boxes
@@ -91,25 +121,22 @@ class BoxedTensor(torch.Tensor):
         """A plain tensor over the same memory."""
         return self.as_subclass(torch.Tensor).detach()
 
+    def new_empty(self, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """As of any tensor; one of no dims, or of this one's shape, has the boxes: it is how copies begin."""
+        new = super().new_empty(size, *args, **kwargs)
+        begins_copy = tuple(new.shape) in ((), tuple(self.shape))
+        return type(self).of(new, self.boxes) if begins_copy and not isinstance(new, BoxedTensor) else new
+
     # -- the questions of torch.distributed.checkpoint ----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, owner: torch.Tensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, offset),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(ChunkStorageMetadata(offset, size), properties, self.boxes.shape),
-            )
-            for offset, size, _ in self.boxes
-        ]
+        return self.boxes.write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offset, size) for offset, size, _ in self.boxes]
+        return self.boxes.chunk_list()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        plain = self.plain()
-        for offset, _, in_local in self.boxes:
-            if offset == index.offset:
-                return plain[in_local]
-        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}")
+        return self.boxes.tensor_shard(self.plain(), index)
+
+
+torch.serialization.add_safe_globals([Boxes, BoxedTensor, Region])  # for torch.load(weights_only=True)

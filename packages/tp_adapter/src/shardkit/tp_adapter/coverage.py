@@ -9,6 +9,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from shardkit.tp_adapter.logical_tensor import LogicalTensor
+
 __all__ = ["CheckedLoadPlanner", "coverage_problem"]
 
 
@@ -29,10 +31,9 @@ class CheckedLoadPlanner(DefaultLoadPlanner):
         for fqn, value in self.state_dict.items():
             saved = self.metadata.state_dict_metadata.get(fqn)
             if isinstance(saved, TensorStorageMetadata) and (problem := coverage_problem(saved.size, saved.chunks)):
-                placements = getattr(value, "placements", None)
-                target = "a plain tensor" if placements is None else f"a DTensor with placements {tuple(placements)}"
                 raise ValueError(
-                    f"{fqn}: the checkpoint's boxes of shape {tuple(saved.size)} {problem}; to load into {target}. "
+                    f"{fqn}: the checkpoint's boxes of shape {tuple(saved.size)} {problem}; to load into "
+                    f"{_target(value)}. "
                     "The checkpoint is damaged, or was written by ranks that did not hold the tensor whole: save again"
                 )
         return super().create_local_plan()
@@ -59,6 +60,13 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata
     if covered != math.prod(shape):
         return f"leave holes: they hold {covered} of its {math.prod(shape)} elements"
     return None
+
+
+def _target(value: object) -> str:
+    if isinstance(value, LogicalTensor):
+        return f"a logical tensor, {value!r}"
+    placements = getattr(value, "placements", None)
+    return "a plain tensor" if placements is None else f"a DTensor with placements {tuple(placements)}"
 
 
 def _text(start: Sequence[int], stop: Sequence[int]) -> str:

@@ -118,8 +118,7 @@ class DTensorExtensions:
         form = adapter.form(tensor, "tensor", data, 0)
         local = form.plain(tensor.detach())
         layout = ChunkLayout(tuple(local.shape), 0, data.shard_size)
-        chunk = form.local(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
-        return new_dtensor(chunk, form.mesh, form.placements, form.shape)
+        return form.sharded(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
 
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """The ShardedTensor over the data-parallel ranks, out of its outer one if it has one, and its local shards."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from shardkit.tp_adapter.sub_blocks import SubBlocks, check_sub_blocks, declare_sub_blocks
@@ -27,15 +26,29 @@ class FusedColwiseParallel(ColwiseParallel):
 
     Args:
         names: of the logical tensors, in the order in which they are stacked.
-        options: `input_layouts`, `output_layouts` and `use_local_output` of `ColwiseParallel`.
+        input_layouts: as for `ColwiseParallel`.
 
     Raises:
-        ValueError: when applied, if the output features are not so many equal parts that the ranks divide.
+        ValueError: when applied, if the output features are not so many equal parts that the ranks divide. At once for
+            `output_layouts` or `use_local_output`: the output of the ranks together is in the order of ranks, so as a
+            DTensor, or gathered, it would mix the logical tensors.
         TypeError: when applied to another module than `nn.Linear`.
     """
 
-    def __init__(self, *names: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        *names: str,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        if output_layouts not in (None, Shard(-1)) or not use_local_output:
+            raise ValueError(
+                f"FusedColwiseParallel{names} got {output_layouts=}, {use_local_output=}; its output is a plain "
+                "tensor, this rank's part of each logical tensor, and gathered they would be mixed. Take them apart "
+                "with chunk and gather each, or keep them as layers of their own under ColwiseParallel"
+            )
+        super().__init__(input_layouts=input_layouts)
         self.sub_blocks = SubBlocks(names)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -43,7 +56,7 @@ class FusedColwiseParallel(ColwiseParallel):
             raise TypeError(f"FusedColwiseParallel is for nn.Linear, got {type(module).__name__}")
         ranks, parts = device_mesh.size(), len(self.sub_blocks.names)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            check_sub_blocks(parameter, self.sub_blocks)
+            check_sub_blocks(parameter, name, self.sub_blocks)
             if parameter.shape[0] % (parts * ranks):
                 raise ValueError(
                     f"'{name}' of shape {tuple(parameter.shape)} is made of {self.sub_blocks.names}, each of "
@@ -53,8 +66,8 @@ class FusedColwiseParallel(ColwiseParallel):
                 grouped = nn.Parameter(_by_rank(parameter, parts, ranks), requires_grad=parameter.requires_grad)
             module.register_parameter(name, grouped)
         result: nn.Module = super()._apply(module, device_mesh)
-        for parameter in result.parameters(recurse=False):
-            declare_sub_blocks(parameter, self.sub_blocks)
+        for name, _ in result.named_parameters(recurse=False):
+            declare_sub_blocks(result, name, self.sub_blocks)
         return result
 
 

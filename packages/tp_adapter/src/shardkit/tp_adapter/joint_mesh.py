@@ -36,10 +36,19 @@ class JointMesh:
     data_axes: frozenset[int]
 
     def ordered(self, order: Sequence[int]) -> DeviceMesh:
-        """The mesh with the axes in this order."""
-        if self.same_as is not None and list(order) == list(range(len(self.axes))):
+        """The mesh with the axes in this order.
+
+        In another order than their root has them, torch would refuse to take slices of the mesh, as `full_tensor()`
+        does: then the mesh is a root of its own, over the same process groups.
+        """
+        kept = list(order) == list(range(len(self.axes)))
+        if kept and self.same_as is not None:
             return self.same_as
-        return concatenated([self.meshes[index] for index in order])
+        mesh = concatenated([self.meshes[index] for index in order])
+        if kept:
+            return mesh
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -106,12 +115,12 @@ def _check_placements(described: str, placements: Sequence[Placement]) -> None:
 def _data_axes(described: str, own: DeviceMesh, data_parallel: DataParallelMesh) -> frozenset[int]:
     """The axes of the parameter's mesh that are data-parallel: those along which all ranks are data-parallel peers."""
     data = data_parallel.mesh
-    data_ranks, data_names = set(data.mesh.flatten().tolist()), data.mesh_dim_names or ()
+    data_ranks, data_names = set(data.mesh.flatten().tolist()), frozenset(data.mesh_dim_names or ())
     found = set()
     for axis in range(own.ndim):
         along = set(dist.get_process_group_ranks(own.get_group(axis)))
         name = own.mesh_dim_names[axis] if own.mesh_dim_names else None
-        if len(along & data_ranks) > 1 or (len(along) == 1 and name is not None and name in data_names):
+        if len(along & data_ranks) > 1 or (len(along) == 1 and name in data_names | data_parallel.named):
             found.add(axis)
             if not data_parallel.named or not along <= data_ranks:
                 raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +13,21 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.region import Region, Run, region_of
 from shardkit.core.torch_compat import local_of
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
+from shardkit.tp_adapter.logical_tensor import LogicalTensor
 from shardkit.tp_adapter.sub_blocks import SubBlocks, sub_blocks_of
 
-__all__ = ["LogicalTensor", "logical_state_dict"]
+__all__ = ["logical_state_dict"]
+
+# Modules that wrap one other module, as they stand in the names of a plain state dict.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
-class LogicalTensor(BoxedTensor):
-    """This rank's part of one logical tensor: a view of the fused parameter's (or optimizer state's) memory.
+@dataclass(frozen=True)
+class _Fused:
+    """A fused parameter: what it is made of, and its whole shape."""
 
-    For `torch.distributed.checkpoint` it is a tensor of the logical tensor's whole size.
-    """
-
-    def size(self, dim: int | None = None) -> Any:
-        """The size of the whole logical tensor, which `dcp.load` compares with the checkpoint's."""
-        return self.boxes.shape if dim is None else self.boxes.shape[dim]
+    blocks: SubBlocks
+    shape: torch.Size
 
 
 def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,14 +38,16 @@ def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
     and `load` fills it, whatever the mesh that the checkpoint was written on; other entries are passed on as they are.
 
     Args:
-        model: sharded; its parameters know which of them are fused.
-        state_dict: `model.state_dict()`, or what `get_optimizer_state_dict(model, optimizer)` of
-            torch.distributed.checkpoint.state_dict gives.
+        model: sharded; its modules know which of their parameters are fused.
+        state_dict: `model.state_dict()`, or what `get_model_state_dict(model)` and
+            `get_optimizer_state_dict(model, optimizer)` of torch.distributed.checkpoint.state_dict give: sharded, full
+            (plain tensors), optimizer states nested or flattened.
 
     Raises:
-        ValueError: if a logical name is taken by another entry.
+        ValueError: if a logical name is taken by another entry, and for a tensor of another shape than the fused
+            parameter's, such as a factored optimizer state, which cannot be taken apart.
     """
-    fused = {name: blocks for name, parameter in model.named_parameters() if (blocks := sub_blocks_of(parameter))}
+    fused = dict(_fused_parameters(model))
     if set(state_dict) == {"state", "param_groups"}:
         states = _renamed(state_dict["state"], fused)
         groups = [{**group, "params": _names(group["params"], fused)} for group in state_dict["param_groups"]]
@@ -51,35 +55,97 @@ def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
     return _renamed(state_dict, fused)
 
 
-def _names(fqns: list[str], fused: Mapping[str, SubBlocks]) -> list[str]:
-    return [name for fqn in fqns for name in (_logical_names(fqn, fused[fqn]) if fqn in fused else [fqn])]
+def _fused_parameters(model: nn.Module) -> Iterator[tuple[str, _Fused]]:
+    """Every name of a fused parameter, without wrappers; a tied one has several, and one of its modules the note."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+                holders.setdefault(id(parameter), []).append((module, name))
+                names.setdefault(id(parameter), []).append(_unwrapped(f"{path}.{name}" if path else name))
+    for key, parameter in parameters.items():
+        if (blocks := sub_blocks_of(holders[key])) is not None:
+            yield from ((name, _Fused(blocks, parameter.shape)) for name in names[key])
 
 
-def _renamed(entries: Mapping[str, Any], fused: Mapping[str, SubBlocks]) -> dict[str, Any]:
+def _unwrapped(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+def _names(fqns: list[str], fused: Mapping[str, _Fused]) -> list[str]:
+    return [name for fqn in fqns for name in _Entry.of(fqn, fused).names()]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A key of a state dict: a parameter's name, or one between a prefix and a suffix.
+
+    The latter are those of flattened optimizer state dicts, such as `state.mlp.gate_up.weight.exp_avg` and
+    `param_groups.mlp.gate_up.weight.lr`.
+    """
+
+    key: str
+    prefix: str = ""
+    fqn: str = ""
+    suffix: str = ""
+    fused: _Fused | None = None
+
+    @classmethod
+    def of(cls, key: str, fused: Mapping[str, _Fused]) -> _Entry:
+        """The entry of `key`; `fused` is None if it belongs to no fused parameter."""
+        if (found := fused.get(_unwrapped(key))) is not None:
+            return cls(key, "", key, "", found)
+        for prefix in ("state.", "param_groups."):
+            fqn, _, last = key.removeprefix(prefix).rpartition(".")
+            if key.startswith(prefix) and (found := fused.get(_unwrapped(fqn))) is not None:
+                return cls(key, prefix, fqn, f".{last}", found)
+        return cls(key)
+
+    def names(self) -> list[str]:
+        """What stands for the key: one name for each logical tensor."""
+        if self.fused is None:
+            return [self.key]
+        *path, attribute = self.fqn.split(".")
+        while path and path[-1] in _WRAPPERS:
+            path.pop()
+        above = path[:-1]
+        return [self.prefix + ".".join([*above, name, attribute]) + self.suffix for name in self.fused.blocks.names]
+
+
+def _renamed(entries: Mapping[str, Any], fused: Mapping[str, _Fused]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
-    for fqn, value in entries.items():
-        blocks = fused.get(fqn)
-        names = [fqn] if blocks is None else _logical_names(fqn, blocks)
-        for number, name in enumerate(names):
-            if name in renamed or (name != fqn and name in entries):
-                raise ValueError(f"'{fqn}' would be saved as '{name}', but the state dict has such an entry already")
-            renamed[name] = value if blocks is None else _part(fqn, value, blocks, number)
+    for key, value in entries.items():
+        entry = _Entry.of(key, fused)
+        for number, name in enumerate(entry.names()):
+            if name in renamed or (name != key and name in entries):
+                raise ValueError(f"'{key}' would be saved as '{name}', but the state dict has such an entry already")
+            renamed[name] = value if entry.fused is None else _part(key, value, entry.fused, number)
     return renamed
 
 
-def _logical_names(fqn: str, blocks: SubBlocks) -> list[str]:
-    path, _, attribute = fqn.rpartition(".")
-    above = path.rpartition(".")[0]
-    return [".".join(filter(None, (above, name, attribute))) for name in blocks.names]
-
-
-def _part(fqn: str, value: Any, blocks: SubBlocks, number: int) -> Any:
+def _part(fqn: str, value: Any, fused: _Fused, number: int) -> Any:
     """One logical tensor of a fused one, or of each fused tensor among an optimizer's states of a parameter."""
     if isinstance(value, dict):
-        return {key: _part(fqn, one, blocks, number) for key, one in value.items()}
-    if not isinstance(value, DTensor) or not value.ndim:
+        return {key: _part(f"{fqn}.{key}", one, fused, number) for key, one in value.items()}
+    if not isinstance(value, torch.Tensor) or not value.ndim:
         return value  # such as an optimizer's count of steps, which the logical tensors share
-    dim, length = blocks.dim, value.shape[blocks.dim] // len(blocks.names)
+    blocks = fused.blocks
+    if value.shape != fused.shape:
+        raise ValueError(
+            f"'{fqn}' has shape {tuple(value.shape)}, but the fused parameter {tuple(fused.shape)}, made of "
+            f"{blocks.names}: only tensors of its shape can be taken apart. Save this state dict under the fused names"
+        )
+    length = fused.shape[blocks.dim] // len(blocks.names)
+    if isinstance(value, DTensor):
+        return _local_part(fqn, value, blocks.dim, length, number)
+    return value.detach().narrow(blocks.dim, number * length, length)
+
+
+def _local_part(fqn: str, value: DTensor, dim: int, length: int, number: int) -> LogicalTensor:
+    """What this rank holds of rows `number * length` to `(number + 1) * length` of `dim`, as a view."""
     low, high = number * length, (number + 1) * length
     region = region_of(fqn, value)
     before = sum(min(stop, low) - min(start, low) for start, stop in region.runs[dim])

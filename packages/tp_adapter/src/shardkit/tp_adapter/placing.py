@@ -22,15 +22,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardkit.core.region import Region, region_at
-from shardkit.tp_adapter.torch_compat import StridedShard
+from shardkit.tp_adapter.torch_compat import FALLS_BACK, StridedShard
 
-__all__ = ["Axis", "cuts", "order_of_cuts", "region_held"]
+__all__ = ["Axis", "cuts", "order_of_cuts", "region_held", "torch_reads_truly"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,31 @@ def order_of_cuts(
     """
     kept = tuple(range(len(axes)))
     placements = _left_to_right(dim, axes)
-    if placements == _bare(dim, axes) or _is_true(shape[dim], _sizes(axes), placements, *_cut_order(dim, axes), dim):
+    if placements == _bare(dim, axes) or _all_even(shape[dim], dim, axes):
+        return kept, placements
+    if _is_true(shape[dim], _sizes(axes), placements, *_cut_order(dim, axes), dim):
         return kept, placements
     order, bare = _cut_order(dim, axes)
     return order, bare
+
+
+def torch_reads_truly(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Whether torch, left to itself, gathers a tensor right whose placements cut from left to right.
+
+    It takes a strided placement for an order of cuts: axes behind it whose sizes multiply to its `split_factor` have
+    cut first. With even cuts that comes to the same. Where no axes multiply to it, the tensor is gathered axis by
+    axis, with sizes that are wrong as soon as another axis cuts the same dim.
+    """
+    for dim, length in enumerate(shape):
+        cutting = [(size, one) for size, one in zip(sizes, placements, strict=True) if cuts(one, dim) and size > 1]
+        strided = [index for index, (_, one) in enumerate(cutting) if isinstance(one, StridedShard)]
+        if not strided or (len(cutting) == 1 and FALLS_BACK):
+            continue
+        behind = itertools.accumulate((size for size, _ in cutting[strided[0] + 1 :]), operator.mul)
+        factor = getattr(cutting[strided[0]][1], "split_factor", 1)
+        if len(strided) > 1 or factor not in behind or length % math.prod(size for size, _ in cutting):
+            return False
+    return True
 
 
 def region_held(name: str, shape: Sequence[int], dim: int, axes: Sequence[Axis], coordinate: Sequence[int]) -> Region:
@@ -104,6 +126,13 @@ def _cut_order(dim: int, axes: Sequence[Axis]) -> tuple[tuple[int, ...], tuple[P
     order = sorted(range(len(axes)), key=lambda index: axes[index].placement is None)
     bare = _bare(dim, axes)
     return tuple(order), tuple(bare[index] for index in order)
+
+
+def _all_even(length: int, dim: int, axes: Sequence[Axis]) -> bool:
+    """Whether every cut of `dim` leaves equal chunks, in any order; then the two readings agree."""
+    cutting = [axis for axis in axes if axis.placement is None or cuts(axis.placement, dim)]
+    strided = any(isinstance(axis.placement, StridedShard) for axis in cutting)
+    return not strided and length % math.prod(axis.size for axis in cutting) == 0
 
 
 @functools.lru_cache(maxsize=1024)

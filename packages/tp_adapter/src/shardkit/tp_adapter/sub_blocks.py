@@ -14,18 +14,22 @@ and a checkpoint have the fused weight in its own order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.adapters import Holder
 from shardkit.tp_adapter.placing import cuts
 from shardkit.tp_adapter.torch_compat import StridedShard
 
 __all__ = ["SubBlocks", "check_sub_blocks", "declare_sub_blocks", "placements_in_whole", "sub_blocks_of"]
 
 _DECLARED = "_shardkit_sub_blocks"
+"""Attribute of a module: SubBlocks of its fused parameters, by name. A note on a parameter itself would get lost, as
+`module.to()` and `load_state_dict(assign=True)` put another tensor in its place."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class SubBlocks:
     dim: int = 0
 
 
-def check_sub_blocks(parameter: torch.Tensor, sub_blocks: SubBlocks) -> None:
-    """Raises if a parameter cannot be such a stack.
+def check_sub_blocks(parameter: torch.Tensor, name: str, sub_blocks: SubBlocks) -> None:
+    """Raises if a parameter, called `name` in messages, cannot be such a stack.
 
     Raises:
         ValueError: if the dim cannot be cut into so many equal parts.
@@ -45,35 +49,40 @@ def check_sub_blocks(parameter: torch.Tensor, sub_blocks: SubBlocks) -> None:
     names, dim = sub_blocks.names, sub_blocks.dim
     if not names or not 0 <= dim < parameter.ndim or parameter.shape[dim] % len(names):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is not {len(names)} logical tensors {names} of one size "
+            f"'{name}' of shape {tuple(parameter.shape)} is not {len(names)} logical tensors {names} of one size "
             f"stacked on dim {dim}; keep logical tensors of different sizes as parameters of their own"
         )
 
 
-def declare_sub_blocks(parameter: torch.Tensor, sub_blocks: SubBlocks) -> None:
-    """Notes on a DTensor parameter that it is fused, before `fully_shard`, which passes the note on.
+def declare_sub_blocks(module: nn.Module, name: str, sub_blocks: SubBlocks) -> None:
+    """Notes on a module that its DTensor parameter `name` is fused, before `fully_shard`, which reads the note.
 
     Each rank's local tensor must hold its part of every logical tensor, in order, while the placements say Shard:
-    that is what `FusedColwiseParallel` makes. Raises as `check_sub_blocks`.
+    that is what `FusedColwiseParallel` makes. The note stays when the module is moved, cast, or loaded into.
+
+    Raises:
+        AttributeError: if the module has no such parameter.
+        ValueError: as `check_sub_blocks`.
     """
-    check_sub_blocks(parameter, sub_blocks)
-    setattr(parameter, _DECLARED, sub_blocks)
+    check_sub_blocks(module.get_parameter(name), f"{type(module).__name__}.{name}", sub_blocks)
+    module.__dict__[_DECLARED] = {**module.__dict__.get(_DECLARED, {}), name: sub_blocks}
 
 
-def sub_blocks_of(parameter: torch.Tensor) -> SubBlocks | None:
-    """What `declare_sub_blocks` noted."""
-    return cast(SubBlocks | None, getattr(parameter, _DECLARED, None))
+def sub_blocks_of(holders: Iterable[Holder]) -> SubBlocks | None:
+    """What `declare_sub_blocks` noted of a parameter on one of the modules that hold it."""
+    for module, name in holders:
+        blocks = module.__dict__.get(_DECLARED, {}).get(name)
+        if isinstance(blocks, SubBlocks):
+            return blocks
+    return None
 
 
-def placements_in_whole(parameter: DTensor, fqn: str) -> tuple[Placement, ...]:
-    """Where a parameter's local tensor lies in the whole one (see Note [Fused weights]); its placements if not fused.
+def placements_in_whole(parameter: DTensor, blocks: SubBlocks, fqn: str) -> tuple[Placement, ...]:
+    """Where the local tensor of a fused parameter lies in the whole one: see Note [Fused weights].
 
     Raises:
         ValueError: if the ranks do not divide each logical tensor, so that placements could not tell them apart.
     """
-    blocks = sub_blocks_of(parameter)
-    if blocks is None:
-        return tuple(parameter.placements)
     ranks = 1
     placements: list[Placement] = []
     for axis, placement in enumerate(parameter.placements):

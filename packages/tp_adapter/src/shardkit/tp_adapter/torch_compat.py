@@ -17,10 +17,11 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "FALLS_BACK",
     "ShardedTensor",
     "ShardedTensorShard",
     "StridedShard",
@@ -30,12 +31,16 @@ __all__ = [
     "no_torch_function",
     "over_memory_of",
     "sharded_tensor",
+    "wrapper_of",
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
 
 StridedShard: Any = _StridedShard
 """`StridedShard(dim, split_factor=n)` cuts a dim into n parts and takes its chunk of each part."""
+
+FALLS_BACK = hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
+"""Whether a tensor whose strided placement is no order of cuts is gathered axis by axis; torch 2.11 refuses it."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a tensor subclass: functions of torch treat it as any tensor."""
@@ -59,6 +64,12 @@ def arrived_local_of(dtensor: DTensor) -> torch.Tensor:
 def over_memory_of(cls: type[_T], tensor: torch.Tensor) -> _T:
     """An object of a tensor subclass that is the memory of `tensor`, without autograd."""
     return torch.Tensor._make_subclass(cls, tensor.detach())
+
+
+def wrapper_of(cls: type[_T], shape: torch.Size, like: torch.Tensor) -> _T:
+    """An object of a tensor subclass without memory: of a shape, contiguous, and the dtype and device of `like`."""
+    stride = torch.empty(shape, device="meta").stride()
+    return torch.Tensor._make_wrapper_subclass(cls, shape, stride, dtype=like.dtype, device=like.device)
 
 
 def group_of(tensor: ShardedTensor) -> dist.ProcessGroup:

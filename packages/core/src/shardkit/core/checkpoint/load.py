@@ -15,7 +15,7 @@ from shardkit.core.checkpoint.sources import Entry, Source, open_source
 from shardkit.core.checkpoint.survey import Failure, ModuleState, Report, disagreement, local_part
 from shardkit.core.materialize import allocate, homes
 from shardkit.core.region import Region
-from shardkit.core.torch_compat import new_dtensor
+from shardkit.core.torch_compat import like_dtensor
 
 __all__ = ["IncompatibleKeys", "load_full_state_dict"]
 
@@ -261,7 +261,7 @@ def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    tensor = new_dtensor(local, old.device_mesh, old.placements, old.shape) if isinstance(old, DTensor) else local
+    tensor = like_dtensor(local, old) if isinstance(old, DTensor) else local
     if isinstance(old, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=old.requires_grad)
     return tensor
