@@ -1,10 +1,19 @@
 """Local tensors that know their boxes: plain tensors to every operator, several boxes to a checkpoint."""
 
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardkit.core.region import Region
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
+from shardkit.tp_adapter.logical_tensor import LogicalTensor
 
 WHOLE = torch.arange(24.0).view(8, 3)
 REGION = Region((((0, 2), (4, 6)), ((0, 3),)))
@@ -58,3 +67,45 @@ def test_memory_is_shared_and_optimizers_work():
         mine.grad = BoxedTensor.of(grad, BOXES)
         torch.optim.AdamW([mine], lr=0.1, **options).step()
         assert torch.equal(plain, p.detach()), options
+
+
+def saved_and_loaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "staged": lambda state: StateDictStager().stage(state),
+    "saved": saved_and_loaded,
+    "cpu": lambda state: _copy_state_dict(state, _create_cpu_state_dict(state)),
+}
+
+
+# `_create_cpu_state_dict` makes copies of plain local tensors with torch.empty, which no subclass hears of.
+@pytest.mark.parametrize(
+    ("kind", "how"), [(BoxedTensor, how) for how in COPIES if how != "cpu"] + [(LogicalTensor, how) for how in COPIES]
+)
+def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], how: str):
+    source = torch.cat([torch.zeros(1, 3), REGION.take(WHOLE)])[1:]  # a view, as logical tensors are
+    original = kind.of(source, BOXES)
+    copied = COPIES[how]({"w": original})["w"]
+    source.fill_(-1)
+    assert type(copied) is kind
+    chunks = copied.__create_chunk_list__()
+    assert [tuple(chunk.offsets) for chunk in chunks] == [(0, 0), (4, 0)]
+    for chunk in chunks:
+        part = copied.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
+        assert torch.equal(part, WHOLE[chunk.offsets[0] : chunk.offsets[0] + 2])
+
+
+def test_a_logical_tensor_has_its_whole_size_and_no_arithmetic():
+    logical = LogicalTensor.of(REGION.take(WHOLE), BOXES)
+    assert logical.shape == logical.size() == WHOLE.shape
+    assert repr(logical) == "LogicalTensor(shape=(8, 3), held here: (2, 3) at (0, 0), (2, 3) at (4, 0))"
+    with pytest.raises(NotImplementedError, match=r"aten\.add.*shape=\(8, 3\).*compute with the fused parameter"):
+        logical + 1
+    with pytest.raises(NotImplementedError, match="compute with the fused parameter"):
+        WHOLE.clone().copy_(logical)

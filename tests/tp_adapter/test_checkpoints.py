@@ -37,7 +37,13 @@ class Trainee:
 
     @classmethod
     def of(
-        cls, name: str, shape: tuple[int, ...], seed: int, api: Any = shardkit, optimizer: str = "adamw"
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        seed: int,
+        api: Any = shardkit,
+        optimizer: str = "adamw",
+        steps: int = 1,
     ) -> "Trainee":
         torch.manual_seed(seed)
         model = SPECS[name].build()
@@ -45,7 +51,7 @@ class Trainee:
         SPECS[name].parallelize(model, mesh["tp"])
         shard(model, api, mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"])
         trainee = cls(model, OPTIMIZERS[optimizer](model.parameters()))
-        for step in range(2):
+        for step in range(steps):
             SPECS[name].loss(model, seed + step).backward()
             trainee.optimizer.step()
             trainee.optimizer.zero_grad()
@@ -107,21 +113,31 @@ def assert_equal(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor
     assert not wrong
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("name", ["language", "tied", "uneven", "uneven_language", "fused"])
-def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str):
-    """2x2 -> 4x1 -> 1x2 -> 1x1 -> 1x4 -> 1x2x2 -> 2x2: what comes out is what went in."""
+LONG = [(4, 1), (1, 2), (1, 1), (1, 4), (1, 2, 2), (2, 2)]
+SHORT = [(4, 1), (1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "chain"),
+    [
+        ("tied", "adamw", LONG),
+        ("uneven_language", "sgd", SHORT),
+        ("uneven", "adamw", SHORT),
+        ("packed", "adamw", SHORT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str, chain: list[tuple[int, ...]]):
+    """From 2x2 over other meshes back to 2x2: what comes out is what went in."""
     how = {"optimizer": optimizer}
     expected = run_ranks(4, save, tmp_path / "0", name, (2, 2), how)[0]
-    chain = [(4, 1), (1, 2), (1, 1), (1, 4), (1, 2, 2), (2, 2)]
     for number, shape in enumerate(chain):
         again = tmp_path / str(number + 1)
         for seen in run_ranks(math.prod(shape), load, tmp_path / str(number), again, name, shape, how):
             assert_equal(expected, seen)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["language", "uneven"])
+@pytest.mark.parametrize(("name", "shape"), [("language", (2, 2)), ("uneven", (1, 2, 2))], ids=str)
 def test_interchangeable_with_stock(tmp_path: Path, name: str, shape: tuple[int, ...]):
     for number, (writer, reader) in enumerate([("stock", "ours"), ("ours", "stock")]):
         path = tmp_path / str(number)
@@ -159,14 +175,18 @@ def test_the_disjoint_case_that_stock_refuses(tmp_path: Path):
         assert "Failed to validate global plan" in text or "overlapping" in text
 
 
-def holes(rank: int, world_size: int, path: Path) -> str:
-    """A checkpoint from which a rank's box is missing."""
+def damaged(rank: int, world_size: int, path: Path, damage: str) -> str:
+    """A checkpoint in which a rank's box is missing, or there twice; what is said when it is loaded."""
     trainee = Trainee.of("tensor", (2, 1), 1)
     trainee.save(path)
     dist.barrier()
     if rank == 0:
         metadata = dcp.FileSystemReader(path).read_metadata()
-        metadata.state_dict_metadata["model.blocks.0.up.weight"].chunks.pop()
+        chunks = metadata.state_dict_metadata["model.blocks.0.up.weight"].chunks
+        if damage == "hole":
+            chunks.pop()
+        else:
+            chunks[1] = chunks[0]
         with (path / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
     dist.barrier()
@@ -175,9 +195,11 @@ def holes(rank: int, world_size: int, path: Path) -> str:
     return str(refused.value)
 
 
-def test_a_checkpoint_with_holes_is_refused(tmp_path: Path):
-    for text in run_ranks(2, holes, tmp_path):
-        assert (
-            "model.blocks.0.up.weight: the checkpoint's boxes of shape (16, 8) leave holes: they hold 64 of its" in text
-        )
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [("hole", "leave holes: they hold 64 of its 128"), ("twice", "overlap: [0:8, 0:8] and [0:8, 0:8]")],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str, said: str):
+    for text in run_ranks(2, damaged, tmp_path, damage):
+        assert f"model.blocks.0.up.weight: the checkpoint's boxes of shape (16, 8) {said}" in text
         assert "placements (Shard(dim=0), Shard(dim=0))" in text or "placements (Shard(dim=0)," in text

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _init_utils
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as StockExtensions
 
 from shardkit.tp_adapter.extensions import DTensorExtensions
 from tests.support import rank_mesh, run_ranks
+from tests.tp_adapter.models import SPECS, build
 
 OURS = DTensorExtensions()
 
@@ -119,3 +121,43 @@ def flattening(rank: int, world_size: int) -> None:
 
 def test_flattening():
     run_ranks(2, flattening)
+
+
+def inside_stock_fsdp1(rank: int, world_size: int) -> None:
+    """A stock FSDP1 model on two axes with its own hooks and with ours: the same training and state dicts."""
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    gathered = []
+    for extensions in (StockExtensions, lambda _: DTensorExtensions()):
+        before, _init_utils.DTensorExtensions = _init_utils.DTensorExtensions, extensions
+        try:
+            model = build("tensor")
+            SPECS["tensor"].parallelize(model, mesh["tp"])
+            model = FullyShardedDataParallel(
+                model, device_mesh=mesh["dp"], use_orig_params=True, device_id=torch.device("cpu")
+            )
+        finally:
+            _init_utils.DTensorExtensions = before
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            SPECS["tensor"].loss(model, 10 * step + rank // 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+            whole = {name: value.full_tensor() for name, value in state.items()}
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(state)
+            loaded = model.state_dict()
+        gathered.append((type(model._fsdp_extension), whole, {name: one.full_tensor() for name, one in loaded.items()}))
+    (stock, theirs, _), (ours, mine, loaded) = gathered
+    assert (stock, ours) == (StockExtensions, DTensorExtensions)
+    assert mine.keys() == theirs.keys() == loaded.keys()
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+        assert torch.equal(loaded[name], value), name
+
+
+def test_inside_stock_fsdp1():
+    run_ranks(4, inside_stock_fsdp1)

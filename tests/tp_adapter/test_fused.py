@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
+from shardkit.core.runtime.shared import segment
 from shardkit.tp_adapter import CheckedLoadPlanner, logical_state_dict
 from shardkit.tp_adapter.boxes import BoxedTensor
 from tests.core.single_process import assert_close
@@ -18,11 +23,9 @@ from tests.tp_adapter.models import SPECS, FusedModel, build, shard
 from tests.tp_adapter.test_checkpoints import Trainee
 from tests.tp_adapter.test_training import NAMES
 
-MESHES = [(2, 2), (1, 4), (4, 1), (1, 2, 2)]
 
-
-def trains_like_one_process(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
-    whole, model, spec = build("fused"), build("fused"), SPECS["fused"]
+def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[int, ...]) -> None:
+    whole, model, spec = build(name), build(name), SPECS[name]
     mesh = rank_mesh(shape, NAMES[len(shape)])
     data = mesh["dp"] if len(shape) == 2 else mesh["dp_replicate", "dp_shard"]
     spec.parallelize(model, mesh["tp"])
@@ -30,7 +33,7 @@ def trains_like_one_process(rank: int, world_size: int, shape: tuple[int, ...]) 
     ranks = data.mesh.flatten().tolist()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (whole, model)]
     theirs = dict(whole.named_parameters())
-    for step in range(3):
+    for step in range(2):
         for seed in range(len(ranks)):
             (spec.loss(whole, 10 * step + seed) / len(ranks)).backward()
         spec.loss(model, 10 * step + ranks.index(rank)).backward()
@@ -42,13 +45,19 @@ def trains_like_one_process(rank: int, world_size: int, shape: tuple[int, ...]) 
         for fqn, parameter in model.named_parameters():
             assert_close(parameter, theirs[fqn], fqn)
     full = shardkit.full_state_dict(model, rank0_only=False)
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    momenta = get_optimizer_state_dict(model, optimizers[1], options=StateDictOptions(full_state_dict=True))["state"]
     for fqn, tensor in whole.state_dict().items():
         assert_close(full[fqn], tensor, fqn)
+        assert torch.equal(gathered[fqn], full[fqn]), fqn
+        assert_close(momenta[fqn]["momentum_buffer"], optimizers[0].state[theirs[fqn]]["momentum_buffer"], fqn)
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_trains_like_one_process(shape: tuple[int, ...]):
-    run_ranks(4, trains_like_one_process, shape)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("fused", (2, 2)), ("packed", (2, 2)), ("packed", (4, 1)), ("fused", (1, 2, 2))], ids=str
+)
+def test_trains_like_one_process(name: str, shape: tuple[int, ...]):
+    run_ranks(4, trains_like_one_process, name, shape)
 
 
 def save_logical(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -89,7 +98,7 @@ def test_logical_names(tmp_path: Path):
             for name, suffix in (("model", ""), ("optimizer", ".exp_avg")):
                 parts = [unfused[f"blocks.{block}.{part}.{kind}{suffix}"] for part in ("gate", "up")]
                 assert torch.equal(torch.cat(parts), expected[f"{name}.blocks.{block}.gate_up.{kind}{suffix}"])
-    for shape in MESHES:
+    for shape in ((4, 1), (1, 2, 2)):
         seen = run_ranks(4, load_logical, tmp_path / "again", shape)[0]
         assert seen.keys() == expected.keys()
         assert not [name for name in expected if not torch.equal(seen[name], expected[name])], shape
@@ -124,3 +133,116 @@ def reassigned(rank: int, world_size: int) -> None:
 
 def test_assigned_tensors_get_their_boxes():
     run_ranks(2, reassigned)
+
+
+def replaced(rank: int, world_size: int) -> None:
+    """What makes other tensors of a module's parameters leaves them fused, before fully_shard and after it."""
+    mesh, spec = rank_mesh((1, 2), NAMES[2]), SPECS["fused"]
+    rows = [(rank * 4, 0), (8 + rank * 4, 0)]
+    steps = {
+        "to": lambda model: model.to(torch.float64),
+        "to_empty": lambda model: model.to_empty(device="cpu"),
+        "assign": lambda model: model.load_state_dict(dict(model.state_dict()), assign=True),
+    }
+    for what, step in steps.items():
+        model = build("fused")
+        spec.parallelize(model, mesh["tp"])
+        step(model)
+        shard(model, shardkit, mesh["dp"])
+        weight = model.state_dict()["blocks.0.gate_up.weight"]
+        assert [tuple(chunk.offsets) for chunk in weight.__create_chunk_list__()] == rows, what
+        step(model)
+        assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict()), what
+    with torch.device("meta"):
+        model = spec.build()
+    spec.parallelize(model, mesh["tp"])
+    shard(model, shardkit, mesh["dp"])
+    shardkit.materialize(model)
+    spec.loss(model, 1).backward()
+    weight = model.state_dict()["blocks.0.gate_up.weight"]
+    assert [tuple(chunk.offsets) for chunk in weight.__create_chunk_list__()] == rows
+    assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict())
+
+
+def test_replaced_parameters_stay_fused():
+    run_ranks(2, replaced)
+
+
+def in_shared_memory(rank: int, world_size: int) -> None:
+    """A shard of several boxes lies in memory that peers can read, so the whole group does without an outbox."""
+    mesh, model = rank_mesh((2, 2), NAMES[2]), build("packed")
+    SPECS["packed"].parallelize(model, mesh["tp"])
+    shardkit.fully_shard(model, mesh=mesh["dp"])
+    local = model.qkv.weight.to_local()
+    assert len(local.boxes.chunk_list()) == 2
+    expected = local.plain().clone()
+    for _ in range(2):
+        SPECS["packed"].loss(model, rank // 2).backward()
+        local = model.state_dict()["qkv.weight"].to_local()
+        assert segment.locate(local.plain()) is not None
+        assert isinstance(local, BoxedTensor) and torch.equal(local.plain(), expected)
+
+
+def test_several_boxes_in_shared_memory():
+    run_ranks(4, in_shared_memory)
+
+
+def full_state_dicts(rank: int, world_size: int) -> None:
+    trainee = Trainee.of("packed", (1, 1), 1)
+    model, whole = trainee.model, {name: one.full_tensor() for name, one in trainee.model.state_dict().items()}
+    full = logical_state_dict(model, whole)
+    assert torch.equal(torch.cat([full[f"{name}.weight"] for name in "qkv"]), whole["qkv.weight"])
+    assert full["k.weight"].data_ptr() == whole["qkv.weight"][4:].data_ptr(), "a view"
+    assert torch.equal(full["out.weight"], whole["out.weight"])
+    flat = get_optimizer_state_dict(
+        model, trainee.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    logical = logical_state_dict(model, flat)
+    assert logical["state.k.weight.exp_avg"].shape == (4, 6)
+    assert logical["state.v.bias.step"] is flat["state.qkv.bias.step"]
+    assert logical["param_groups.q.weight.lr"] == flat["param_groups.qkv.weight.lr"]
+    assert not [name for name in logical if "qkv" in name]
+    with pytest.raises(ValueError, match=r"'state\.qkv\.weight\.row' has shape \(12,\).*\(12, 6\).*'q', 'k', 'v'"):
+        logical_state_dict(model, {"state.qkv.weight.row": torch.zeros(12)})
+    # Names with wrappers, as a plain state dict has them, and a second name of the same parameter.
+    layer, wrapper, twin = model.qkv, torch.nn.Module(), torch.nn.Module()
+    model.qkv, wrapper._orig_mod, twin.qkv = wrapper, layer, torch.nn.Module()
+    model.twin, twin.qkv.weight = twin, layer.weight
+    assert "qkv._orig_mod.weight" in model.state_dict()
+    logical = logical_state_dict(model, model.state_dict())
+    assert {"k.weight", "k.bias", "twin.v.weight", "out.weight"} < logical.keys()
+    assert not [name for name in logical if "qkv" in name]
+
+
+def test_every_kind_of_state_dict():
+    run_ranks(1, full_state_dicts)
+
+
+def save_asynchronously(rank: int, world_size: int, path: Path) -> None:
+    """As soon as async_save returns, training may go on."""
+
+    def state_of(trainee: Trainee, logical: bool) -> dict[str, Any]:
+        state = trainee.state()
+        return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state} if logical else state
+
+    trainee = Trainee.of("packed", (2, 2), 1)
+    expected = trainee.full()
+    locals_of = [parameter.to_local().detach() for parameter in trainee.model.parameters()]
+    before = [local.clone() for local in locals_of]
+    for logical in (False, True):
+        saved = dcp.async_save(state_of(trainee, logical), checkpoint_id=path / str(logical))
+        for local in locals_of:
+            local.fill_(7.0)
+        saved.result()
+        for local, value in zip(locals_of, before, strict=True):
+            local.copy_(value)
+    for logical in (False, True):
+        other = Trainee.of("packed", (2, 2), 2)
+        state = state_of(other, logical)
+        dcp.load(state, checkpoint_id=path / str(logical), planner=CheckedLoadPlanner())
+        seen = other.full()
+        assert not [name for name in expected if not torch.equal(seen[name], expected[name])], logical
+
+
+def test_asynchronous_saves(tmp_path: Path):
+    run_ranks(4, save_asynchronously, tmp_path)

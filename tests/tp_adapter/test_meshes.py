@@ -18,6 +18,7 @@ FULL = {
     (2, 2): ("dp", "tp"),
     (1, 2, 2): ("dp_replicate", "dp_shard", "tp"),
     (2, 2, 1): ("dp_shard", "cp", "tp"),
+    (2, 1, 2): ("dp_shard", "cp", "tp"),
 }
 
 

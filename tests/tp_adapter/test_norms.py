@@ -29,8 +29,18 @@ def norms(rank: int, world_size: int, model: str, shape: tuple[int, ...], norm_t
         assert_close(parameter.grad, theirs[fqn].grad, f"clipped gradient of {fqn}")
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("model", ["language", "tied", "uneven_language", "uneven"])
+@pytest.mark.parametrize(
+    ("model", "shape", "norm_type"),
+    [
+        ("language", (2, 2), 2.0),
+        ("tied", (1, 2, 2), 2.0),
+        ("tied", (2, 2), float("inf")),
+        ("uneven_language", (1, 4), float("inf")),
+        ("uneven_language", (2, 2), 2.0),
+        ("uneven", (2, 2), 2.0),
+        ("packed", (2, 2), 2.0),
+    ],
+    ids=str,
+)
 def test_norms(model: str, shape: tuple[int, ...], norm_type: float):
     run_ranks(4, norms, model, shape, norm_type)

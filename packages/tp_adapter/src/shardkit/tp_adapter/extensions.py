@@ -137,16 +137,20 @@ class DTensorExtensions:
             parent_mesh: the mesh that data and tensor parallelism were sliced from.
 
         Raises:
-            ValueError: if the tensor lies on other ranks than `parent_mesh`.
+            ValueError: if the tensor lies on other ranks than `parent_mesh`, or a mesh has no names.
         """
         mesh = tensor.device_mesh
         if parent_mesh is None or set(mesh.mesh.flatten().tolist()) != set(parent_mesh.mesh.flatten().tolist()):
             raise ValueError(f"the tensor lies on {mesh}, expected the ranks of {parent_mesh}")
-        names, model = mesh.mesh_dim_names or (), (parent_mesh.mesh_dim_names or ("",))[-1]
+        if mesh.mesh_dim_names is None or parent_mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"the tensor lies on {mesh}, of {parent_mesh}; without names of the axes nothing says which of them is "
+                "tensor-parallel: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+            )
         local = local_of(tensor)
-        for axis, name in enumerate(names):
-            if name != model and not tensor.placements[axis].is_replicate():
-                local = _gathered(local, mesh.get_group(axis), tensor.placements[axis])
+        for axis, name in enumerate(mesh.mesh_dim_names):
+            if name != parent_mesh.mesh_dim_names[-1] and not tensor.placements[axis].is_replicate():
+                local = _gathered(local, tensor, axis)
         return local
 
 
@@ -195,14 +199,16 @@ def _chunked(tensor: torch.Tensor, rank: int, world_size: int, group: dist.Proce
     return sharded_tensor(pieces, tensor.shape, tensor, local, group)
 
 
-def _gathered(local: torch.Tensor, group: dist.ProcessGroup, placement: Placement) -> torch.Tensor:
-    """The chunks of a group, one behind the other on the dim of `placement` (collective over the group)."""
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    lengths: list[Any] = [None] * group.size()
-    dist.all_gather_object(lengths, local.shape[dim], group=group)
-    longest = max(lengths)
-    padded = local.new_zeros(*local.shape[:dim], longest, *local.shape[dim + 1 :])
+def _gathered(local: torch.Tensor, tensor: DTensor, axis: int) -> torch.Tensor:
+    """The chunks of an axis of a tensor's mesh, one behind the other on the dim that it cuts (collective over it)."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]
+    places = [[*coordinate[:axis], index, *coordinate[axis + 1 :]] for index in range(mesh.size(axis))]
+    regions = [region_at("tensor", tensor.shape, tensor.placements, mesh.mesh.shape, place) for place in places]
+    lengths = [region.shape[dim] for region in regions]
+    padded = local.new_zeros(*local.shape[:dim], max(lengths), *local.shape[dim + 1 :])
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
     chunks = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(chunks, padded, group=group)
+    dist.all_gather(chunks, padded, group=mesh.get_group(axis))
     return torch.cat([chunk.narrow(dim, 0, length) for chunk, length in zip(chunks, lengths, strict=True)], dim)

@@ -1,0 +1,49 @@
+"""Steps of optimizers are noticed whatever has happened to the parameters since they were sharded."""
+
+import torch
+from torch import nn
+
+from shardkit.core import MixedPrecisionPolicy, fully_shard, materialize
+from shardkit.core.param import sharded_counterpart
+from tests.support import run_ranks
+
+
+def after_materialize(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    materialize(model)
+    model.set_reshard_after_backward(False)
+    model.weight.to_local().detach().fill_(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.0, fused=True)
+    outputs = []
+    for _ in range(3):
+        out = model(torch.ones(1, 4))
+        outputs.append(out[0, 0].item())
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert outputs == [4.0, 3.0, 2.0]
+
+
+def test_steps_after_materialize():
+    run_ranks(2, after_materialize)
+
+
+def tied_after_a_cast(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(model[0])
+    model[1].weight = model[0].weight
+    model.to(torch.float64)
+    fully_shard(model[1])
+    fully_shard(model)
+    assert model[0].weight is model[1].weight
+    assert sharded_counterpart(model[1].weight) is not None
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    assert model[0].weight.grad is not None
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert model[0].weight is model[1].weight
+
+
+def test_ties_are_found_after_a_cast():
+    run_ranks(2, tied_after_a_cast)
