@@ -9,6 +9,7 @@ from functools import cached_property
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "FLAT_NAME",
     "PADDING_VALUE",
     "FlatLayout",
     "Interval",
@@ -19,6 +20,9 @@ __all__ = [
 
 Interval = tuple[int, int]
 """Elements [start, stop) of a tensor in row-major order; empty when start >= stop."""
+
+FLAT_NAME = "_flat_param"
+"""The last part of a flat parameter's name."""
 
 ALIGNMENT_BYTES = 16
 """With `use_orig_params=True` every parameter starts at a multiple of so many bytes."""

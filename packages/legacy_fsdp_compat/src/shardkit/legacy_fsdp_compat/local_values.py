@@ -10,9 +10,7 @@ from shardkit.legacy_fsdp_compat.reshuffle import reshuffle
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts, new_sharded_tensor
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 
-__all__ = ["FLAT_NAME", "flat_shard", "from_flat", "to_flat"]
-
-FLAT_NAME = "_flat_param"
+__all__ = ["flat_shard", "from_flat", "to_flat"]
 
 
 def flat_shard(unit: Unit) -> torch.Tensor:

@@ -22,7 +22,8 @@ from shardkit.legacy_fsdp_compat.api import (
     StateDictSettings,
     StateDictType,
 )
-from shardkit.legacy_fsdp_compat.local_values import FLAT_NAME, from_flat, local_views, to_flat
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
+from shardkit.legacy_fsdp_compat.local_values import from_flat, local_views, to_flat
 from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts
 from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, UnitParameter, clean_name

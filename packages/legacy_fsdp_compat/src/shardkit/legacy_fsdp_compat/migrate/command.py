@@ -13,7 +13,8 @@ from typing import Any
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, joined
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
+from shardkit.legacy_fsdp_compat.migrate.trees import joined
 
 __all__ = ["main"]
 
@@ -54,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         "safetensors: one file; full: one file of torch.save, as FSDP1's FULL",
     )
     shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument("--shapes", type=Path, help="for LOCAL: a full checkpoint of the model, or JSON name -> shape")
-    shapes.add_argument("--model", help="for LOCAL: MODULE:FUNCTION that builds the model (on the meta device)")
+    shapes.add_argument(
+        "--shapes", type=Path, help="a full checkpoint of the model, or JSON: name -> shape. LOCAL needs it"
+    )
+    shapes.add_argument("--model", help="instead: MODULE:FUNCTION that builds the model (on the meta device)")
     parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser
@@ -72,6 +75,8 @@ def _run(options: argparse.Namespace) -> int:
     source = options.source[0] if len(options.source) == 1 else options.source
     checkpoint = open_checkpoint(source, shapes)
     _say(_summary(checkpoint))
+    for note in checkpoint.notes:
+        _say(f"note: {note}")
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
             sys.stdout.write(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}\n")

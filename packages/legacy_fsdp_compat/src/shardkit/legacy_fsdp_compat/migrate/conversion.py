@@ -20,7 +20,8 @@ from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
 from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor, joined
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
 
 __all__ = ["FORMATS", "REPORT", "Migration", "convert", "refuse_existing"]
 
@@ -33,9 +34,11 @@ class _Writer(Protocol):
 
     def begin(self, records: dict[str, Any]) -> None: ...
 
-    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]: ...
+    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]: ...
 
     def finish(self) -> None: ...
+
+    def kept(self, value: Any) -> Any: ...
 
 
 FORMATS: dict[str, Callable[[Path, Checkpoint], _Writer]] = {
@@ -81,6 +84,7 @@ def convert(
     refuse_existing(target)
     if to not in FORMATS:
         raise CheckpointError(f"unknown format '{to}', expected one of {', '.join(FORMATS)}")
+    _check_names(checkpoint)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, to))
@@ -97,7 +101,7 @@ def convert(
             progress(stored.nbytes)
         migration.hashes[name] = journal.records[name]["sha256"]
     writer.finish()
-    _verify(partial, migration, checkpoint, progress)
+    _verify(partial, migration, checkpoint, writer, progress)
     _report(partial, migration, checkpoint, to)
     os.replace(partial, target)  # noqa: PTH105 - atomic on one file system
     return migration
@@ -119,9 +123,30 @@ def _hashed(
         progress(values.nbytes)
 
 
-def _verify(partial: Path, migration: Migration, checkpoint: Checkpoint, progress: Callable[[int], object]) -> None:
-    """Reads the output as anyone would, and compares names, shapes, dtypes and every byte."""
-    written = {joined(path): stored for path, stored in open_checkpoint(partial).tensors.items()}
+def _check_names(checkpoint: Checkpoint) -> None:
+    seen: dict[str, Path_] = {}
+    for path in (*checkpoint.tensors, *checkpoint.objects):
+        other = seen.setdefault(joined(path), path)
+        if other != path:
+            raise CheckpointError(
+                f"both {path} and {other} are called '{joined(path)}', and one would overwrite the other; rename one"
+            )
+
+
+def _verify(
+    partial: Path, migration: Migration, checkpoint: Checkpoint, writer: _Writer, progress: Callable[[int], object]
+) -> None:
+    """Reads the output as anyone would, and compares names, shapes, dtypes, every byte and every object."""
+    output = open_checkpoint(partial)
+    if output.objects.keys() != checkpoint.objects.keys():
+        odd = [joined(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
+        raise CheckpointError(f"the objects {odd} are in one of source and output only")
+    for path, value in checkpoint.objects.items():
+        if repr(output.objects[path]) != repr(writer.kept(value)):
+            raise CheckpointError(
+                f"'{joined(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}"
+            )
+    written = {joined(path): stored for path, stored in output.tensors.items()}
     for path, stored in checkpoint.tensors.items():
         name = joined(path)
         copy = written.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import payloads, region_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor, joined, tree_of
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import archived_tensor
+from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED
+from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, fill, joined, paths_of, tree_of
 from shardkit.legacy_fsdp_compat.torch_compat import StorageInfo, flatten_for_checkpoint
 
 __all__ = ["METADATA", "DcpWriter", "read_dcp"]
@@ -83,21 +85,15 @@ def read_dcp(directory: Path) -> Checkpoint:
         stored.setdefault(index.fqn, []).append((index, info))
     ranks = {info.relative_path for found in stored.values() for _, info in found}
     checkpoint.world_size = max(1, len(ranks))
-    lists: dict[tuple[Any, ...], Any] = {}
+    leaves: dict[Path_, Any] = {}
     for key, described in metadata.state_dict_metadata.items():
-        path = tuple(paths.get(key, (key,)))
+        path = tuple(Item(part) if isinstance(part, int) else part for part in paths.get(key, (key,)))
         if isinstance(described, TensorStorageMetadata):
-            if any(isinstance(part, int) for part in path):
-                raise CheckpointError(f"'{key}' is a tensor inside a list, which is not supported")
-            checkpoint.tensors[tuple(map(str, path))] = _tensor(directory, key, described, stored.get(key, []))
+            leaves[path] = _tensor(directory, key, described, stored.get(key, []))
         else:
-            value = _object(directory, key, stored.get(key, []))
-            if any(isinstance(part, int) for part in path):
-                lists[path] = value
-            else:
-                checkpoint.objects[tuple(map(str, path))] = value
-    _join_lists(checkpoint, lists)
-    return checkpoint
+            leaves[path] = _object(directory, key, stored.get(key, []))
+    # Lists without tensors, which the planner has taken apart, become whole again.
+    return fill(checkpoint, paths_of(tree_of(leaves)))
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -124,8 +120,7 @@ def _tensor(
     parts = []
     for chunk in described.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        numel = math.prod(sizes)
-        if not numel:
+        if not math.prod(sizes):
             continue
         if any(offsets[1:]) or sizes[1:] != shape[1:]:
             raise CheckpointError(
@@ -136,24 +131,23 @@ def _tensor(
         if info is None:
             raise CheckpointError(f"'{key}': the metadata lists a part at {offsets} and no file that holds it")
         start = offsets[0] * row if offsets else 0
-        parts.append(_part(directory, key, info, start, numel, dtype))
+        parts.append(_part(directory, key, info, start, sizes, dtype))
     return StoredTensor(key, dtype, shape, tuple(sorted(parts, key=lambda part: part.start)))
 
 
-def _part(directory: Path, key: str, info: Any, start: int, numel: int, dtype: torch.dtype) -> Part:
+def _part(directory: Path, key: str, info: Any, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Part:
     path = directory / info.relative_path
     if not path.is_file():
         raise CheckpointError(f"'{key}': its file {path} is missing")
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"'{key}': {path} is transformed by {info.transform_descriptors}, which is not supported")
-    found = payloads(path, info.offset, info.length)
-    if len(found) != 1 or next(iter(found.values()))[1] != numel * dtype.itemsize:
+    region = archived_tensor(path, info.offset, info.length)
+    if (region.dtype, region.shape) != (dtype, sizes):
         raise CheckpointError(
-            f"'{key}': bytes {info.offset} to {info.offset + info.length} of {path} hold storages of "
-            f"{[size for _, size in found.values()]} bytes, expected one of {numel * dtype.itemsize}"
+            f"'{key}': bytes {info.offset} to {info.offset + info.length} of {path} hold a tensor of shape "
+            f"{region.shape} and {region.dtype}; the metadata says {sizes} and {dtype}"
         )
-    offset = next(iter(found.values()))[0]
-    return Part(start, start + numel, region_reader(path, offset, start, dtype), str(path))
+    return Part(start, start + math.prod(sizes), region_reader(path, start, region), str(path))
 
 
 def _object(directory: Path, key: str, stored: list[tuple[MetadataIndex, Any]]) -> Any:
@@ -170,25 +164,6 @@ def _object(directory: Path, key: str, stored: list[tuple[MetadataIndex, Any]]) 
         raise CheckpointError(f"'{key}' in {directory / info.relative_path} cannot be read: {error}") from error
 
 
-def _join_lists(checkpoint: Checkpoint, lists: dict[tuple[Any, ...], Any]) -> None:
-    """Values that the planner has taken out of lists, such as those of "param_groups", go back into them."""
-    roots: dict[tuple[str, ...], dict[tuple[Any, ...], Any]] = {}
-    for path, value in lists.items():
-        first = next(number for number, part in enumerate(path) if isinstance(part, int))
-        roots.setdefault(tuple(map(str, path[:first])), {})[path[first:]] = value
-    for root, leaves in roots.items():
-        checkpoint.objects[root] = _as_lists(tree_of(leaves))
-
-
-def _as_lists(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    below = {key: _as_lists(value) for key, value in tree.items()}
-    if below and all(isinstance(key, int) for key in below):
-        return [below[key] for key in sorted(below)]
-    return below
-
-
 class DcpWriter:
     """Writes slabs of tensors one behind the other into one data file, and the metadata at the end.
 
@@ -197,15 +172,25 @@ class DcpWriter:
 
     def __init__(self, directory: Path, checkpoint: Checkpoint) -> None:
         self._directory = directory
-        leaves: dict[tuple[str, ...], Any] = dict(checkpoint.objects)
+        _check_keys(checkpoint)
         stand_ins = {path: torch.empty(0, device="meta") for path in checkpoint.tensors}
-        flat, self._paths = flatten_for_checkpoint(tree_of({**stand_ins, **leaves}))
+        whole_objects = _whole_objects(checkpoint.objects)
+        split = {path: value for path, value in checkpoint.objects.items() if not _lies_in(path, whole_objects)}
+        flat, self._paths = flatten_for_checkpoint(tree_of({**stand_ins, **split}))
         path_of = {id(tensor): path for path, tensor in stand_ins.items()}
         self._key_of = {path_of[id(value)]: key for key, value in flat.items() if id(value) in path_of}
         self._objects = {key: value for key, value in flat.items() if id(value) not in path_of}
+        for path, value in whole_objects.items():
+            self._objects[joined(path)] = value
+            self._paths[joined(path)] = tuple(part.number if isinstance(part, Item) else part for part in path)
         self._chunks: dict[str, list[tuple[list[int], list[int], int, int]]] = {}
         self._tensors = checkpoint.tensors
         self.file = directory / _DATA
+
+    @staticmethod
+    def kept(value: Any) -> Any:
+        """An object as it is read back."""
+        return value
 
     def begin(self, records: dict[str, Any]) -> None:
         """Takes up what is recorded as written; what lies behind it is dropped."""
@@ -215,7 +200,7 @@ class DcpWriter:
         for name, record in records.items():
             self._chunks[name] = [tuple(chunk) for chunk in record["chunks"]]
 
-    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor; returns its record. Each slab: first and last element, values."""
         stored, name = self._tensors[path], joined(path)
         chunks: list[tuple[list[int], list[int], int, int]] = []
@@ -256,3 +241,39 @@ class DcpWriter:
         metadata = Metadata(described, planner_data=self._paths, storage_data=storage)
         with (self._directory / METADATA).open("wb") as out:
             pickle.dump(metadata, out)
+
+
+def _check_keys(checkpoint: Checkpoint) -> None:
+    """torch.distributed.checkpoint makes strings of all keys, and tuples of tensors it does not take apart."""
+    for path in checkpoint.tensors:
+        odd = [part for part in path if not isinstance(part, str) and getattr(part, "of", None) != "list"]
+        if odd:
+            what = "in a tuple" if isinstance(odd[0], Item) else f"below the key {odd[0]!r}, which is no string"
+            raise CheckpointError(
+                f"'{joined(path)}' is a tensor {what}: a torch.distributed.checkpoint cannot hold it. Convert with "
+                "--to full; for optimizer state save names, by FSDP.optim_state_dict"
+            )
+
+
+def _whole_objects(objects: dict[Path_, Any]) -> dict[Path_, Any]:
+    """Objects that torch would change by taking them apart (keys that are no strings, empty dicts), as they are."""
+    found: dict[Path_, Any] = {}
+    below: dict[Path_, dict[Path_, Any]] = {}
+    for path, value in objects.items():
+        odd = next((number for number, part in enumerate(path) if not isinstance(part, str | Item)), None)
+        if odd is not None:
+            below.setdefault(path[:odd], {})[path[odd:]] = value
+        elif not _survives(value):
+            found[path] = value
+    return found | {path: tree_of(leaves) for path, leaves in below.items()}
+
+
+def _survives(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        keys = all(isinstance(key, str) for key in value)
+        return type(value) is dict and bool(value) and keys and all(map(_survives, value.values()))
+    return all(map(_survives, value)) if isinstance(value, list) else True
+
+
+def _lies_in(path: Path_, roots: dict[Path_, Any]) -> bool:
+    return any(path[: len(root)] == root for root in roots)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of, payloads, region_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor, joined, tree_of
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import Region, bytes_of, payloads
+from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, joined, tree_of
 
 __all__ = ["SafetensorsWriter", "TorchFileWriter", "read_safetensors"]
 
@@ -44,24 +47,34 @@ def read_safetensors(path: Path) -> Checkpoint:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= size - 8:
             raise CheckpointError(f"{path} ({size} bytes) is no whole safetensors file")
-        header = json.loads(file.read(length))
-    notes = header.pop("__metadata__", {})
-    paths = {name: tuple(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        notes = header.pop("__metadata__", {})
+        paths = {name: _decoded(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
+        objects = {_decoded(found): value for found, value in json.loads(notes.get(_OBJECTS, "[]"))}
+        found = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the header of {length} bytes is damaged: {error!r}") from error
+    checkpoint = Checkpoint("safetensors", [str(path)], objects=objects)
     dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-    checkpoint = Checkpoint("safetensors", [str(path)])
-    for name, entry in header.items():
-        low, high = entry["data_offsets"]
-        dtype = dtypes.get(entry["dtype"])
+    for name, (kind, shape, low, high) in found.items():
+        dtype = dtypes.get(kind)
         if dtype is None or 8 + length + high > size:
-            what = f"dtype {entry['dtype']}" if dtype is None else f"ends at {8 + length + high} of {size} bytes"
+            what = f"dtype {kind}" if dtype is None else f"ends at {8 + length + high} of {size} bytes"
             raise CheckpointError(f"'{name}' in {path}: {what}")
-        shape = tuple(entry["shape"])
         numel = (high - low) // dtype.itemsize
-        part = Part(0, numel, region_reader(path, 8 + length + low, 0, dtype), str(path))
+        part = Part(0, numel, region_reader(path, 0, Region(8 + length + low, dtype, (numel,), (1,))), str(path))
         checkpoint.tensors[paths.get(name, (name,))] = StoredTensor(name, dtype, shape, (part,) if numel else ())
-    for found, value in json.loads(notes.get(_OBJECTS, "[]")):
-        checkpoint.objects[tuple(found)] = value
     return checkpoint
+
+
+def _encoded(path: Path_) -> list[Any]:
+    return [{part.of: part.number} if isinstance(part, Item) else part for part in path]
+
+
+def _decoded(path: list[Any]) -> Path_:
+    return tuple(Item(*reversed(*part.items())) if isinstance(part, dict) else part for part in path)
 
 
 class _RegionWriter:
@@ -82,7 +95,7 @@ class _RegionWriter:
     def _find_offsets(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def write(self, path: tuple[str, ...], slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor; returns its record."""
         offset = self._offsets[joined(path)]
         with self.file.open("r+b") as file:
@@ -126,20 +139,43 @@ class SafetensorsWriter(_RegionWriter):
             file.write(self._head)
             file.truncate(self._size)
 
+    @staticmethod
+    def kept(value: Any) -> Any:
+        """An object as it is read back."""
+        return _as_json(value)
+
     def _find_offsets(self) -> dict[str, int]:
         return {name: len(self._head) + start for name, start in self._starts.items()}
 
 
 def _notes(checkpoint: Checkpoint) -> dict[str, str]:
     notes = {"format": "pt"}
-    if any(len(path) > 1 for path in checkpoint.tensors):
-        notes[_PATHS] = json.dumps({joined(path): path for path in checkpoint.tensors})
-    if checkpoint.objects:
+    for path in (*checkpoint.tensors, *checkpoint.objects):
+        odd = [part for part in path if type(part) not in (str, int, Item)]
+        if odd:
+            raise CheckpointError(f"'{joined(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
+    if any(len(path) > 1 or path[0] != joined(path) for path in checkpoint.tensors):
+        notes[_PATHS] = json.dumps({joined(path): _encoded(path) for path in checkpoint.tensors})
+    for path, value in checkpoint.objects.items():
         try:
-            notes[_OBJECTS] = json.dumps([[path, value] for path, value in checkpoint.objects.items()])
-        except TypeError as error:
-            raise CheckpointError(f"safetensors holds no objects but what JSON has: {error}; convert to dcp") from error
+            kept = repr(json.loads(json.dumps(value))) == repr(_as_json(value))
+        except (TypeError, ValueError):
+            kept = False
+        if not kept:
+            raise CheckpointError(
+                f"'{joined(path)}' is {value!r:.60}, and safetensors holds no objects but what JSON has; convert "
+                "to dcp or full"
+            )
+    if checkpoint.objects:
+        notes[_OBJECTS] = json.dumps([[_encoded(path), value] for path, value in checkpoint.objects.items()])
     return notes
+
+
+def _as_json(value: Any) -> Any:
+    """With lists for tuples, which JSON has not."""
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return {key: _as_json(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 class TorchFileWriter(_RegionWriter):
@@ -155,21 +191,29 @@ class TorchFileWriter(_RegionWriter):
         with torch.serialization.skip_data():
             torch.save(tree_of({**empty, **self._checkpoint.objects}), self.file)
 
+    @staticmethod
+    def kept(value: Any) -> Any:
+        """An object as it is read back."""
+        return value
+
     def _find_offsets(self) -> dict[str, int]:
         found = payloads(self.file)
+        places: dict[Path_, Any] = {path: _Place(path) for path in self._checkpoint.tensors}
         # torch.save numbers storages in the order in which it meets them.
-        paths = [
-            path for path in _leaf_paths(tree_of(dict.fromkeys(self._order())), ()) if path in self._checkpoint.tensors
-        ]
+        paths = _places(tree_of({**places, **dict.fromkeys(self._checkpoint.objects)}))
         return {joined(path): found[str(number)][0] for number, path in enumerate(paths)}
 
-    def _order(self) -> list[tuple[str, ...]]:
-        return [*self._checkpoint.tensors, *self._checkpoint.objects]
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands where a tensor does."""
+
+    path: Path_
 
 
-def _leaf_paths(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for key, below in tree.items():
-        if isinstance(below, dict):
-            yield from _leaf_paths(below, (*path, key))
-        else:
-            yield (*path, key)
+def _places(tree: Any) -> Iterator[Path_]:
+    if isinstance(tree, _Place):
+        yield tree.path
+    elif isinstance(tree, dict | list | tuple):
+        for below in tree.values() if isinstance(tree, dict) else tree:
+            yield from _places(below)

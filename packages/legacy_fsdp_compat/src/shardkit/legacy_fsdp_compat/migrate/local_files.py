@@ -1,57 +1,43 @@
-"""LOCAL checkpoints: flat tensors cut into the parameters that they are made of, with shapes from elsewhere."""
+"""LOCAL checkpoints: parts of parameters, in flat tensors or beside them, put together with shapes from elsewhere.
+
+With use_orig_params=True each rank's file lists its 1-D piece of every parameter, which says all that must be known.
+Otherwise there is only one flat tensor for each FSDP module, without padding, and its layout follows from the shapes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, aligned_numel
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
+from shardkit.legacy_fsdp_compat.migrate.local_optimizer import Cut, add_optimizer, optimizer_bases
+from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.stored import (
-    Checkpoint,
-    CheckpointError,
-    Part,
-    Read,
-    StoredTensor,
-    joined,
-    range_reader,
-    whole,
-)
-from shardkit.legacy_fsdp_compat.migrate.torch_files import release_pages
+from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, Read, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
 
-__all__ = ["Shapes", "is_local", "local_checkpoint"]
+__all__ = ["is_local", "local_checkpoint"]
 
-FLAT_NAME = "_flat_param"
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Name -> shape of every parameter and buffer of the model, in order; tied parameters under their first name only."""
+def _is_flat(path: Path_) -> bool:
+    return str(path[-1]).rpartition(".")[2] == FLAT_NAME
 
 
 def is_local(files: Sequence[RankFile]) -> bool:
     """Whether the files hold flat tensors."""
-    return any(path[-1].rpartition(".")[2] == FLAT_NAME for file in files for path in file.leaves)
+    return any(_is_flat(path) for file in files for path in file.leaves)
 
 
-@dataclass(frozen=True)
-class _FlatUnit:
-    """One FSDP module of the model that wrote the files."""
-
-    key: tuple[str, ...]
-    prefix: str
-    flat: StoredTensor
-    names: list[str]
-    layout: FlatLayout
-
-
-def local_checkpoint(files: list[RankFile], shapes: Shapes | None) -> Checkpoint:
-    """A LOCAL checkpoint of one file a rank, with the ranks' own `optimizer.state_dict()` if it is there.
+def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Checkpoint:
+    """A LOCAL checkpoint of one file a rank, with the ranks' own `optimizer.state_dict()` if it is there. Each dict
+    with flat tensors is a model; the optimizer is taken for that of the first.
 
     Raises:
-        CheckpointError: without shapes, or where they do not fit the flat tensors.
+        CheckpointError: without shapes, or where they do not fit the files.
     """
     if shapes is None:
         raise CheckpointError(
@@ -59,181 +45,131 @@ def local_checkpoint(files: list[RankFile], shapes: Shapes | None) -> Checkpoint
             "the model, or JSON) or --model MODULE:FACTORY"
         )
     checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
-    flats = [path for path in files[0].leaves if path[-1].rpartition(".")[2] == FLAT_NAME]
-    base = flats[0][:-1]
-    views = _view_lengths(files, base, shapes)
-    units = _units(files, flats, shapes, set(views))
-    use_orig_params = bool(views)
-    for unit in units:
-        for index, name in enumerate(unit.names):
-            checkpoint.tensors[(*base, name)] = _from_flat(unit, index, shapes[name])
-    mine = {name for unit in units for name in unit.names}
-    order = list(shapes)
-    checkpoint.tensors = dict(sorted(checkpoint.tensors.items(), key=lambda item: order.index(item[0][-1])))
-    for path in files[0].leaves:
-        is_flat = path in flats or (path[:-1] == base and path[-1] in mine)
-        if not is_flat and (path[:-1] == base or not _is_optimizer(path)):
+    bases = dict.fromkeys(path[:-1] for file in files for path in file.leaves if _is_flat(path))
+    models = [_model(checkpoint, files, base, shapes) for base in bases]
+    optimizers = optimizer_bases(files)
+    of_optimizers = tuple((*base, key) for base in optimizers for key in ("state", "param_groups"))
+    for path in dict.fromkeys(path for file in files for path in file.leaves):
+        if path[:-1] not in bases and not any(path[: len(one)] == one for one in of_optimizers):
             add_leaf(checkpoint, files, path)
-    _add_optimizer(checkpoint, files, units, shapes, use_orig_params)
+    for base in optimizers:
+        add_optimizer(checkpoint, files, base, models[0])
     return checkpoint
 
 
-def _is_optimizer(path: tuple[str, ...]) -> bool:
-    return "state" in path[:-1] or path[-1] == "param_groups"
-
-
-def _view_lengths(files: list[RankFile], base: tuple[str, ...], shapes: Shapes) -> dict[str, list[int]]:
-    """With use_orig_params=True: the length of each parameter's piece on each rank. Together they are the parameter,
-    which tells pieces from buffers, of which every rank has all.
+def _model(checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: ModelShapes) -> list[list[Cut]]:
+    """Adds one model's parameters and buffers, in order of the shapes; returns how its parameters were cut: a list for
+    each parameter that the optimizer had.
     """
-    lengths: dict[str, list[int]] = {}
-    for name, shape in shapes.items():
-        found = [file.leaves.get((*base, name)) for file in files]
-        if not all(isinstance(one, torch.Tensor) and one.dim() == 1 for one in found):
-            continue
-        each = [one.numel() for one in found if isinstance(one, torch.Tensor)]
-        if sum(each) == math.prod(shape):
-            lengths[name] = each
-    return lengths
-
-
-def _units(files: list[RankFile], flats: list[tuple[str, ...]], shapes: Shapes, views: set[str]) -> list[_FlatUnit]:
-    prefixes = {path: path[-1].removesuffix(FLAT_NAME) for path in flats}
-    base = flats[0][:-1]
-    buffers = {path[-1] for path in files[0].leaves if path[:-1] == base} - views
-    units = []
-    for path, prefix in prefixes.items():
-        inner = [other for other in prefixes.values() if other != prefix and other.startswith(prefix)]
-        names = [
-            name
-            for name in shapes
-            if name.startswith(prefix) and not any(name.startswith(one) for one in inner) and name not in buffers
-        ]
-        flat = stored_shards(joined(path), files, path)
-        units.append(_unit(path, prefix, flat, names, shapes, len(files), bool(views)))
+    beside = {path: value for file in files for path, value in file.leaves.items() if path[:-1] == base}
+    here = {path[-1] for path, value in beside.items() if isinstance(value, torch.Tensor) and not _is_flat(path)}
+    unknown = sorted(str(name) for name in here - shapes.names)
+    if unknown:
+        raise CheckpointError(
+            f"the files hold {unknown} beside '{joined((*base, FLAT_NAME))}', which the shapes lack. A parameter that "
+            'is tied to another one stands among the shapes as well: in JSON as "name": "the other name"'
+        )
+    cuts = {name: cut for name in shapes.own if (cut := _piece_cut(files, (*base, name), shapes.own[name])) is not None}
+    units = [[cut] for cut in cuts.values()]
+    tensors = {name: _from_pieces(files, (*base, name), cut) for name, cut in cuts.items()}
+    if not cuts:
+        for path in beside:
+            if _is_flat(path):
+                units.append(_flat_unit(tensors, files, path, shapes, here))
+    for name in [*shapes.own, *shapes.ties]:
+        first = shapes.ties.get(name, name)
+        if first in tensors:
+            checkpoint.tensors[*base, name] = tensors[first]
+        elif name in here:
+            add_leaf(checkpoint, files, (*base, name))
+    for path, value in beside.items():
+        if not isinstance(value, torch.Tensor):
+            add_leaf(checkpoint, files, path)
+    _check_shard_sizes(files, base, cuts)
     return units
 
 
-def _unit(
-    path: tuple[str, ...],
-    prefix: str,
-    flat: StoredTensor,
-    names: list[str],
-    shapes: Shapes,
-    world_size: int,
-    use_orig_params: bool,
-) -> _FlatUnit:
-    """The layout as long as the flat tensor. Mixed precision aligns by its own dtype, so several are tried."""
-    sizes = (flat.dtype.itemsize, 2, 4, 8) if use_orig_params else (0,)
-    tried = []
-    for size in dict.fromkeys(sizes):
-        layout = FlatLayout(
-            tuple(tuple(shapes[name]) for name in names), world_size, aligned_numel(size) if size else 1
+def _piece_cut(files: list[RankFile], path: Path_, shape: tuple[int, ...]) -> Cut | None:
+    """With use_orig_params=True: how a parameter was cut, by its pieces. Together they are as long as it is, which
+    tells pieces from buffers, of which every rank has all.
+    """
+    found = [file.leaves.get(path) for file in files]
+    if not all(isinstance(one, torch.Tensor) and one.dim() == 1 for one in found):
+        return None
+    lengths = [one.numel() for one in found if isinstance(one, torch.Tensor)]
+    if sum(lengths) != math.prod(shape) or not sum(lengths):
+        return None
+    ends = list(itertools.accumulate(lengths))
+    pieces = tuple((end - length, end) for end, length in zip(ends, lengths, strict=True))
+    return Cut(str(path[-1]), shape, pieces, (0,) * len(files), tuple(lengths))
+
+
+def _check_shard_sizes(files: list[RankFile], base: Path_, cuts: dict[str, Cut]) -> None:
+    """Pieces lie in the flat tensors, so a rank cannot have more of them than its part of those is long."""
+    for file in files:
+        flats = [value for path, value in file.leaves.items() if path[:-1] == base and _is_flat(path)]
+        held = sum(tensor.numel() for value in flats for _, tensor, _ in getattr(value, "parts", ()))
+        needed = sum(cut.lengths[file.rank] for cut in cuts.values())
+        if needed > held:
+            raise CheckpointError(
+                f"{file.path} has {needed} elements of parameters and {held} in its flat tensors; are tied parameters "
+                "listed among the shapes twice, or the files of several checkpoints?"
+            )
+
+
+def _from_pieces(files: list[RankFile], path: Path_, cut: Cut) -> StoredTensor:
+    name = joined(path)
+    parts = [
+        Part(low, high, mapped_reader(name, file.leaves[path], low, str(file.path)), str(file.path))
+        for file in files
+        for low, high in [cut.pieces[file.rank]]
+        if low < high
+    ]
+    return StoredTensor(name, files[0].leaves[path].dtype, cut.shape, tuple(parts))
+
+
+def _flat_unit(
+    tensors: dict[str, StoredTensor], files: list[RankFile], path: Path_, shapes: ModelShapes, buffers: set[str]
+) -> list[Cut]:
+    """One FSDP module of a model with use_orig_params=False: adds its parameters to `tensors`."""
+    flat = stored_shards(joined(path), files, path)
+    prefix = path[-1].removesuffix(FLAT_NAME)
+    others = {one[-1].removesuffix(FLAT_NAME) for file in files for one in file.leaves if _is_flat(one)}
+    inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
+    names = [
+        name for name in shapes.own if name.startswith(prefix) and not name.startswith(inner) and name not in buffers
+    ]
+    layout = FlatLayout(tuple(shapes.own[name] for name in names), len(files))
+    if layout.numel != flat.numel:
+        raise CheckpointError(
+            f"'{joined(path)}' has {flat.numel} elements, the parameters that the shapes have below '{prefix}' make "
+            f"{layout.numel}: {[(name, shapes.own[name]) for name in names]}. Are these the shapes of the model that "
+            'was saved, in its order, and are tied parameters marked (in JSON as "name": "the other name"; --model '
+            "finds them)?"
         )
-        tried.append(layout.numel)
-        if layout.numel == flat.numel:
-            return _FlatUnit(path, prefix, flat, names, layout)
-    described = {name: tuple(shapes[name]) for name in names}
-    raise CheckpointError(
-        f"'{joined(path)}' has {flat.numel} elements, but the parameters that the shapes list below '{prefix}' make "
-        f"{' or '.join(map(str, dict.fromkeys(tried)))} on {world_size} ranks: {described}. Are these the shapes of "
-        "the model that was saved, in its order, and are all ranks' files there?"
-    )
+    for name, (start, stop) in zip(names, layout.intervals, strict=True):
+        tensors[name] = _from_flat(flat, name, shapes.own[name], start, stop)
+    ranks = range(len(files))
+    return [
+        Cut(
+            name,
+            shapes.own[name],
+            layout.pieces(index),
+            tuple(layout.within_shard(index, rank)[0] for rank in ranks),
+            (layout.shard_numel,) * len(files),
+        )
+        for index, name in enumerate(names)
+    ]
 
 
-def _from_flat(unit: _FlatUnit, index: int, shape: tuple[int, ...]) -> StoredTensor:
-    start, stop = unit.layout.intervals[index]
-    name = unit.names[index]
+def _from_flat(flat: StoredTensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> StoredTensor:
     parts = [
         Part(max(start, one.start) - start, min(stop, one.stop) - start, _shifted(one.read, start), one.file)
-        for one in unit.flat.parts
+        for one in flat.parts
         if max(start, one.start) < min(stop, one.stop)
     ]
-    return StoredTensor(name, unit.flat.dtype, tuple(shape), tuple(parts))
+    return StoredTensor(name, flat.dtype, shape, tuple(parts))
 
 
 def _shifted(read: Read, by: int) -> Read:
     return lambda low, high: read(low + by, high + by)
-
-
-def _add_optimizer(
-    checkpoint: Checkpoint, files: list[RankFile], units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool
-) -> None:
-    """The optimizer's state: by name, or each rank's `optimizer.state_dict()` with numbers for parameters."""
-    for path in [path for path in files[0].leaves if path[-1] == "param_groups"]:
-        base = path[:-1]
-        every = dict.fromkeys(key for file in files for key in file.leaves if key[: len(base)] == base)
-        entries = [key for key in every if len(key) == len(base) + 3 and key[len(base)] == "state"]
-        if not all(key[-2].isdigit() for key in entries):
-            for key in every:
-                if key not in checkpoint.tensors:
-                    add_leaf(checkpoint, files, key)
-            continue
-        groups = files[0].leaves[path]
-        numbered = _numbered(units, shapes, use_orig_params)
-        _check_groups(groups, numbered, files[0])
-        for key in entries:
-            _add_state(checkpoint, files, units, key, numbered[int(key[-2])], shapes)
-        checkpoint.objects[path] = [
-            {**group, "params": [name for number in group["params"] for name in numbered[number]]} for group in groups
-        ]
-
-
-def _numbered(units: list[_FlatUnit], shapes: Shapes, use_orig_params: bool) -> list[list[str]]:
-    """The parameters behind each number of the optimizer, which was built from model.parameters()."""
-    if not use_orig_params:
-        return [unit.names for unit in units]
-    mine = {name for unit in units for name in unit.names}
-    return [[name] for name in shapes if name in mine]
-
-
-def _check_groups(groups: list[dict[str, Any]], numbered: list[list[str]], file: RankFile) -> None:
-    """Numbers follow the groups, and only one group of all parameters follows the model."""
-    count = sum(len(group["params"]) for group in groups)
-    if len(groups) != 1 or count != len(numbered):
-        raise CheckpointError(
-            f"the optimizer in {file.path} has {count} parameters in {len(groups)} groups, the model {len(numbered)}; "
-            "its numbers tell which is which only for one group of all parameters. Save it with FSDP.optim_state_dict, "
-            "which writes names"
-        )
-
-
-def _add_state(
-    checkpoint: Checkpoint,
-    files: list[RankFile],
-    units: list[_FlatUnit],
-    where: tuple[str, ...],
-    names: list[str],
-    shapes: Shapes,
-) -> None:
-    """One value of one numbered parameter, for each of the `names` that this is."""
-    found = [file.leaves[where] for file in files if file.leaves.get(where) is not None]
-    unit = next(one for one in units if names[0] in one.names)
-    for name in names:
-        target = (*where[:-2], name, where[-1])
-        if not found or not isinstance(found[0], torch.Tensor):
-            checkpoint.objects[target] = found[0] if found else None
-        elif found[0].dim() == 0:
-            holder = next(file for file in files if where in file.leaves)
-            checkpoint.tensors[target] = whole(joined(target), found[0], str(holder.path), release_pages)
-        else:
-            parts = [part for file in files for part in _state_part(unit, name, file, where, names == unit.names)]
-            checkpoint.tensors[target] = StoredTensor(name, found[0].dtype, tuple(shapes[name]), tuple(parts))
-
-
-def _state_part(unit: _FlatUnit, name: str, file: RankFile, where: tuple[str, ...], is_flat: bool) -> Iterator[Part]:
-    """A rank's part of a state that is as long as its parameter: none, or one."""
-    index, value = unit.names.index(name), file.leaves.get(where)
-    low, high = unit.layout.piece(index, file.rank)
-    if low == high:
-        return
-    expected = unit.layout.shard_numel if is_flat else high - low
-    if not isinstance(value, torch.Tensor) or value.numel() != expected:
-        seen = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else "no tensor"
-        raise CheckpointError(
-            f"'{joined(where)}' is {seen} in {file.path}, expected {expected} for its part of '{name}'; was the "
-            "optimizer built from model.parameters()?"
-        )
-    # A flat parameter's state lies as it does; a piece's begins with the piece.
-    inside = unit.layout.within_shard(index, file.rank)[0] if is_flat else 0
-    yield Part(low, high, range_reader(value, low - inside, release_pages), str(file.path))

@@ -7,32 +7,29 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate.stored import (
-    Checkpoint,
-    CheckpointError,
-    Part,
-    StoredTensor,
-    joined,
-    paths_of,
-    range_reader,
-    whole,
-)
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file, release_pages
+from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of
 
-__all__ = ["RankFile", "add_leaf", "read_rank_files", "sharded_checkpoint", "stored_shards"]
+__all__ = ["RankFile", "add_leaf", "read_rank_files", "same_everywhere", "sharded_checkpoint", "stored_shards"]
 
 _NUMBER = re.compile(r"\d+")
-
-Path_ = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file: its leaves by path."""
+    """One rank's file.
+
+    Attributes:
+        path: of the file.
+        rank: its number among the files, which are in rank order.
+        leaves: what it holds, by path.
+    """
 
     path: Path
     rank: int
@@ -40,10 +37,11 @@ class RankFile:
 
 
 def read_rank_files(paths: Iterable[Path]) -> list[RankFile]:
-    """Opens the files and finds out which rank wrote which.
+    """Opens the files and finds out which rank wrote which. Of a hybrid run, whose shard groups hold the same, those of
+    the first group count.
 
     Raises:
-        CheckpointError: two files of one rank, a missing rank, or files that list different ranks.
+        CheckpointError: two files of one rank, a missing rank, or files of different steps.
     """
     files = [_open(path, number) for number, path in enumerate(sorted(paths, key=_natural))]
     by_rank: dict[int, RankFile] = {}
@@ -51,21 +49,27 @@ def read_rank_files(paths: Iterable[Path]) -> list[RankFile]:
         if file.rank in by_rank:
             raise CheckpointError(f"{by_rank[file.rank].path} and {file.path} are both of rank {file.rank}")
         by_rank[file.rank] = file
-    expected = {
-        rank
-        for file in files
-        for value in file.leaves.values()
-        if isinstance(value, StoredShards)
-        for _, _, rank in value.boxes
-    }
-    missing = sorted(expected - set(by_rank))
+    _check_same_step(files)
+    groups: dict[frozenset[int], list[RankFile]] = {}
+    for _, file in sorted(by_rank.items()):
+        groups.setdefault(_shard_group(file), []).append(file)
+    found = [(group, members) for group, members in groups.items() if group] or [(frozenset(), files)]
+    group, members = found[0]
+    if len(found) == 1:
+        members = [file for _, file in sorted(by_rank.items())]  # also ranks that hold nothing
+    missing = sorted(group - {file.rank for file in members})
     if missing:
         raise CheckpointError(
-            f"the checkpoint was written by ranks {sorted(expected)}, but there is no file of rank "
+            f"the checkpoint was written by ranks {sorted(group)}, but there is no file of rank "
             f"{', '.join(map(str, missing))} among {[str(file.path) for file in files]}"
         )
-    _check_same_step(files)
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    return [RankFile(file.path, number, file.leaves) for number, file in enumerate(members)]
+
+
+def _shard_group(file: RankFile) -> frozenset[int]:
+    """The ranks that hold something of what the file has a part of."""
+    shards = (value for value in file.leaves.values() if isinstance(value, StoredShards))
+    return frozenset(rank for value in shards for _, _, rank in value.boxes)
 
 
 def _natural(path: Path) -> list[Any]:
@@ -74,8 +78,8 @@ def _natural(path: Path) -> list[Any]:
 
 def _open(path: Path, number: int) -> RankFile:
     value = load_torch_file(path)
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a dict")
+    if not isinstance(value, Mapping) or not value:
+        raise CheckpointError(f"{path} holds a {type(value).__name__} of {value!r:.40}, expected a dict with something")
     leaves = dict(paths_of(dict(value)))
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
@@ -87,15 +91,21 @@ def _open(path: Path, number: int) -> RankFile:
 def _check_same_step(files: list[RankFile]) -> None:
     """An optimizer's step counters, which every rank has, tell files of different steps apart."""
     for path, value in files[0].leaves.items():
-        if path[-1] != "step":
+        if path[-1] != "step" or not _is_number(value):
             continue
         for file in files[1:]:
             other = file.leaves.get(path)
-            if other is not None and float(other) != float(value):
+            if _is_number(other) and float(other) != float(value):
                 raise CheckpointError(
                     f"'{joined(path)}' is {float(value):g} in {files[0].path} and {float(other):g} in {file.path}: the "
                     "files are of different steps"
                 )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta
+    return isinstance(value, int | float)
 
 
 def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor:
@@ -104,7 +114,7 @@ def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor
     Raises:
         CheckpointError: files that describe different tensors, or parts that are no whole rows.
     """
-    parts, first = [], next(file.leaves[path] for file in files if path in file.leaves)
+    parts, first = [], next(value for file in files if isinstance(value := file.leaves.get(path), StoredShards))
     dtype = first.dtype
     for file in files:
         value = file.leaves.get(path)
@@ -128,9 +138,8 @@ def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor
             start = offsets[0] * row
             dtype = tensor.dtype
             if tensor.numel():
-                parts.append(
-                    Part(start, start + tensor.numel(), range_reader(tensor, start, release_pages), str(file.path))
-                )
+                read = mapped_reader(name, tensor, start, str(file.path))
+                parts.append(Part(start, start + tensor.numel(), read, str(file.path)))
     return StoredTensor(name, dtype, first.whole, tuple(sorted(parts, key=lambda part: part.start)))
 
 
@@ -147,12 +156,68 @@ def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
 
 
 def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None:
-    """Puts what the files have at `path` into the checkpoint; of what every rank has, the first file's counts."""
+    """Puts what the files have at `path` into the checkpoint.
+
+    Raises:
+        CheckpointError: for a value that is not cut, and differs from rank to rank. Of buffers the first rank's counts
+            then, as in FSDP1's own FULL state dicts, and a note says so.
+    """
+    if any(isinstance(file.leaves.get(path), StoredShards) for file in files):
+        checkpoint.tensors[path] = stored_shards(joined(path), files, path)
+        return
     holder = next(file for file in files if path in file.leaves)
     value = holder.leaves[path]
-    if isinstance(value, StoredShards):
-        checkpoint.tensors[path] = stored_shards(joined(path), files, path)
-    elif isinstance(value, torch.Tensor):
-        checkpoint.tensors[path] = whole(joined(path), value, str(holder.path), release_pages)
+    try:
+        same_everywhere(files, path)
+    except CheckpointError:
+        if not _is_buffer(files, path):
+            raise
+        checkpoint.notes.append(f"'{joined(path)}' differs from rank to rank; taken from {holder.path}")
+    if isinstance(value, torch.Tensor):
+        checkpoint.tensors[path] = whole(joined(path), value, str(holder.path))
     else:
         checkpoint.objects[path] = value
+
+
+def same_everywhere(files: list[RankFile], path: Path_) -> None:
+    """Compares what the files have at `path`, to the last byte.
+
+    Raises:
+        CheckpointError: if two of them differ.
+    """
+    first, *others = [file for file in files if path in file.leaves]
+    for other in others:
+        mine, theirs = first.leaves[path], other.leaves[path]
+        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            same = _same(whole(joined(path), mine, str(first.path)), whole(joined(path), theirs, str(other.path)))
+        else:
+            same = type(mine) is type(theirs) and repr(mine) == repr(theirs)
+        if not same:
+            raise CheckpointError(
+                f"'{joined(path)}' is no ShardedTensor, and differs between {first.path} and {other.path}; one of them "
+                "would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not optimizer.state_dict(); "
+                "take what belongs to a rank (random states, positions of data loaders) out of the files"
+            )
+
+
+def _same(mine: StoredTensor, theirs: StoredTensor) -> bool:
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    return all(
+        torch.equal(mine.read(low, high).view(torch.uint8), theirs.read(low, high).view(torch.uint8))
+        for low, high in mine.slabs()
+    )
+
+
+def _is_buffer(files: list[RankFile], path: Path_) -> bool:
+    """Whether a plain tensor stands beside sharded ones, all ranks' of one shape, and outside of an optimizer."""
+    found = [file.leaves[path] for file in files if path in file.leaves]
+    if not all(isinstance(one, torch.Tensor) and one.shape == found[0].shape for one in found):
+        return False
+    beside = any(
+        isinstance(value, StoredShards) and one[:-1] == path[:-1]
+        for file in files
+        for one, value in file.leaves.items()
+    )
+    optimizers = {one[: one.index("param_groups")] for file in files for one in file.leaves if "param_groups" in one}
+    return beside and not any(path[: len(base)] == base for base in optimizers)

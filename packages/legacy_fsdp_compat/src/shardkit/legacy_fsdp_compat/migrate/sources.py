@@ -12,10 +12,13 @@ import torch
 
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
 from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
-from shardkit.legacy_fsdp_compat.migrate.local_files import Shapes, is_local, local_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import read_rank_files, sharded_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, joined, paths_of, whole
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file, release_pages
+from shardkit.legacy_fsdp_compat.migrate.reading import whole
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
+from shardkit.legacy_fsdp_compat.migrate.trees import fill, joined, paths_of
 
 __all__ = ["open_checkpoint", "shapes_of_file", "shapes_of_model"]
 
@@ -23,16 +26,26 @@ _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
 def open_checkpoint(source: str | Path | Sequence[str | Path], shapes: Shapes | None = None) -> Checkpoint:
-    """Opens a checkpoint of any kind; no values are read.
+    """Opens a checkpoint of any kind. Values are read only of plain tensors that several ranks' files have: they must
+    be the same.
 
     Args:
         source: a file (FULL, safetensors), a directory (of torch.distributed.checkpoint, of rank files, or with one of
             those files), or the list of the rank files.
-        shapes: for LOCAL: name -> shape of every parameter and buffer, in order of the model.
+        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the name that it is
+            tied to. LOCAL needs them, of the others the models must fit them.
 
     Raises:
-        CheckpointError: for anything that is no checkpoint, or an incomplete one.
+        CheckpointError: for anything that is no checkpoint, an incomplete one, or one that does not fit the shapes.
     """
+    of_model = None if shapes is None else ModelShapes.of(shapes)
+    checkpoint = _open(source, of_model)
+    if of_model is not None:
+        check_shapes(checkpoint, of_model)
+    return checkpoint
+
+
+def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None) -> Checkpoint:
     if not isinstance(source, str | Path):
         return _rank_files([Path(one) for one in source], shapes)
     path = Path(source)
@@ -52,47 +65,83 @@ def open_checkpoint(source: str | Path | Sequence[str | Path], shapes: Shapes | 
     return _file(files[0], shapes) if len(files) == 1 else _rank_files(files, shapes)
 
 
-def _file(path: Path, shapes: Shapes | None) -> Checkpoint:
-    with path.open("rb") as file:
-        head = file.read(9)
-    if head[8:9] == b"{":
+def _file(path: Path, shapes: ModelShapes | None) -> Checkpoint:
+    if _is_safetensors(path):
         return read_safetensors(path)
-    value = load_torch_file(path)
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a dict")
-    leaves = dict(paths_of(dict(value)))
+    leaves = _leaves(path)
     if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
         return _rank_files([path], shapes)
-    checkpoint = Checkpoint("FULL", [str(path)])
-    for key, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor):
-            checkpoint.tensors[key] = whole(joined(key), leaf, str(path), release_pages)
-        else:
-            checkpoint.objects[key] = leaf
-    return checkpoint
+    stored = (
+        (key, whole(joined(key), leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
+        for key, leaf in leaves.items()
+    )
+    return fill(Checkpoint("FULL", [str(path)]), stored)
 
 
-def _rank_files(paths: Sequence[Path], shapes: Shapes | None) -> Checkpoint:
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _leaves(path: Path) -> dict[Any, Any]:
+    value = load_torch_file(path)
+    if not isinstance(value, Mapping) or not value:
+        raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
+    return dict(paths_of(dict(value)))
+
+
+def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None) -> Checkpoint:
     files = read_rank_files(paths)
     return local_checkpoint(files, shapes) if is_local(files) else sharded_checkpoint(files)
 
 
-def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes from a full checkpoint of the model, or from JSON that maps names to lists of numbers.
+def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
+    """Shapes from a full checkpoint of the model, or from JSON: name -> list of numbers, or the name it is tied to.
 
-    Of a nested checkpoint the part below "model" or "state_dict" counts. Tied parameters must stand there once.
+    Of a nested checkpoint the part below "model" or "state_dict" counts. Tied parameters are known by the memory that
+    they share in a file of torch.save; other formats do not tell.
+
+    Raises:
+        CheckpointError: for JSON that is something else, and as `open_checkpoint`.
     """
     path = Path(path)
     if path.suffix == ".json":
-        return {name: tuple(shape) for name, shape in json.loads(path.read_text()).items()}
-    found = open_checkpoint(path).tensors
+        return _shapes_of_json(path)
+    found = {key: one.shape for key, one in open_checkpoint(path).tensors.items()}
     below = [key for key in ("model", "state_dict") if any(one[0] == key for one in found)]
-    if below:
-        return {joined(key[1:]): one.shape for key, one in found.items() if key[0] == below[0]}
-    return {joined(key): one.shape for key, one in found.items()}
+    base = (below[0],) if below else ()
+    shapes: dict[str, tuple[int, ...] | str] = {
+        joined(key[len(base) :]): shape for key, shape in found.items() if key[: len(base)] == base
+    }
+    return shapes | _ties(path, base)
 
 
-def shapes_of_model(factory: str) -> dict[str, tuple[int, ...]]:
+def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
+    try:
+        found = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
+    return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
+
+
+def _ties(path: Path, base: tuple[str, ...]) -> dict[str, str]:
+    """Name -> first name, of tensors that share their memory in a file of torch.save."""
+    if not path.is_file() or _is_safetensors(path):
+        return {}
+    first: dict[Any, str] = {}
+    ties = {}
+    for key, leaf in _leaves(path).items():
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and key[: len(base)] == base:
+            name = joined(key[len(base) :])
+            known = first.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride()), name)
+            if known != name:
+                ties[name] = known
+    return ties
+
+
+def shapes_of_model(factory: str) -> dict[str, tuple[int, ...] | str]:
     """Shapes from `module:function`, which builds the model; it is called on the meta device, so nothing is allocated.
 
     Raises:
@@ -107,7 +156,11 @@ def shapes_of_model(factory: str) -> dict[str, tuple[int, ...]]:
         model = build()
     if not isinstance(model, torch.nn.Module):
         raise CheckpointError(f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module")
-    named = [*model.named_parameters(), *model.named_buffers()]
-    order = list(model.state_dict())
-    kept = {name: tuple(tensor.shape) for name, tensor in named if name in order}
-    return {name: kept[name] for name in order if name in kept}
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    first: dict[int, str] = {}
+    shapes: dict[str, tuple[int, ...] | str] = {}
+    for name in model.state_dict():
+        if name in named:
+            known = first.setdefault(id(named[name]), name)
+            shapes[name] = tuple(named[name].shape) if known == name else known
+    return shapes

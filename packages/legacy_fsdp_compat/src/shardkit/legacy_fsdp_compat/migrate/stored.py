@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,13 +111,15 @@ class Checkpoint:
         world_size: ranks that wrote it; 1 for one file.
         tensors: by path, the keys that lead to it: ("model", "0.weight"), ("optim", "state", "0.weight", "exp_avg").
         objects: everything else, by path.
+        notes: what the user should know about how it was read.
     """
 
     kind: str
     files: list[str]
     world_size: int = 1
-    tensors: dict[tuple[str, ...], StoredTensor] = field(default_factory=dict)
-    objects: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    tensors: dict[tuple[Any, ...], StoredTensor] = field(default_factory=dict)
+    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -131,48 +133,3 @@ class Checkpoint:
             (min(t.nbytes, max(CHUNK_BYTES, t.row * t.dtype.itemsize)) for t in self.tensors.values()), default=0
         )
         return 4 * largest + 4096 * len(self.tensors)
-
-
-def whole(name: str, tensor: torch.Tensor, file: str, release: Callable[[torch.Tensor], None]) -> StoredTensor:
-    """A stored tensor that is one tensor of one file."""
-    numel = tensor.numel()
-    part = Part(0, numel, range_reader(tensor, 0, release), file)
-    return StoredTensor(name, tensor.dtype, tuple(tensor.shape), (part,) if numel else ())
-
-
-def range_reader(tensor: torch.Tensor, start: int, release: Callable[[torch.Tensor], None]) -> Read:
-    """Reads ranges of a mapped tensor whose first element is number `start` of the whole."""
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else None
-
-    def read(low: int, high: int) -> torch.Tensor:
-        source = flat if flat is not None else tensor.detach().contiguous().view(-1)
-        copy = source[low - start : high - start].clone()
-        release(tensor)
-        return copy
-
-    return read
-
-
-def paths_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Leaves of nested dicts with the keys that lead there; lists and everything else are leaves."""
-    if isinstance(value, dict) and value:
-        for key, below in value.items():
-            yield from paths_of(below, (*path, str(key)))
-    else:
-        yield path, value
-
-
-def tree_of(leaves: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    """The nested dicts that `paths_of` took apart."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        place = tree
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = value
-    return tree
-
-
-def joined(path: Sequence[str]) -> str:
-    """A path as one name."""
-    return ".".join(path)

@@ -135,9 +135,9 @@ def load_torch_file(path: Path) -> Any:
 
 def release_pages(tensor: torch.Tensor) -> None:
     """Lets the system take back the memory of a mapped tensor; it is read from the file again when it is needed."""
-    if sys.platform != "linux":
-        return
     storage = tensor.untyped_storage()
+    if sys.platform != "linux" or storage.resizable():  # memory that is no file's would lose its values
+        return
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:

@@ -1,0 +1,102 @@
+"""Nested dicts and lists taken apart into leaves with the keys that lead to them, and put together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, StoredTensor
+
+__all__ = ["Item", "Path_", "fill", "joined", "paths_of", "tree_of"]
+
+Path_ = tuple[Any, ...]
+"""The keys that lead to a leaf: keys of dicts as they are, also numbers, and an `Item` for each list."""
+
+_SEQUENCES = {"list": list, "tuple": tuple}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A step into a list or tuple. Only those that have tensors somewhere below are taken apart.
+
+    Attributes:
+        number: which item.
+        of: "list" or "tuple".
+    """
+
+    number: int
+    of: str = "list"
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+
+def paths_of(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """Leaves with the keys that lead there. Leaves are tensors, empty dicts, and everything that holds no tensors and
+    is no plain dict: a Counter stays a Counter.
+    """
+    if _is_taken_apart(value):
+        for key, below in value.items():
+            yield from paths_of(below, (*path, key))
+    elif type(value) in (list, tuple) and _holds_tensors(value):
+        for number, below in enumerate(value):
+            yield from paths_of(below, (*path, Item(number, type(value).__name__)))
+    else:
+        yield path, value
+
+
+def _is_taken_apart(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return type(value) in (dict, OrderedDict) or _holds_tensors(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(below) for below in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(below) for below in value)
+    return isinstance(value, torch.Tensor | StoredTensor)
+
+
+class _Level(dict[Any, Any]):
+    """A dict or list on the way, told from a leaf that is a dict."""
+
+
+def tree_of(leaves: Mapping[Path_, Any]) -> dict[str, Any]:
+    """The nested dicts and lists that `paths_of` took apart."""
+    tree = _Level()
+    for path, value in leaves.items():
+        place = tree
+        for key in path[:-1]:
+            place = place.setdefault(key, _Level())
+        place[path[-1]] = value
+    return _closed(tree)  # type: ignore[no-any-return]
+
+
+def _closed(level: Any) -> Any:
+    if not isinstance(level, _Level):
+        return level
+    if level and all(isinstance(key, Item) for key in level):
+        items = sorted(level, key=lambda item: item.number)
+        return _SEQUENCES[items[0].of](_closed(level[item]) for item in items)
+    return {key: _closed(below) for key, below in level.items()}
+
+
+def fill(checkpoint: Checkpoint, leaves: Iterable[tuple[Path_, Any]]) -> Checkpoint:
+    """Puts leaves in: stored tensors, and everything else as objects."""
+    for path, value in leaves:
+        if isinstance(value, StoredTensor):
+            checkpoint.tensors[path] = value
+        else:
+            checkpoint.objects[path] = value
+    return checkpoint
+
+
+def joined(path: Path_) -> str:
+    """A path as one name."""
+    return ".".join(map(str, path))

@@ -1,0 +1,238 @@
+"""What conversion must not change or lose: orders in memory, keys, lists, values that differ from rank to rank."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file, stored
+from shardkit.legacy_fsdp_compat.migrate.command import main
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FORMATS = ["dcp", "safetensors", "full"]
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Whatever torch.save keeps as it lies in memory."""
+    base = torch.arange(240.0)
+    return {
+        "transposed": base.view(12, 20).t(),
+        "permuted": base.view(4, 5, 12).permute(2, 0, 1),
+        "channels_last": torch.randn(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
+        "columns": base.view(12, 20)[:, 3:7],
+        "strided": base[5::7],
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "low": torch.randn(6, 4).bfloat16().t(),
+        "float8": torch.randn(6, 4).to(torch.float8_e4m3fn).t(),
+        "plain": torch.randn(37, 3),
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "empty": torch.empty(0, 3),
+    }
+
+
+@pytest.mark.parametrize("kind", ["DCP", "FULL"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_any_order_in_memory(kind: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In slabs of a few rows, from files of torch's own."""
+    monkeypatch.setattr(stored, "CHUNK_BYTES", 64)
+    tensors = odd_tensors()
+    source = tmp_path / "source"
+    if kind == "DCP":
+        dcp.save(dict(tensors), checkpoint_id=source, no_dist=True)
+    else:
+        source.mkdir()
+        torch.save(tensors, source / "full.pt")
+    checkpoint = open_checkpoint(source)
+    assert checkpoint.kind == kind
+    convert(checkpoint, tmp_path / "out", to)
+    found = open_checkpoint(tmp_path / "out").tensors
+    assert set(found) == {(name,) for name in tensors}
+    for name, value in tensors.items():
+        one = found[name,]
+        assert one.shape == tuple(value.shape)
+        assert torch.equal(one.read(0, one.numel).view(one.shape).float(), value.float()), name
+
+
+_PEAK = """
+import re, sys
+from pathlib import Path
+from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint, stored
+stored.CHUNK_BYTES = 2**20
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+convert(open_checkpoint(sys.argv[1]), sys.argv[3], "full")  # loads all code
+checkpoint = open_checkpoint(sys.argv[2])
+before = peak()
+convert(checkpoint, sys.argv[4], "full")
+print(peak() - before, checkpoint.bound_bytes, checkpoint.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
+    """Also one whose rows lie scattered over the whole file."""
+    torch.save({"small": torch.ones(8, 8).t()}, tmp_path / "small.pt")
+    torch.save({"large": torch.zeros(4000, 6000).t()}, tmp_path / "large.pt")
+    files = [str(tmp_path / name) for name in ("small.pt", "large.pt", "small", "large")]
+    seen = subprocess.run([sys.executable, "-c", _PEAK, *files], check=True, capture_output=True, text=True).stdout
+    rise, bound, nbytes = map(int, seen.split())
+    assert bound < 5e6 < nbytes == 96e6
+    assert rise < bound + 16e6
+
+
+def training_state() -> dict[str, Any]:
+    """With tensors in lists and numbers for keys."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=0.1), [3, 5, 5])
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    return {
+        "model": model.state_dict(),
+        "optim": {
+            "state": {names[number]: value for number, value in state["state"].items()},
+            "param_groups": [{**group, "params": names} for group in state["param_groups"]],
+        },
+        "plain": {"state": {}, "param_groups": [{"lr": 0.1, "params": names, "betas": (0.9, 0.99)}]},
+        "rng": [torch.get_rng_state(), [torch.ones(2), 5]],
+        "schedule": schedule.state_dict(),
+        "epochs": {1: "one", 2: {"loss": float("nan")}},
+    }
+
+
+def assert_same(seen: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(seen, expected)
+        assert seen.dtype == expected.dtype
+    elif isinstance(expected, dict) and not isinstance(expected, Counter):
+        assert set(seen) == set(expected)
+        for key in expected:
+            assert_same(seen[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(seen) == len(expected)
+        for one, other in zip(seen, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert repr(seen) == repr(expected)
+
+
+@pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["safetensors"], ["dcp", "full", "dcp"]], ids="-".join)
+def test_nothing_is_lost(by_way_of: list[str], tmp_path: Path):
+    """Through every format into one file: the same tree, to the type of each key."""
+    state = training_state()
+    if "safetensors" in by_way_of:
+        state["schedule"].pop("milestones")  # JSON has no Counter
+        state["plain"]["param_groups"][0].pop("betas")  # and no tuple
+        state["optim"]["param_groups"][0].pop("betas")
+    source = tmp_path / "state.pt"
+    torch.save(state, source)
+    for number, to in enumerate([*by_way_of, "full"]):
+        convert(open_checkpoint(source), tmp_path / f"{number}", to)
+        source = tmp_path / f"{number}"
+    assert_same(torch.load(source / "checkpoint.pt", weights_only=True), state)
+
+
+def test_torch_loads_tensors_in_lists(tmp_path: Path):
+    torch.save({"optim": {"param_groups": [{"lr": torch.tensor(0.25), "eps": 1.0}]}}, tmp_path / "state.pt")
+    convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "dcp")
+    state = {"optim": {"param_groups": [{"lr": torch.tensor(0.0), "eps": 0.0}]}}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["optim"]["param_groups"][0] == {"lr": torch.tensor(0.25), "eps": 1.0}
+
+
+def test_an_optimizer_goes_on_from_numbers(tmp_path: Path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"optim": optimizer.state_dict()}, tmp_path / "state.pt")
+    convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "full")
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["optim"])
+    assert again.state[model.weight]["step"] == 1
+    with pytest.raises(CheckpointError, match=r"'optim.state.0.step' is a tensor below the key 0.*optim_state_dict"):
+        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "dcp", "dcp")
+
+
+def test_what_safetensors_has_no_place_for(tmp_path: Path):
+    torch.save({"model": {"w": torch.ones(2)}, "seen": Counter([3, 5])}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"'seen' is Counter.*what JSON has"):
+        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "safetensors")
+
+
+def test_two_paths_of_one_name(tmp_path: Path):
+    torch.save({"model": {"w": torch.ones(2)}, "model.w": torch.zeros(3)}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"are called 'model.w'"):
+        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", "full")
+
+
+@pytest.mark.parametrize("what", ["optimizer", "random state", "position", "dtype"])
+def test_values_that_differ_from_rank_to_rank(what: str, tmp_path: Path):
+    for rank in range(2):
+        value: Any = {
+            "optimizer": {"state": {0: {"exp_avg": torch.arange(4.0) + rank}}, "param_groups": [{"params": [0]}]},
+            "random state": [torch.full((5,), rank, dtype=torch.uint8)],
+            "position": {"sample": 100 + rank},
+            "dtype": torch.zeros(2, dtype=[torch.int32, torch.float32][rank]),
+        }[what]
+        torch.save({"it": value, "same": torch.ones(3)}, tmp_path / f"r{rank}.pt")
+    with pytest.raises(CheckpointError, match=r"'it.*differs between .*r0.pt and .*r1.pt.*FSDP.optim_state_dict"):
+        open_checkpoint(tmp_path)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert main([*map(str, arguments), "--no-progress"]) == 1
+    return capsys.readouterr().err.rpartition("error: ")[2]
+
+
+def test_shapes_are_checked_for_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, shapes = tmp_path / "state.pt", tmp_path / "shapes.json"
+    torch.save({"model": {"a": torch.ones(2, 3), "b": torch.ones(1)}}, source)
+    shapes.write_text(json.dumps({"a": [3, 2], "c": [1]}))
+    told = refused(capsys, source, tmp_path / "out", "--shapes", shapes)
+    for text in ("1 unknown names (b)", "1 missing (c)", "'a' has (2, 3), expected (3, 2)"):
+        assert text in told
+    for wrong in ("{", "[1]", '{"a": "b"}', '{"a": [1, -1]}'):
+        shapes.write_text(wrong)
+        assert refused(capsys, source, tmp_path / "out", "--shapes", shapes)
+    shapes.write_text(json.dumps({"a": [2, 3], "b": [1]}))
+    assert main([str(source), str(tmp_path / "out"), "--shapes", str(shapes), "--no-progress"]) == 0
+
+
+def test_ties_are_found_in_a_file(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    torch.save({"model": model.state_dict()}, tmp_path / "full.pt")
+    assert shapes_of_file(tmp_path / "full.pt") == {
+        "0.weight": (3, 3),
+        "0.bias": (3,),
+        "1.weight": "0.weight",
+        "1.bias": (3,),
+    }
+
+
+def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "bad.safetensors").write_bytes((50).to_bytes(8, "little") + b"{" + b"x" * 60)
+    assert "bad.safetensors: the header of 50 bytes is damaged" in refused(
+        capsys, tmp_path / "bad.safetensors", tmp_path / "out"
+    )
+    torch.save({"w": torch.sparse_coo_tensor([[0]], [1.0], (3,))}, tmp_path / "sparse.pt")
+    assert "'w'" in refused(capsys, tmp_path / "sparse.pt", tmp_path / "out")
+    torch.save({}, tmp_path / "nothing.pt")
+    assert "nothing.pt" in refused(capsys, tmp_path / "nothing.pt", tmp_path / "out")
+    for rank in range(2):
+        torch.save({"step": [1, 2], "w": torch.ones(2)}, tmp_path / f"r{rank}.pt")
+    assert open_checkpoint([tmp_path / "r0.pt", tmp_path / "r1.pt"]).objects == {("step",): [1, 2]}
