@@ -52,6 +52,36 @@ def changed(source: str) -> str:
             ),
         ),
         ("import torch.distributed as dist\ndist.barrier()\n", "import torch.distributed as dist\ndist.barrier()\n"),
+        (
+            "import torch.distributed.fsdp\ntorch.manual_seed(0)\n",
+            "import torch, shardkit.legacy_fsdp_compat\ntorch.manual_seed(0)\n",
+        ),
+        (
+            "import torch.distributed as dist\nmodel = dist.fsdp.FullyShardedDataParallel(model)\n",
+            (
+                "import torch.distributed as dist\nimport shardkit.legacy_fsdp_compat\n"
+                "model = shardkit.legacy_fsdp_compat.FullyShardedDataParallel(model)\n"
+            ),
+        ),
+        (
+            "import torch.distributed.fsdp as F2\nF2.fully_shard(m)\nF2.wrap.wrap(m)\n",
+            (
+                "import shardkit.legacy_fsdp_compat as F2\nimport shardkit.core\n"
+                "shardkit.core.fully_shard(m)\nF2.wrap.wrap(m)\n"
+            ),
+        ),
+        (
+            "import torch\ntorch.distributed.fsdp.wrap.wrap(m)\n",
+            "import torch\nimport shardkit.legacy_fsdp_compat.wrap\nshardkit.legacy_fsdp_compat.wrap.wrap(m)\n",
+        ),
+        (
+            "from torch.distributed.fsdp import *\nfully_shard(m)\n",
+            "from shardkit.legacy_fsdp_compat import *; from shardkit.core import fully_shard\nfully_shard(m)\n",
+        ),
+        (
+            "from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType\n",
+            "from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import StateDictType\n",
+        ),
     ],
 )
 def test_what_changes(before: str, after: str):
@@ -74,6 +104,29 @@ def test_what_a_person_must_decide():
         found, ["FlatParameter", "private", "summon_full_params", "optim_state_dict"], strict=True
     ):
         assert word in finding.text
+
+
+def test_names_that_ours_has_not_stay_and_are_reported():
+    source = textwrap.dedent(
+        """\
+        import torch.distributed.fsdp as fsdp
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _or_policy
+        fsdp.nonsense(model)
+        torch.distributed.fsdp._runtime_utils.f(model)
+        """
+    )
+    result = rewrite(source)
+    assert [one.line for one in result.findings] == [2, 3, 4]
+    for finding, name in zip(result.findings, ["_or_policy", "nonsense", "_runtime_utils"], strict=True):
+        assert name in finding.text
+    assert result.source.splitlines()[1:] == [
+        (
+            "from shardkit.legacy_fsdp_compat.wrap import ModuleWrapPolicy; "
+            "from torch.distributed.fsdp.wrap import _or_policy"
+        ),
+        "fsdp.nonsense(model)",
+        "torch.distributed.fsdp._runtime_utils.f(model)",
+    ]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,6 +6,7 @@ comments stay as they are.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ _ATTRIBUTES = {
     "_fsdp_wrapped_module": "still there; .module says the same without a private name",
 }
 _REFUSED = {"FlatParameter", "FlatParamHandle"}
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ def rewrite(source: str) -> Rewritten:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
         raise SyntaxError(str(error)) from error
-    transformer = _Rewriter()
+    names = _Names()
+    wrapper.module.visit(names)
+    transformer = _Rewriter(names)
     module = wrapper.visit(transformer)
-    if transformer.needs_import:
-        module = _with_import(module)
+    for needed in sorted(transformer.needed):
+        module = _with_import(module, needed)
     return Rewritten(module.code, sorted(transformer.findings, key=lambda one: one.line))
 
 
@@ -96,13 +100,75 @@ def _node_of(name: str) -> cst.Attribute | cst.Name:
     return node
 
 
-class _Rewriter(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (PositionProvider,)
+def _has(module: str, name: str) -> bool:
+    """Whether our counterpart of a module of stock has a name."""
+    return name not in _REFUSED and hasattr(importlib.import_module(_MODULES[module]), name)
+
+
+def _is_stock(name: str) -> bool:
+    return f"{name}.".startswith(f"{STOCK}.")
+
+
+def _missing(module: str, name: str) -> str:
+    return (
+        f"{name}: {_FLAT}" if name in _REFUSED else f"'{module}.{name}' is private to stock FSDP, or has no counterpart"
+    )
+
+
+class _Names(cst.CSTVisitor):
+    """What the names of a script stand for.
+
+    Attributes:
+        modules: name -> the module of torch that it was imported as.
+        used: every name in the script.
+        binds_torch: whether a statement at the top, which stays, binds the name `torch`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.modules: dict[str, str] = {}
+        self.used: set[str] = set()
+        self.binds_torch = False
+
+    def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
+        imports = [one for line in node.body if isinstance(line, cst.SimpleStatementLine) for one in line.body]
+        self.binds_torch = any(
+            alias.asname is None and name.split(".")[0] == "torch" and name not in _MODULES
+            for one in imports
+            if isinstance(one, cst.Import)
+            for alias in one.names
+            for name in [_name_of(alias.name)]
+        )
+
+    def visit_Import(self, node: cst.Import) -> None:  # noqa: N802
+        for alias in node.names:
+            if alias.asname is not None:
+                self.modules[_name_of(alias.asname.name)] = _name_of(alias.name)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
+        for alias in [] if isinstance(node.names, cst.ImportStar) else node.names:
+            full = f"{_name_of(node.module)}.{_name_of(alias.name)}"
+            if full == "torch.distributed" or full in _MODULES:
+                name = alias.name if alias.asname is None else alias.asname.name
+                self.modules[_name_of(name)] = full
+
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802
+        self.used.add(node.value)
+
+    def full_name(self, name: str) -> str:
+        """A dotted name with the module's own name in front."""
+        first, dot, rest = name.partition(".")
+        return self.modules.get(first, first) + dot + rest
+
+
+class _Rewriter(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, names: _Names) -> None:
+        super().__init__()
         self.findings: list[Finding] = []
-        self.needs_import = False
+        self.needed: set[str] = set()
+        self._names = names
         self._in_import = False
 
     def _note(self, node: cst.CSTNode, text: str) -> None:
@@ -120,10 +186,9 @@ class _Rewriter(cst.CSTTransformer):
         names = []
         for alias in updated_node.names:
             name = _name_of(alias.name)
-            if name in _MODULES and alias.asname is not None:
-                alias = alias.with_changes(name=_node_of(_MODULES[name]))
-            elif name in _MODULES:
-                self.needs_import = True
+            if name in _MODULES:
+                if alias.asname is None and not self._names.binds_torch:  # importing a.b.c binds a
+                    names.append(cst.ImportAlias(cst.Name("torch"), comma=_COMMA))
                 alias = alias.with_changes(name=_node_of(_MODULES[name]))
             elif name.startswith(f"{STOCK}."):
                 self._note(original_node, f"'{name}' is private to stock FSDP and has no counterpart")
@@ -147,13 +212,29 @@ class _Rewriter(cst.CSTTransformer):
         if module not in _MODULES:
             return updated_node
         if isinstance(updated_node.names, cst.ImportStar):
-            return updated_node.with_changes(module=_node_of(_MODULES[module]))
+            return self._from_star(updated_node, module)
+        ours, core, left = [], [], []
         for alias in updated_node.names:
-            if _name_of(alias.name) in _REFUSED:
-                self._note(original_node, f"{_name_of(alias.name)}: {_FLAT}")
-        ours = [one for one in updated_node.names if _name_of(one.name) not in _FSDP2]
-        core = [one for one in updated_node.names if _name_of(one.name) in _FSDP2]
-        return _split(updated_node, [(_MODULES[module], ours), (CORE, core)])
+            name = _name_of(alias.name)
+            if name in _FSDP2:
+                core.append(alias)
+            elif f"{module}.{name}" in _MODULES or _has(module, name):
+                ours.append(alias)
+            else:
+                self._note(original_node, _missing(module, name))
+                left.append(alias)
+        return _split(updated_node, [(_MODULES[module], ours), (CORE, core), (module, left)])
+
+    def _from_star(
+        self, node: cst.ImportFrom, module: str
+    ) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
+        """Everything from ours; of FSDP2's names those that the script has."""
+        ours = node.with_changes(module=_node_of(_MODULES[module]))
+        fsdp2 = sorted(self._names.used & _FSDP2) if module == STOCK else []
+        if not fsdp2:
+            return ours
+        names = _trimmed([cst.ImportAlias(cst.Name(name)) for name in fsdp2])
+        return cst.FlattenSentinel([ours, cst.ImportFrom(_node_of(CORE), names)])
 
     def _from_distributed(
         self, original: cst.ImportFrom, node: cst.ImportFrom
@@ -170,19 +251,36 @@ class _Rewriter(cst.CSTTransformer):
 
     # -- uses ----------------------------------------------------------------------------------------------------------
 
+    def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802
+        return self._in_import or not _is_stock(self._names.full_name(_name_of(node)))
+
     def leave_Attribute(  # noqa: N802
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
         if self._in_import:
             return updated_node
-        attribute = original_node.attr.value
-        if attribute in _ATTRIBUTES:
-            self._note(original_node, f".{attribute}: {_ATTRIBUTES[attribute]}")
-        name = _name_of(updated_node)
-        if name == STOCK:
-            self.needs_import = True
-            return _node_of(OURS)
-        return updated_node
+        name = _name_of(original_node)
+        for attribute in name.split(".")[1:] or [original_node.attr.value]:
+            if attribute in _ATTRIBUTES and (attribute == original_node.attr.value or _is_stock(name)):
+                self._note(original_node, f".{attribute}: {_ATTRIBUTES[attribute]}")
+        full = self._names.full_name(name)
+        return self._qualified(original_node, name, full) if _is_stock(full) else updated_node
+
+    def _qualified(self, node: cst.Attribute, name: str, full: str) -> cst.BaseExpression:
+        """A name that is reached through a module of stock, such as `dist.fsdp.MixedPrecision`."""
+        module = max((one for one in _MODULES if f"{full}.".startswith(f"{one}.")), key=len)
+        what, _, rest = full.removeprefix(module).removeprefix(".").partition(".")
+        if what in _FSDP2:
+            self.needed.add(CORE)
+            return _node_of(".".join(filter(None, [CORE, what, rest])))
+        if what and not _has(module, what):
+            self._note(node, _missing(module, what))
+            return node
+        first = name.split(".", maxsplit=1)[0]
+        if _is_stock(self._names.modules.get(first, "")):  # its import has changed
+            return node
+        self.needed.add(_MODULES[module])
+        return _node_of(".".join(filter(None, [_MODULES[module], what, rest])))
 
     def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
         if m.matches(node.func, m.Attribute(attr=m.Name("state_dict"))) and "optim" in _name_of(node.func).lower():
@@ -213,19 +311,20 @@ def _split(
 
 def _trimmed(names: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
     """The names on one line."""
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return [one.with_changes(comma=comma) for one in names[:-1]] + [
+    return [one.with_changes(comma=_COMMA) for one in names[:-1]] + [
         names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     ]
 
 
-def _with_import(module: cst.Module) -> cst.Module:
-    """Adds `import shardkit.legacy_fsdp_compat` for qualified uses, behind the imports at the top, if it is missing."""
-    statement = cst.parse_statement(f"import {OURS}\n")
+def _with_import(module: cst.Module, name: str) -> cst.Module:
+    """Adds an import for qualified uses behind the imports at the top, if it is missing."""
+    statement = cst.parse_statement(f"import {name}\n")
     last = -1
     for number, one in enumerate(module.body):
         if m.matches(one, m.SimpleStatementLine(body=[m.Import() | m.ImportFrom(), m.ZeroOrMore()])):
             last = number
-            if module.code_for_node(one).strip() == f"import {OURS}":
+            if f"import {name}" in [part.strip() for part in module.code_for_node(one).split(";")]:
                 return module
+    if last < 0 and module.body and m.matches(module.body[0], m.SimpleStatementLine(body=[m.Expr(m.SimpleString())])):
+        last = 0  # a docstring stays first
     return module.with_changes(body=[*module.body[: last + 1], statement, *module.body[last + 1 :]])
