@@ -1,6 +1,10 @@
 """What conversion must not change or lose: orders in memory, keys, lists, values that differ from rank to rank."""
 
+import dataclasses
+import fcntl
 import json
+import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -236,3 +240,22 @@ def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture
     for rank in range(2):
         torch.save({"step": [1, 2], "w": torch.ones(2)}, tmp_path / f"r{rank}.pt")
     assert open_checkpoint([tmp_path / "r0.pt", tmp_path / "r1.pt"]).objects == {("step",): [1, 2]}
+
+
+def test_places_that_are_not_written_or_read(tmp_path: Path):
+    source = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(2, 3)}, checkpoint_id=source, no_dist=True)
+    with pytest.raises(CheckpointError, match="lies in the source"):
+        convert(open_checkpoint(source), source / "out", "full")
+    (tmp_path / "out.partial").mkdir()
+    holder = os.open(tmp_path / "out.partial", os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        convert(open_checkpoint(source), tmp_path / "out", "full")
+    os.close(holder)
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path="../dcp/" + info.relative_path)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'a': the metadata names the file .* outside"):
+        open_checkpoint(source)

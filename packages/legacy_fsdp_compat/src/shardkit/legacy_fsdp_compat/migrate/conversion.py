@@ -6,10 +6,12 @@ a journal: one line for the source, then one for each tensor that is written. An
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,8 +87,16 @@ def convert(
     if to not in FORMATS:
         raise CheckpointError(f"unknown format '{to}', expected one of {', '.join(FORMATS)}")
     _check_names(checkpoint)
+    _check_place(checkpoint, target)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
+    with _alone(partial):
+        return _convert(checkpoint, target, partial, to, progress)
+
+
+def _convert(
+    checkpoint: Checkpoint, target: Path, partial: Path, to: str, progress: Callable[[int], object]
+) -> Migration:
     journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, to))
     writer = FORMATS[to](partial, checkpoint)
     writer.begin(journal.records if writer.file.exists() else journal.forget())
@@ -121,6 +131,26 @@ def _hashed(
         digest.update(bytes_of(values))
         yield low, high, values
         progress(values.nbytes)
+
+
+def _check_place(checkpoint: Checkpoint, target: Path) -> None:
+    """The source is only read, also its directory."""
+    for source in (Path(name).resolve() for name in checkpoint.files):
+        if target.resolve().is_relative_to(source):
+            raise CheckpointError(f"{target} lies in the source {source}; choose a place outside of it")
+
+
+@contextmanager
+def _alone(partial: Path) -> Iterator[None]:
+    """Holds a lock on the directory; it goes with the process, however that ends."""
+    directory = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise CheckpointError(f"another process is writing {partial}; wait for it, or choose another place") from error
+    finally:
+        os.close(directory)
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

@@ -136,7 +136,7 @@ def _tensor(
 
 
 def _part(directory: Path, key: str, info: Any, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Part:
-    path = directory / info.relative_path
+    path = _data_file(directory, key, info)
     if not path.is_file():
         raise CheckpointError(f"'{key}': its file {path} is missing")
     if getattr(info, "transform_descriptors", None):
@@ -150,18 +150,27 @@ def _part(directory: Path, key: str, info: Any, start: int, sizes: tuple[int, ..
     return Part(start, start + math.prod(sizes), region_reader(path, start, region), str(path))
 
 
+def _data_file(directory: Path, key: str, info: Any) -> Path:
+    """The file that the metadata names, which must lie in the checkpoint."""
+    relative = Path(info.relative_path)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(f"'{key}': the metadata names the file {relative}, which lies outside of {directory}")
+    return directory / relative
+
+
 def _object(directory: Path, key: str, stored: list[tuple[MetadataIndex, Any]]) -> Any:
     if not stored:
         raise CheckpointError(f"'{key}': the metadata lists it and no file that holds it")
     info = stored[0][1]
-    with (directory / info.relative_path).open("rb") as file:
+    path = _data_file(directory, key, info)
+    with path.open("rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)
     try:
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"'{key}' in {directory / info.relative_path} cannot be read: {error}") from error
+        raise CheckpointError(f"'{key}' in {path} cannot be read: {error}") from error
 
 
 class DcpWriter:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from shardkit.legacy_fsdp_compat.flat_layout import Interval
-from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere
+from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
 from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of, tree_of
 
 __all__ = ["Cut", "add_optimizer", "optimizer_bases"]
@@ -96,6 +97,10 @@ def _put(checkpoint: Checkpoint, path: Path_, value: Any, file: RankFile) -> Non
 def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: Path_, cuts: list[Cut]) -> None:
     """One value of one numbered parameter, for each parameter that this is."""
     found = [file.leaves[where] for file in files if where in file.leaves]
+    if len(cuts) == 1 and any(isinstance(one, StoredShards) for one in found):  # written by this package, as DTensors
+        target = (*where[:-2], cuts[0].name, where[-1])
+        checkpoint.tensors[target] = stored_shards(joined(target), files, where)
+        return
     is_cut = any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in found)
     if not is_cut:
         same_everywhere(files, where)

@@ -10,13 +10,23 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
 from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of
 
-__all__ = ["RankFile", "add_leaf", "read_rank_files", "same_everywhere", "sharded_checkpoint", "stored_shards"]
+__all__ = [
+    "RankFile",
+    "add_leaf",
+    "leaves_of_file",
+    "read_rank_files",
+    "same_everywhere",
+    "sharded_checkpoint",
+    "stored_shards",
+]
 
 _NUMBER = re.compile(r"\d+")
 
@@ -76,11 +86,23 @@ def _natural(path: Path) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
 
-def _open(path: Path, number: int) -> RankFile:
+def leaves_of_file(path: Path) -> dict[Path_, Any]:
+    """What a file of torch.save holds, by path; its tensors are mapped.
+
+    Raises:
+        CheckpointError: for anything but a dict with something in it.
+    """
     value = load_torch_file(path)
     if not isinstance(value, Mapping) or not value:
-        raise CheckpointError(f"{path} holds a {type(value).__name__} of {value!r:.40}, expected a dict with something")
-    leaves = dict(paths_of(dict(value)))
+        raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
+    return {
+        key: without_mesh(joined(key), leaf, path) if isinstance(leaf, DTensor) else leaf
+        for key, leaf in paths_of(dict(value))
+    }
+
+
+def _open(path: Path, number: int) -> RankFile:
+    leaves = leaves_of_file(path)
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
         raise CheckpointError(f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank")

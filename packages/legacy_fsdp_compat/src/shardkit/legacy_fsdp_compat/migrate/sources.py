@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
 from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
-from shardkit.legacy_fsdp_compat.migrate.rank_files import read_rank_files, sharded_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.reading import whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
-from shardkit.legacy_fsdp_compat.migrate.trees import fill, joined, paths_of
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.trees import fill, joined
 
 __all__ = ["open_checkpoint", "shapes_of_file", "shapes_of_model"]
 
@@ -68,7 +68,7 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None)
 def _file(path: Path, shapes: ModelShapes | None) -> Checkpoint:
     if _is_safetensors(path):
         return read_safetensors(path)
-    leaves = _leaves(path)
+    leaves = leaves_of_file(path)
     if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
         return _rank_files([path], shapes)
     stored = (
@@ -81,13 +81,6 @@ def _file(path: Path, shapes: ModelShapes | None) -> Checkpoint:
 def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
-
-
-def _leaves(path: Path) -> dict[Any, Any]:
-    value = load_torch_file(path)
-    if not isinstance(value, Mapping) or not value:
-        raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
-    return dict(paths_of(dict(value)))
 
 
 def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None) -> Checkpoint:
@@ -132,7 +125,7 @@ def _ties(path: Path, base: tuple[str, ...]) -> dict[str, str]:
         return {}
     first: dict[Any, str] = {}
     ties = {}
-    for key, leaf in _leaves(path).items():
+    for key, leaf in leaves_of_file(path).items():
         if isinstance(leaf, torch.Tensor) and leaf.numel() and key[: len(base)] == base:
             name = joined(key[len(base) :])
             known = first.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride()), name)
