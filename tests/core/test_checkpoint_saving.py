@@ -1,5 +1,6 @@
 """`saving.py`: saves that fail, on one rank or on all."""
 
+import re
 import resource
 import signal
 import time
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
+from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.image import Image
 from tests.support import run_ranks
 
 
@@ -64,3 +68,27 @@ def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path):
         assert text == f"saving step 5 to {tmp_path} failed on rank 0: File too large (while writing)"
         assert left == ["step-000004"]
         assert values == [10.0 + rank]
+
+
+def other_directories(rank: int, world_size: int, path: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        CheckpointManager(path / str(rank))
+    return str(refused.value)
+
+
+def test_all_ranks_give_the_same_directory(tmp_path: Path):
+    """Else the first rank would wait half an hour for what the others write elsewhere."""
+    for text in run_ranks(2, other_directories, tmp_path):
+        assert f"failed on rank 1: directory {tmp_path / '1'}, but rank 0 has {tmp_path / '0'}" in text
+
+
+def test_parts_that_never_come(tmp_path: Path):
+    """A rank that writes to another disk."""
+    image = Image([], pinned=False)
+    directory = CheckpointDirectory(tmp_path)
+    save = saving.Save(directory, "ab", Header(1, 3, {}), 0, saving.Staged(image.bytes(), [], [], [], []), None, 0.2)
+    save.start()
+    assert save.await_part() is None
+    text = r"ranks \[1, 2\] have not written their part where this rank sees it: they had 0.2 s; the directory must be"
+    assert re.search(text, str(save.await_commit()))
+    assert list(tmp_path.iterdir()) == [] and save.progress.phase == "failed"

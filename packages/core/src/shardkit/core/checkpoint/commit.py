@@ -53,7 +53,10 @@ def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]
             return [parts[rank] for rank in range(world_size)]
         if reason := gone():
             missing = [rank for rank in range(world_size) if rank not in parts]
-            raise CheckpointError(f"{directory}: ranks {missing} have not written their part: {reason}")
+            raise CheckpointError(
+                f"{directory}: ranks {missing} have not written their part where this rank sees it: {reason}; the "
+                "directory must be one that all ranks share"
+            )
         time.sleep(pause)
         pause = min(0.1, pause * 1.5)
 

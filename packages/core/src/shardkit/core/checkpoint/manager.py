@@ -61,7 +61,7 @@ class CheckpointManager:
         timeout: seconds that the rank that completes a checkpoint waits for the others to write their parts.
 
     Raises:
-        CheckpointError: on all ranks, if the directory cannot be written to.
+        CheckpointError: on all ranks, if the directory cannot be written to, or is not the same on all.
         ValueError: for numbers below 1.
     """
 
@@ -74,11 +74,15 @@ class CheckpointManager:
         self._directory = CheckpointDirectory(Path(directory).absolute())
         self._keep, self._every, self._timeout = keep, every, timeout
         self._peers = Peers.of(None)
-        self._token = self._peers.from_rank0(secrets.token_hex(4))
+        self._token, theirs = self._peers.from_rank0((secrets.token_hex(4), self._directory.path))
         self._image: Image | None = None
         self._save: Save | None = None
         self._begun, self._alike = 0, True
         with self._together("preparing the directory"):
+            if theirs != self._directory.path:
+                raise CheckpointError(
+                    f"directory {self._directory.path}, but rank 0 has {theirs}: give all ranks the same"
+                )
             if self._peers.rank == 0:
                 self._directory.clean()
 
