@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from shardkit.tools.launching import run_command
 from shardkit.tools.profiling.observer import ACTIVATIONS, DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
 from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.files import ReportError, write_report, write_text
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: list[str], extent: Extent, records: Path, *, activations: bool) -> int:
-    """Runs the command with the observer asked for; returns its exit status, 127 if it cannot be started."""
+    """Runs the command with the observer asked for; returns its exit status."""
     for old in records.glob("rank-*.json"):
         old.unlink()
     environment = os.environ | {
@@ -89,8 +88,4 @@ def _run(command: list[str], extent: Extent, records: Path, *, activations: bool
         STEPS: str(extent.steps),
         ACTIVATIONS: str(int(activations)),
     }
-    try:
-        return subprocess.run(command, env=environment, check=False).returncode
-    except OSError as error:
-        print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)  # noqa: T201
-        return 127
+    return run_command(command, environment)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from shardkit.tools.launching import run_command
 from shardkit.tools.watch.observer import DEFAULT_SECONDS, SECONDS, SWITCH, parse_seconds
 
 __all__ = ["main"]
@@ -23,14 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = parse_seconds(options.seconds)
         if not command:
             raise ValueError("no command was given; write it behind the options: shardkit watch torchrun ... train.py")
-        environment = os.environ | {SWITCH: "1", SECONDS: str(seconds)}
-        return subprocess.run(command, env=environment, check=False).returncode
     except ValueError as error:
         errors.print(f"error: {error}", markup=False)
         return 2
-    except OSError as error:
-        errors.print(f"error: {command[0]} cannot be run: {error.strerror}", markup=False)
-        return 127
+    return run_command(command, os.environ | {SWITCH: "1", SECONDS: str(seconds)})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,42 @@
+"""Commands are run to their own end: their status comes back, and SIGTERM reaches them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from shardkit.tools.launching import run_command
+
+
+def test_the_status_of_the_command_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sh", "-c", "exit $STATUS"], os.environ | {"STATUS": "3"}) == 3
+    assert run_command(["sh", "-c", "kill -KILL $$"], os.environ) == 128 + signal.SIGKILL
+    assert run_command(["no-such-command-anywhere"], os.environ) == 127
+    assert "no-such-command-anywhere cannot be run: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_signal_to_end_reaches_the_command_and_its_last_words_are_heard() -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert run_command(["sh", "-c", "trap 'exit 5' TERM; while :; do sleep 0.1; done"], os.environ) == 5
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interrupt_is_the_commands_to_handle() -> None:
+    script = """if True:
+        import os
+        from shardkit.tools.launching import run_command
+        slow_to_end = "trap 'sleep 0.5; exit 6' INT; echo up; while :; do sleep 0.1; done"
+        raise SystemExit(run_command(["sh", "-c", slow_to_end], os.environ))
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=environment
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    assert process.wait(30) == 6
