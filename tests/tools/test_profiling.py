@@ -14,7 +14,7 @@ from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.lateness import times_last
 from shardkit.tools.report.schema import Rank, Report
-from tests.support import run_ranks
+from tests.support import rank_mesh, run_ranks
 from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, profiled, sharded_chain, train
 
 STEPS = 3
@@ -154,6 +154,28 @@ def test_collectives_of_the_backend_are_recorded() -> None:
     report = report_of(2, prepare=_custom)
     assert {one.transport for one in report.collectives} == {"custom"}
     assert len(report.collectives) == 3 * BLOCKS + 2
+
+
+def _replicated(rank: int, world_size: int) -> Report | None:
+    model = sharded_chain(rank_mesh((2, 2), ("replicate", "shard")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(model, optimizer, warmup=1) as run:
+        for _ in range(1 + STEPS):
+            train(model, optimizer)
+    return run.report
+
+
+def test_replicas_are_brought_together_by_all_reduces_on_groups_of_their_own() -> None:
+    report = run_ranks(4, _replicated)[0]
+    assert sorted(group.ranks for group in report.groups) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    for rank in report.ranks:
+        found = per_step(rank)
+        assert sum(found.values()) == 4 * BLOCKS + 3
+        assert all(found["all-reduce", "backward", f"blocks.{index}"] == 1 for index in range(BLOCKS))
+        reductions = [one for one in rank.operations if one.kind == "all-reduce"]
+        assert {one.transport for one in reductions} == {"c10d"}
+        assert {one.bytes for one in reductions if one.fqn != "FSDPChain"} == {BLOCK_BYTES // 2}
+        assert all(rank.rank in report.groups[one.group].ranks for one in rank.operations)
 
 
 def test_accumulation_makes_one_step() -> None:
