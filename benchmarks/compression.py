@@ -101,17 +101,14 @@ def last_loss(results: list[Result], steps: int) -> float:
     return fmean(loss for result in results for loss in result.losses[-steps:])
 
 
-def table(runs: dict[str, list[Result]]) -> str:
+HEAD = "| policy | gather, MiB | reduce, MiB | step, ms | loss |\n|---|---|---|---|---|"
+
+
+def row(name: str, results: list[Result]) -> str:
     """Markdown: what a rank sends in a step, the slowest rank's median step, mean loss of the last 20 steps."""
-    lines = [
-        "| policy | gather, MiB | reduce, MiB | step, ms | loss |",
-        "|---|---|---|---|---|",
-    ]
-    for name, results in runs.items():
-        gather, reduce = (fmean(getattr(r, f"{kind}_bytes") for r in results) / 2**20 for kind in ("gather", "reduce"))
-        step = max(median(result.seconds) for result in results) * 1e3
-        lines.append(f"| {name} | {gather:.1f} | {reduce:.1f} | {step:.0f} | {last_loss(results, 20):.3f} |")
-    return "\n".join(lines)
+    gather, reduce = (fmean(getattr(r, f"{kind}_bytes") for r in results) / 2**20 for kind in ("gather", "reduce"))
+    step = max(median(result.seconds) for result in results) * 1e3
+    return f"| {name} | {gather:.1f} | {reduce:.1f} | {step:.0f} | {last_loss(results, 20):.3f} |"
 
 
 def main() -> None:
@@ -124,13 +121,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Job.steps, help=f"optimizer steps ({Job.steps})")
     args = parser.parse_args()
     job = compression.Job(steps=args.steps)
-    runs = {
-        name: run_ranks(args.world_size, compression.train, policy, job, timeout=600.0)
-        for name, policy in POLICIES.items()
-    }
-    close_pools()
     print(", ".join(f"{name} {value}" for name, value in surroundings("cpu").items()))
-    print(f"{job.model}, {args.world_size} ranks of {job.batch} sequences, {job.steps} steps\n\n{table(runs)}")
+    print(f"{job.model}, {args.world_size} ranks of {job.batch} sequences, {job.steps} steps\n\n{HEAD}", flush=True)
+    for name, policy in POLICIES.items():
+        print(row(name, run_ranks(args.world_size, compression.train, policy, job, timeout=600.0)), flush=True)
+    close_pools()
 
 
 if __name__ == "__main__":
