@@ -7,8 +7,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from shardkit.core import DataParallelMeshDims, fully_shard
+from shardkit.core.torch_compat import new_dtensor
 from shardkit.tp_adapter import FusedColwiseParallel, SubBlocks, declare_sub_blocks
 from tests.support import rank_mesh, run_ranks
+
+
+class Odd(Placement):
+    """A placement that nobody knows."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
 
 
 def holding(parameter: torch.Tensor) -> nn.Module:
@@ -42,6 +53,10 @@ def refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' with placements \(Partial.*pending sum.*redistribute"):
         fully_shard(holding(partial), mesh=mesh["dp"])
 
+    odd = new_dtensor(torch.ones(4, 4), mesh["tp"], [Odd()], torch.Size((4, 4)))
+    with pytest.raises(ValueError, match=r"'0\.weight' with placements.*is none of Shard, strided Shard and Replicate"):
+        fully_shard(holding(odd), mesh=mesh["dp"])
+
     wrong = DTensor.from_local(torch.ones(3, 4), mesh["tp"], [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
     with pytest.raises(ValueError, match=r"'0\.weight'.*Shard\(dim=0\).*local tensor of shape \(3, 4\).*\(2, 4\)"):
         fully_shard(holding(wrong), mesh=mesh["dp"])
@@ -63,6 +78,9 @@ def foreign_roots(rank: int, world_size: int) -> None:
     nameless = DeviceMesh.from_group(mesh["tp"].get_group(), "cpu")
     with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*no axis names.*init_device_mesh"):
         fully_shard(distributed(nameless, Shard(0)), mesh=mesh["dp"])
+    half = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*" + ("not slices" if rank < 2 else "not in that mesh")):
+        fully_shard(holding(new_dtensor(torch.ones(4, 4), half, [Replicate()], torch.Size((4, 4)))), mesh=mesh["dp"])
     twin = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "dp"))
     with pytest.raises(ValueError, match=r"(?s)'0\.weight'.*axes are \['dp', 'dp'\].*name of its own"):
         fully_shard(distributed(twin["dp"], Shard(0)), mesh=mesh["dp"])

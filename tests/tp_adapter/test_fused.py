@@ -246,3 +246,22 @@ def save_asynchronously(rank: int, world_size: int, path: Path) -> None:
 
 def test_asynchronous_saves(tmp_path: Path):
     run_ranks(4, save_asynchronously, tmp_path)
+
+
+def reassigned_and_gathered(rank: int, world_size: int) -> None:
+    """Nor do they know that their placements cut from left to right."""
+    trainee = Trainee.of("packed", (2, 2), 1)
+    before = trainee.model.qkv.weight.detach().full_tensor()
+    state = {
+        name: DTensor.from_local(
+            value.to_local() + 1, value.device_mesh, value.placements, False, shape=value.shape, stride=value.stride()
+        )
+        for name, value in trainee.model.state_dict().items()
+    }
+    trainee.model.load_state_dict(state, assign=True)
+    SPECS["packed"].loss(trainee.model, 1)
+    assert torch.equal(trainee.model.qkv.weight.detach().full_tensor(), before + 1)
+
+
+def test_assigned_tensors_are_gathered_right():
+    run_ranks(4, reassigned_and_gathered)

@@ -44,7 +44,8 @@ def full_mesh_model(mesh: Any) -> nn.Module:
     return distribute_module(model, mesh, place)
 
 
-def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...]) -> Trace:
+def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...], spread: bool) -> Trace:
+    """Two steps; a batch that is spread over the data-parallel axes leaves gradients that are Partial over them."""
     mesh = rank_mesh(shape, FULL[shape])
     model = full_mesh_model(mesh)
     api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims(api, shape))
@@ -54,9 +55,8 @@ def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...]) -> Trace:
     trace = Trace()
     for step in range(2):
         torch.manual_seed(step)
-        x = DTensor.from_local(
-            torch.randn(3, 4) + rank // mesh.size(-1), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
+        along = [Shard(0) if spread else Replicate()] * (mesh.ndim - 1)
+        x = DTensor.from_local(torch.randn(3, 4) + rank // mesh.size(-1), mesh, [*along, Replicate()], run_check=False)
         loss = model(x).square().mean()
         loss.backward()
         trace.add_gradients(f"step {step}", model, full=True)
@@ -67,13 +67,15 @@ def train_full_mesh(rank: int, api: Any, shape: tuple[int, ...]) -> Trace:
     return trace
 
 
-def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
-    assert_same(train_full_mesh(rank, stock, shape), train_full_mesh(rank, shardkit, shape))
+def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...], spread: bool) -> None:
+    assert_same(train_full_mesh(rank, stock, shape, spread), train_full_mesh(rank, shardkit, shape, spread))
 
 
-@pytest.mark.parametrize("shape", FULL, ids=str)
-def test_dp_mesh_dims_with_dtensors(shape: tuple[int, ...]):
-    run_ranks(4, compare_full_mesh, shape)
+@pytest.mark.parametrize(
+    ("shape", "spread"), [*((shape, False) for shape in FULL), ((2, 2), True), ((1, 2, 2), True)], ids=str
+)
+def test_dp_mesh_dims_with_dtensors(shape: tuple[int, ...], spread: bool):
+    run_ranks(4, compare_full_mesh, shape, spread)
 
 
 class Experts(nn.Module):

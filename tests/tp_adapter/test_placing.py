@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.region import region_at
-from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held
+from shardkit.tp_adapter import placing
+from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held, torch_reads_truly
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -76,6 +77,30 @@ def test_placements_say_what_ranks_hold(layout):
 )
 def test_even_sizes_keep_the_order_of_stock(axes, placements):
     assert order_of_cuts((16, 16), 0, axes) == (tuple(range(len(axes))), placements)
+
+
+def test_even_cuts_are_not_looked_at_rank_by_rank():
+    before = placing._is_true.cache_info().misses
+    axes = [Axis(256, None), Axis(8, Shard(0))]
+    assert order_of_cuts((14336,), 0, axes) == ((0, 1), (_StridedShard(0, split_factor=8), Shard(0)))
+    assert placing._is_true.cache_info().misses == before
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes", "placements", "truly"),
+    [
+        (16, (2, 4), (_StridedShard(0, split_factor=2), Shard(0)), False),
+        (16, (2, 2), (_StridedShard(0, split_factor=2), Shard(0)), True),
+        (12, (2, 2), (_StridedShard(0, split_factor=3), Shard(0)), False),
+        (18, (2, 3), (_StridedShard(0, split_factor=3), Shard(0)), True),
+        (15, (2, 3), (_StridedShard(0, split_factor=3), Shard(0)), False),
+        (12, (2, 1), (_StridedShard(0, split_factor=3), Shard(0)), True),
+        (9, (2, 4), (Shard(0), Shard(0)), True),
+        (16, (4, 2), (Shard(0), _StridedShard(0, split_factor=2)), False),
+    ],
+)
+def test_what_torch_reads_truly(length, sizes, placements, truly):
+    assert torch_reads_truly((length,), sizes, placements) == truly
 
 
 def test_uneven_sizes_change_the_order_only_where_placements_would_lie():

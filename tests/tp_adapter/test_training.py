@@ -9,7 +9,14 @@ import torch
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import shardkit.core as shardkit
 from tests.support import rank_mesh, run_ranks
@@ -136,3 +143,40 @@ def compare_kept_parts(rank: int, world_size: int) -> None:
 
 def test_a_smaller_group_after_forward():
     run_ranks(4, compare_kept_parts)
+
+
+def train_with_loss_parallel(rank: int, api: Any) -> Trace:
+    """The logits stay cut over the vocabulary up to the loss; a block's input is gathered on the way in."""
+    mesh, model = rank_mesh((2, 2), NAMES[2]), build("language")
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.0": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+        ),
+        "head": ColwiseParallel(use_local_output=False),
+    }
+    for index in range(2):
+        plan |= {
+            f"blocks.{index}.up": ColwiseParallel(use_local_output=False),
+            f"blocks.{index}.down": RowwiseParallel(),
+        }
+    parallelize_module(model, mesh["tp"], plan)
+    shard(model, api, mesh["dp"])
+    if api is stock:
+        sum_in_rank_order(model)
+    trace = Trace()
+    tokens = torch.randint(12, (2, 4), generator=torch.Generator().manual_seed(rank // 2))
+    with loss_parallel():
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()
+    trace.add("loss", loss)
+    trace.add_gradients("", model, full=True)
+    return trace
+
+
+def compare_loss_parallel(rank: int, world_size: int) -> None:
+    assert_same(train_with_loss_parallel(rank, stock), train_with_loss_parallel(rank, shardkit))
+
+
+def test_loss_parallel_and_prepared_inputs():
+    run_ranks(4, compare_loss_parallel)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.region import region_at
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.adapter import adapter
-from shardkit.tp_adapter.torch_compat import ShardedTensor, ShardedTensorShard, group_of, sharded_tensor
+from shardkit.tp_adapter.torch_compat import ShardedTensor, ShardedTensorShard, group_of, root_of, sharded_tensor
 
 __all__ = ["DTensorExtensions", "FlattenedDTensor"]
 
@@ -104,6 +104,8 @@ class DTensorExtensions:
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
         """This rank's chunk on dim 0 over `device_mesh`, as a DTensor on it and the tensor's own mesh; not collective.
 
+        A plain tensor becomes one on all of the root mesh, replicated on the axes that do not shard, as FSDP1 expects.
+
         Args:
             tensor: whole over `device_mesh`: a DTensor on a mesh of the same root, or a plain tensor.
             rank: this rank's place on the axis that shards.
@@ -114,7 +116,12 @@ class DTensorExtensions:
         if not isinstance(tensor, DTensor):
             layout = ChunkLayout(tuple(tensor.shape), 0, data.shard_size)
             chunk = tensor.detach().narrow(0, layout.offset(rank), layout.length(rank)).clone()
-            return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
+            root = root_of(device_mesh)
+            if root.mesh_dim_names is None or device_mesh.mesh_dim_names is None:
+                return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
+            cut = device_mesh.mesh_dim_names[-1]
+            placements = [Shard(0) if name == cut else Replicate() for name in root.mesh_dim_names]
+            return new_dtensor(chunk, root, placements, tensor.shape)
         form = adapter.form(tensor, "tensor", data, 0)
         local = form.plain(tensor.detach())
         layout = ChunkLayout(tuple(local.shape), 0, data.shard_size)

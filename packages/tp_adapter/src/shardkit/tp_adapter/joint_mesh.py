@@ -28,23 +28,34 @@ class JointMesh:
         meshes: each axis as a 1-D mesh.
         same_as: the mesh that has exactly these axes, if the parameter's own has.
         data_axes: indices of the axes of the parameter's own mesh that are data-parallel.
+        described: the parameter and both meshes, for messages.
     """
 
     axes: tuple[Axis, ...]
     meshes: tuple[DeviceMesh, ...]
     same_as: DeviceMesh | None
     data_axes: frozenset[int]
+    described: str
 
     def ordered(self, order: Sequence[int]) -> DeviceMesh:
         """The mesh with the axes in this order.
 
         In another order than their root has them, torch would refuse to take slices of the mesh, as `full_tensor()`
         does: then the mesh is a root of its own, over the same process groups.
+
+        Raises:
+            ValueError: if the axes are not slices of one root mesh.
         """
         kept = list(order) == list(range(len(self.axes)))
         if kept and self.same_as is not None:
             return self.same_as
-        mesh = concatenated([self.meshes[index] for index in order])
+        try:
+            mesh = concatenated([self.meshes[index] for index in order])
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"{self.described} are not slices of one root mesh ({error}). Make one mesh with init_device_mesh and "
+                "use its slices for both"
+            ) from error
         if kept:
             return mesh
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
@@ -71,7 +82,7 @@ def joint_mesh(
         data_parallel: the axes that `fully_shard` was given.
 
     Raises:
-        ValueError: for a Partial or unknown placement, meshes that overlap or have no common root, axes without names.
+        ValueError: for a Partial or unknown placement, meshes that overlap, axes without names or of the same name.
     """
     described = f"parameter '{fqn}' with placements {tuple(parameter.placements)} on {parameter.device_mesh}"
     _check_placements(described, parameter.placements)
@@ -94,11 +105,10 @@ def joint_mesh(
     ]
     parts = _in_stock_order(own, model, data_part, data_axes)
     meshes = tuple(mesh for mesh, _ in parts)
-    joint = JointMesh(
-        tuple(axis for _, axis in parts), meshes, own if _names(meshes) == _names([own]) else None, data_axes
-    )
-    _check_joinable(described, joint, data)
-    return joint
+    _check_names(described, meshes, data)
+    same_as = own if _names(meshes) == _names([own]) else None
+    both = f"{described}: its mesh and the data-parallel mesh {data}"
+    return JointMesh(tuple(axis for _, axis in parts), meshes, same_as, data_axes, both)
 
 
 def _check_placements(described: str, placements: Sequence[Placement]) -> None:
@@ -158,17 +168,10 @@ def _names(meshes: Sequence[DeviceMesh]) -> list[str]:
     return [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
 
 
-def _check_joinable(described: str, joint: JointMesh, data: DeviceMesh) -> None:
-    names = _names(joint.meshes)
+def _check_names(described: str, meshes: Sequence[DeviceMesh], data: DeviceMesh) -> None:
+    names = _names(meshes)
     if len(set(names)) < len(names):
         raise ValueError(
             f"{described}: together with the data-parallel mesh {data} the axes are {names}; every axis needs a name "
             "of its own, as slices of one mesh have"
         )
-    try:
-        joint.ordered(range(len(joint.axes)))
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"{described}: its mesh and the data-parallel mesh {data} are not slices of one root mesh ({error}). Make "
-            "one mesh with init_device_mesh and use its slices for both"
-        ) from error

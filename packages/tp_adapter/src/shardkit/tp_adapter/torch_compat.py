@@ -30,6 +30,7 @@ __all__ = [
     "group_of",
     "no_torch_function",
     "over_memory_of",
+    "root_of",
     "sharded_tensor",
     "wrapper_of",
 ]
@@ -53,6 +54,11 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         RuntimeError, AssertionError: for meshes of several roots, overlapping ones, or axes without names.
     """
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh was sliced from, or itself."""
+    return mesh._get_root_mesh()
 
 
 def arrived_local_of(dtensor: DTensor) -> torch.Tensor:
