@@ -253,6 +253,12 @@ def rekeying(rank: int, world_size: int) -> None:
         names.FSDP.rekey_optim_state_dict(
             {"state": {"a": {}, 1: {}}, "param_groups": []}, kinds.PARAM_ID, plain, optim=plain_optimizer
         )
+    empty = {"state": {}, "param_groups": full["param_groups"]}  # of an optimizer that keeps nothing
+    assert names.FSDP.rekey_optim_state_dict(empty, kinds.PARAM_NAME, plain, optim=plain_optimizer) is empty
+    renamed = names.FSDP.rekey_optim_state_dict(empty, kinds.PARAM_ID, plain, optim=plain_optimizer)
+    assert renamed["param_groups"][0]["params"] == list(range(len(full["state"])))
+    with pytest.raises(ValueError, match="needs the key 'state'"):
+        names.FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer)
 
 
 def test_rekey_optim_state_dict():

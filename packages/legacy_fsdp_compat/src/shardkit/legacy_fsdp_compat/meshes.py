@@ -47,8 +47,13 @@ class Placement:
 
 
 _flat_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], DeviceMesh]] = WeakKeyDictionary()
-_hybrid_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str], DeviceMesh]] = WeakKeyDictionary()
-_intra_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_hybrid_meshes: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]] = (
+    WeakKeyDictionary()
+)
+_node_groups_of: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
+    WeakKeyDictionary()
+)
+"""By the default process group, as a new one makes all other groups void."""
 
 
 def placement_for(
@@ -138,26 +143,26 @@ def _node_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count or world))
     local = local if local and world % local == 0 else world
-    if local not in _intra_groups:
+    known = _node_groups_of.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+    if local not in known:
         shard = [dist.new_group(list(range(first, first + local))) for first in range(0, world, local)]
         replicate = [dist.new_group(list(range(place, world, local))) for place in range(local)]
-        _intra_groups[local] = (
+        known[local] = (
             cast(dist.ProcessGroup, shard[rank // local]),
             cast(dist.ProcessGroup, replicate[rank % local]),
         )
-    return _intra_groups[local]
+    return known[local]
 
 
 def _hybrid_mesh(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, kind: str) -> DeviceMesh:
-    known = _hybrid_meshes.setdefault(shard, {})
-    key = (id(replicate), kind)
-    if key not in known:
+    known = _hybrid_meshes.setdefault(shard, WeakKeyDictionary()).setdefault(replicate, {})
+    if kind not in known:
         rows: list[list[int]] = [[] for _ in range(replicate.size())]
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        known[key] = DeviceMesh.from_group(
+        known[kind] = DeviceMesh.from_group(
             [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=(_REPLICATE, _SHARD)
         )
-    return known[key]
+    return known[kind]
 
 
 def _device(module: nn.Module, device_id: int | torch.device | None, group: ProcessGroups | None) -> torch.device:

@@ -131,11 +131,15 @@ class OptimizerStateApi:
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """What this rank's optimizer loads, from a whole state that only the first rank has."""
+        """What this rank's optimizer loads, from a whole state that only the first rank has.
+
+        Raises:
+            ValueError: on every rank, if the first has none.
+        """
         return state_to_load(
             model,
             optim,
-            full_optim_state_dict or {},
+            {} if full_optim_state_dict is None else full_optim_state_dict,
             optim_input,
             full=True,
             from_rank0=True,
@@ -167,7 +171,8 @@ class OptimizerStateApi:
                 or the optimizer has not.
         """
         wanted = own(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
-        kinds = {type(key) for key in optim_state_dict["state"]}
+        listed = [key for one in optim_state_dict["param_groups"] for key in one["params"]]
+        kinds = {type(key) for key in (*optim_state_dict["state"], *listed)}
         target = str if wanted is OptimStateKeyType.PARAM_NAME else int
         if not kinds <= {int} and not kinds <= {str}:
             raise ValueError(f"expected names or numbers as keys, got {list(optim_state_dict['state'])}")
@@ -177,7 +182,7 @@ class OptimizerStateApi:
         change: dict[Any, Any] = dict(number_of)
         if target is str:
             change = {number: fqn for fqn, number in number_of.items()}
-        unknown = [key for key in optim_state_dict["state"] if key not in change]
+        unknown = [key for key in dict.fromkeys([*optim_state_dict["state"], *listed]) if key not in change]
         if unknown:
             raise ValueError(f"the optimizer state has {unknown}, expected some of {sorted(change, key=str)}")
         groups = copy.deepcopy(optim_state_dict["param_groups"])

@@ -243,6 +243,8 @@ class _Broadcast:
 
     def _outline(self, state_dict: State) -> State:
         outline = dict(state_dict)
+        if "state" not in outline:
+            return outline
         outline["state"] = {
             fqn: {
                 name: _Stub(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
@@ -250,7 +252,7 @@ class _Broadcast:
             }
             if isinstance(state, Mapping)
             else state
-            for fqn, state in state_dict.get("state", {}).items()
+            for fqn, state in state_dict["state"].items()
         }
         return outline
 

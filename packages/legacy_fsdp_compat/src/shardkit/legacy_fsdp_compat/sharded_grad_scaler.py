@@ -47,7 +47,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 continue
             local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:
-                local = local.coalesce().values()
+                parameter.grad = local.coalesce()  # a new tensor if it had an index twice
+                local = parameter.grad.values()
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         with torch.no_grad():
             for (device, _), gradients in by_kind.items():
