@@ -1,10 +1,12 @@
 """docs/legacy_fsdp.md lists every argument, method and public name of stock FSDP1, and what it says holds."""
 
+import importlib
 import inspect
 import re
 
 import pytest
 import torch.distributed.fsdp as stock
+import torch.distributed.fsdp.api as stock_api
 import torch.distributed.fsdp.sharded_grad_scaler as stock_scaler
 import torch.distributed.fsdp.wrap as stock_wrap
 
@@ -82,6 +84,16 @@ def test_public_names():
                 getattr(module, name)
         else:
             assert hasattr(module, name), name
+
+
+def test_modules():
+    """A script that imports from a module of stock finds the same public names in ours."""
+    for path in sorted(SUBMODULES):
+        theirs = importlib.import_module(f"torch.distributed.fsdp.{path}")
+        mine = importlib.import_module(f"shardkit.legacy_fsdp_compat.{path}")
+        public = set(getattr(theirs, "__all__", ())) | {name for name in vars(stock_api) if name in stock_api.__all__}
+        lacking = {name for name in public if hasattr(theirs, name) and not hasattr(mine, name)}
+        assert not lacking, path
 
 
 @pytest.mark.parametrize("name", ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])

@@ -64,6 +64,7 @@ class Iteration:
         self._ran_before = 0
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._backward_queued = False
+        self.backwards = 0
 
     # -- membership ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +169,7 @@ class Iteration:
     def end_backward(self) -> None:
         """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
         self._backward_queued = False
+        self.backwards += 1
         for state in reversed(self.all_states):
             state.end_backward()
         root = self.forward_root() if self.forward_root is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,10 +118,3 @@ class FlatLayout:
         low, high = intersection(self.intervals[index], self.shard(rank))
         first = self.shard(rank)[0]
         return (low - first, high - first) if low < high else (0, 0)
-
-    def held(self, rank: int) -> Iterator[tuple[int, Interval, Interval]]:
-        """What `rank` holds: parameter number, elements of the parameter, elements of the rank's part."""
-        for index in range(len(self.shapes)):
-            piece = self.piece(index, rank)
-            if piece[0] < piece[1]:
-                yield index, piece, self.within_shard(index, rank)

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard
+from shardkit.core.lazy_init import initialise_root
 from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.state import FSDPState, state_of
 from shardkit.legacy_fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
     own,
 )
 from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
@@ -39,7 +51,25 @@ from shardkit.legacy_fsdp_compat.torch_compat import checkpoint_wrapped, detaile
 from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, clean_name
 from shardkit.legacy_fsdp_compat.wrap import Policy
 
-__all__ = ["FullyShardedDataParallel", "TrainingState"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]
 
 
 class TrainingState(enum.Enum):
@@ -127,6 +157,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         self._use_orig_params = use_orig_params
         self._is_root: bool | None = None
         self._summoned = False
+        self._summoner: tuple[FullyShardedDataParallel, ...] = ()
+        self._backwards_seen = 0
         self._comm_hook: Callable[..., None] | None = None
         ignored = self._ignored = resolve_ignored(module, ignored_modules, ignored_states, _is_wrapped)
         place = self._placement = placement_for(
@@ -244,14 +276,6 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         assert state is not None
         return state
 
-    @property
-    def _flat_param(self) -> NoReturn:
-        raise _no_flat_parameter("_flat_param")
-
-    @property
-    def _handle(self) -> NoReturn:
-        raise _no_flat_parameter("_handle")
-
     def __getattr__(self, name: str) -> Any:
         """What this wrapper does not have comes from the wrapped module."""
         try:
@@ -259,6 +283,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         except AttributeError:
             if name == WRAPPED:
                 raise
+            if name in ("_flat_param", "_handle"):
+                raise NoFlatParameterError(name) from None
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: int) -> Any:
@@ -311,6 +337,12 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         """The first FSDP module that runs, or is asked, is the root of those below it."""
         if self._is_root is not None:
             return
+        if self._summoner:  # called by the wrapped module of one above, whose own forward did not run yet
+            (outer,) = self._summoner
+            outer._lazy_init()
+            if outer._state.is_root is None:
+                initialise_root(outer._state)
+            return
         below = self.fsdp_modules(self)
         for one in below:
             if one is not self and one._is_root:
@@ -333,12 +365,19 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     def _reduce_unused(self) -> None:
         """The gradient of a flat parameter is whole: parameters that backward does not reach get zeros."""
-        if self._is_root:
+        if self._is_root and self._backwards_seen != self._state.iteration.backwards:
+            self._backwards_seen = self._state.iteration.backwards
             for one in self.fsdp_modules(self):
                 for group in one._state.groups:
                     group.reduce_unused_params = False
         for group in self._state.groups:
             group.reduce_unused_params = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward with this module's hooks. Inside `summon_full_params` the wrapped module is called as it is: its
+        parameters are whole, and of their original dtype.
+        """
+        return self._fsdp_wrapped_module(*args, **kwargs) if self._summoned else super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module with gathered parameters and cast inputs."""
@@ -395,6 +434,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         if any(one._summoned for one in chosen):
             raise AssertionError("summon_full_params inside another summon_full_params of the same module")
         with summoned([(one._unit, one._state) for one in chosen], options):
+            below = [(one, outer) for outer in chosen for one in outer.fsdp_modules(outer) if one not in chosen]
+            for one, outer in below:
+                one._summoner = (outer,)
             for one in chosen:
                 one._summoned = True
             try:
@@ -402,6 +444,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             finally:
                 for one in chosen:
                     one._summoned = False
+                for one, _ in below:
+                    one._summoner = ()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """`nn.Module.apply` with whole parameters, which are written back (collective)."""
@@ -480,9 +524,12 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             raise RuntimeError(f"{method}() must be called on the root FSDP module, this one is below another")
 
 
-def _no_flat_parameter(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"there is no flat parameter here, so no '{name}': parameters stay separate DTensors. Read whole values inside "
-        "FSDP.summon_full_params(module), this rank's rows with parameter.to_local(), and FSDP1's flat format with "
-        "StateDictType.LOCAL_STATE_DICT"
-    )
+class NoFlatParameterError(NotImplementedError, AttributeError):
+    """Someone reaches for the flat parameter; `hasattr` says that there is none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"there is no flat parameter here, so no '{name}': parameters stay separate DTensors. Read whole values "
+            "inside FSDP.summon_full_params(module), this rank's rows with parameter.to_local(), and FSDP1's flat "
+            "format with StateDictType.LOCAL_STATE_DICT"
+        )

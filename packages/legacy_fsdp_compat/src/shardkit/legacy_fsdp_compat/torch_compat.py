@@ -29,7 +29,6 @@ __all__ = [
     "flatten_for_checkpoint",
     "local_parts",
     "new_sharded_tensor",
-    "shard_boxes",
     "unscale_and_check_",
 ]
 
@@ -97,11 +96,6 @@ def detailed_debugging() -> bool:
 def local_parts(tensor: ShardedTensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """This rank's parts of a ShardedTensor: offsets and values."""
     return [(tuple(part.metadata.shard_offsets), part.tensor) for part in tensor.local_shards()]
-
-
-def shard_boxes(tensor: ShardedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of every rank's part."""
-    return [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in tensor.metadata().shards_metadata]
 
 
 def allow_any_grad_dtype(parameter: torch.Tensor) -> None:
