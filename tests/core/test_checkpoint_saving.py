@@ -3,6 +3,7 @@
 import re
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,29 @@ def test_parts_that_never_come(tmp_path: Path):
     text = r"ranks \[1, 2\] have not written their part where this rank sees it: they had 0.2 s; the directory must be"
     assert re.search(text, str(save.await_commit()))
     assert list(tmp_path.iterdir()) == [] and save.progress.phase == "failed"
+
+
+def no_thread(rank: int, world_size: int, path: Path) -> str:
+    """As where the number of threads is limited."""
+    manager = CheckpointManager(path)
+    state = TrainingState(torch.nn.Linear(1, 1))
+    start = threading.Thread.start
+
+    def failing(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = failing if rank == 1 else start
+    try:
+        manager.save(1, state)
+    finally:
+        threading.Thread.start = start
+    with pytest.raises(CheckpointError) as failed:
+        manager.wait()
+    manager.save(2, state, blocking=True)
+    return str(failed.value)
+
+
+def test_a_save_that_cannot_begin_fails_on_all_ranks(tmp_path: Path):
+    text = f"saving step 1 to {tmp_path} failed on rank 1: RuntimeError: can't start new thread"
+    assert run_ranks(2, no_thread, tmp_path) == [text] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

@@ -141,7 +141,6 @@ class CheckpointManager:
                 plan = self._planned(captured, by_layout=self._alike)
         assert plan is not None
         assert self._image is not None
-        self._image.fill(plan.values)
         self._start(number, dict(info or {}), plan, self._image)
         if blocking:
             self.wait()
@@ -161,7 +160,7 @@ class CheckpointManager:
         self._begun += 1
         token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks
         self._save = Save(self._directory, token, header, self._peers.rank, staged, self._keep, self._timeout)
-        self._save.start()
+        self._save.start(lambda: image.fill(plan.values))
 
     def wait(self) -> None:
         """Returns when the last save is complete: its checkpoint is there and on disk. Collective.

@@ -10,7 +10,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,9 +77,13 @@ class Save:
         self._commit_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{header.step}")
 
-    def start(self) -> None:
-        """Begins to write."""
-        self._thread.start()
+    def start(self, stage: Callable[[], object] = lambda: None) -> None:
+        """Stages and begins to write. What fails here fails the save: all ranks hear of it when they wait."""
+        try:
+            stage()
+            self._thread.start()
+        except Exception as error:  # noqa: BLE001 (the other ranks have begun, this one must not raise alone)
+            self._fail(error)
 
     @property
     def step(self) -> int:
@@ -98,14 +102,18 @@ class Save:
 
     def await_commit(self) -> Exception | None:
         """Waits until the checkpoint is visible, on the rank that commits; elsewhere as `await_part`."""
-        self._thread.join()
+        self._join()
         return self._part_error or self._commit_error
 
     def abandon(self, reason: str) -> None:
         """Has a commit that waits for other ranks give up, and removes what is there, now that no rank writes to it."""
         self._abandoned = reason
-        self._thread.join()
+        self._join()
         self._remove()
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:  # else it was never started
+            self._thread.join()
 
     def _run(self) -> None:
         staged = self._staged
@@ -120,14 +128,16 @@ class Save:
                     self._commit(self._temporary)
             self._phase = "done"
         except Exception as error:  # noqa: BLE001 (the training thread raises it, if it comes to ask)
-            _LOG.error("saving step %d to %s failed: %s", self.step, self._directory.path, error)
-            self._phase = "failed"
-            if self._part_done.is_set():
-                self._commit_error = error
-                self._remove()
-            else:
-                self._part_error = error  # `abandon` removes it: other ranks may be writing now
-        finally:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _LOG.error("saving step %d to %s failed: %s", self.step, self._directory.path, error)
+        self._phase = "failed"
+        if self._part_done.is_set():
+            self._commit_error = error
+            self._remove()
+        else:
+            self._part_error = error  # `abandon` removes what is there: other ranks may be writing now
             self._part_done.set()
 
     def _remove(self) -> None:
