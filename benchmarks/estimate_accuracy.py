@@ -86,7 +86,8 @@ def on_ranks(body, ranks: int, name: str) -> dict:
 
 def row(name: str, ranks: int, machine, costs) -> dict:
     started = time.process_time()
-    estimated = estimate_job(jobs.JOBS[name], jobs.mesh_of(name, ranks), machine, costs=costs)
+    with costs:
+        estimated = estimate_job(jobs.JOBS[name], jobs.mesh_of(name, ranks), machine, costs=costs)
     spent = time.process_time() - started
     counted, timed = on_ranks(counted_rank, ranks, name), on_ranks(timed_rank, ranks, name)
     sent = [

@@ -80,15 +80,15 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 
 
 def _measure(file: Path) -> dict[str, Any]:
-    operator_seconds = _operators()
-    process_bytes = _resident()  # before large tensors, but with what a first training step loads
+    operator_seconds, float32 = _operators(), _matmul(torch.float32)
+    process_bytes = _resident()  # before large tensors, but with what libraries keep after their first use
     latency, bandwidth = _link()
     group = dist.group.WORLD
     assert group is not None
     shared = isinstance(transport_for(group, torch.device("cpu")), SharedTransport)
     return {
         "process_bytes": process_bytes,
-        "float32": _matmul(torch.float32),
+        "float32": float32,
         "bfloat16": _matmul(torch.bfloat16),
         "memory_bandwidth": _stream(),
         "operator_seconds": operator_seconds,

@@ -21,11 +21,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from shardkit.core.torch_compat import TorchDispatchMode
+
 __all__ = [
+    "ASK_DEVICE",
     "FakeTensor",
     "FakeTensors",
     "NEEDS_DATA",
     "READ_VALUE",
+    "OperatorMode",
     "count_flops",
     "fake_error_operator",
     "group_named",
@@ -35,11 +39,22 @@ __all__ = [
     "own_store_connection",
 ]
 
+# What C++ runs to ask a fake tensor for its device, more often than anything else.
+ASK_DEVICE: Any = torch.ops.prim.device.default
+
 # What `Tensor.item` runs.
 READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
 
 # What an operator raises that would have to look at the data of a fake tensor.
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that dynamo is not kept out of: nothing is compiled here, and that would cost at each call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class FakeTensors:

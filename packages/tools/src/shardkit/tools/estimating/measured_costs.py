@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -19,9 +21,22 @@ _LEAST_SECONDS = 0.003
 _MOST_BYTES = 2**31
 
 
+# What the other ranks of the host do meanwhile: they keep cores, caches and memory busy.
+_COMPANY = """
+import torch
+torch.set_num_threads(1)
+a, b, c = torch.rand(512, 512), torch.rand(512, 512), torch.rand(2**20)
+print("ready", flush=True)
+while True:
+    a @ b
+    torch.nn.functional.gelu(c)
+"""
+
+
 class MeasuredCosts:
     """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
 
+    As a context it keeps the machine as busy as the other ranks of a host would: two hardware threads may be one core.
     The launch that the machine counts for every operator is taken off, as the measured time contains it.
 
     Attributes:
@@ -33,6 +48,23 @@ class MeasuredCosts:
         self._roofline = Roofline(machine)
         self._known: dict[Any, float] = {}
         self.estimated: list[str] = []
+        self._company: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> MeasuredCosts:
+        self._company = [
+            subprocess.Popen([sys.executable, "-c", _COMPANY], stdout=subprocess.PIPE)
+            for _ in range(self._machine.ranks_per_host - 1)
+        ]
+        for process in self._company:
+            assert process.stdout is not None
+            process.stdout.readline()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self._company:
+            process.kill()
+            process.communicate()
+        self._company = []
 
     def seconds(self, operator: Operator) -> float:
         """Seconds of one call."""

@@ -12,17 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.tensors import tensors_in
-from shardkit.core.torch_compat import TorchDispatchMode, local_of
+from shardkit.core.torch_compat import local_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.ledger import Category, Ledger
 from shardkit.tools.estimating.trace import Awaited, Launched, Operators, Ran, Trace
 from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
 from shardkit.tools.estimating.whereabouts import Whereabouts
 from shardkit.tools.torch_compat import (
+    ASK_DEVICE,
     NEEDS_DATA,
     READ_VALUE,
     FakeTensor,
     FakeTensors,
+    OperatorMode,
     fake_error_operator,
     group_named,
 )
@@ -54,7 +56,7 @@ _COMMUNICATION: dict[str, Collective] = {
 }
 
 
-class Observer(TorchDispatchMode):
+class Observer(OperatorMode):
     """Keeps the ledger and the trace of a rank while it is open.
 
     Attributes:
@@ -118,11 +120,11 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is ASK_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if any(one not in _WITHOUT_OPERATORS for one in types):
             return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         kwargs = kwargs or {}
-        if function.namespace == "prim":  # a fake tensor is asked for its device
-            return function(*args, **kwargs)
         if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
             with self._fake.real():
                 return function(*args, **kwargs)
