@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from shardkit.tools.estimating.batches import with_micro_batch
+from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.policies import Policies
@@ -31,6 +32,7 @@ from shardkit.tools.estimating.sweep import (
     sweep,
 )
 from shardkit.tools.estimating.targets import (
+    costs_for,
     job_from_config,
     job_from_name,
     load,
@@ -39,7 +41,7 @@ from shardkit.tools.estimating.targets import (
     optimizer_named,
     tokens,
 )
-from shardkit.tools.machine import MachineError, preset_names
+from shardkit.tools.machine import Machine, MachineError, preset_names
 
 __all__ = ["add_job_arguments", "job_of", "main"]
 
@@ -142,16 +144,19 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     machine, console = machine_named(options.machine), Console()
     job = job_of(options)
-    if options.sweep:
-        return _sweep(options, job, machine, console)
-    found = estimate_job(job, mesh_of(options.world_size), machine, rank=options.rank)
+    with costs_for(options.machine, machine) as costs:
+        if options.sweep:
+            return _sweep(options, job, machine, costs, console)
+        found = estimate_job(job, mesh_of(options.world_size), machine, rank=options.rank, costs=costs)
     if options.json is not None:
         options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n")
     render(found, console)
     return 0
 
 
-def _sweep(options: argparse.Namespace, job: TrainingJob, machine: Any, console: Console) -> int:
+def _sweep(
+    options: argparse.Namespace, job: TrainingJob, machine: Machine, costs: OperatorCosts | None, console: Console
+) -> int:
     values = settings_of(options.sweep)
 
     def run(settings: Mapping[str, str]) -> Estimate:
@@ -159,7 +164,7 @@ def _sweep(options: argparse.Namespace, job: TrainingJob, machine: Any, console:
         chosen = replace(job, policies=changed(job.policies, settings))
         if "micro-batch" in settings:
             chosen = with_micro_batch(chosen, number_of("micro-batch", settings["micro-batch"], 1))
-        return estimate_job(chosen, mesh_of(mesh), machine, rank=options.rank)
+        return estimate_job(chosen, mesh_of(mesh), machine, rank=options.rank, costs=costs)
 
     points = sweep(values, run, console)
     print_sweep(points, console)

@@ -6,19 +6,21 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.llama import model_from_hf_config, vocabulary_of
 from shardkit.tools.estimating.policies import Policies
 from shardkit.tools.machine import Machine, load_machine, preset
 
-__all__ = ["job_from_config", "job_from_name", "load", "machine_named", "mesh_of", "optimizer_named"]
+__all__ = ["costs_for", "job_from_config", "job_from_name", "load", "machine_named", "mesh_of", "optimizer_named"]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -104,6 +106,15 @@ def machine_named(name: str) -> Machine:
 
         return calibrate()
     return load_machine(Path(name)) if name.endswith(".json") else preset(name)
+
+
+def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCosts | None]:
+    """Times of operators: on "this" machine by running them, else (None) by the machine's description."""
+    if name != "this":
+        return nullcontext()
+    from shardkit.tools.estimating.measured_costs import MeasuredCosts
+
+    return MeasuredCosts(machine)
 
 
 def mesh_of(text: str) -> dict[str, int]:

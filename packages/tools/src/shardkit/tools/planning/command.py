@@ -15,7 +15,7 @@ from rich.table import Table
 from shardkit.tools.estimating.command import add_job_arguments, job_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.render import size, time
-from shardkit.tools.estimating.targets import machine_named
+from shardkit.tools.estimating.targets import costs_for, machine_named
 from shardkit.tools.machine import MachineError
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import Proposal, propose
@@ -79,16 +79,18 @@ def _run(options: argparse.Namespace) -> int:
         raise EstimateError(f"a plan chooses the mesh; expected --world-size as a number, got '{options.world_size}'")
     machine, console, progress = machine_named(options.machine), Console(), Console(stderr=True)
     limit = bytes_of(options.memory) if options.memory else machine.memory
-    found = propose(
-        job_of(options),
-        int(options.world_size),
-        machine,
-        limit,
-        micro_batch=options.micro_batch,
-        most_micro_batch=options.most_micro_batch,
-        count=options.count,
-        progress=lambda text: progress.print(f"estimating {text}", markup=False, highlight=False),
-    )
+    with costs_for(options.machine, machine) as costs:
+        found = propose(
+            job_of(options),
+            int(options.world_size),
+            machine,
+            limit,
+            micro_batch=options.micro_batch,
+            most_micro_batch=options.most_micro_batch,
+            count=options.count,
+            costs=costs,
+            progress=lambda text: progress.print(f"estimating {text}", markup=False, highlight=False),
+        )
     _print(found, limit, console)
     if options.write is not None:
         options.write.write_text(code_of(found[0]))

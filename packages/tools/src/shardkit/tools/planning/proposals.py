@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.render import size, time
@@ -46,15 +47,23 @@ class Proposal:
 class _Search:
     """Estimates candidates, each once."""
 
-    def __init__(self, job: TrainingJob, machine: Machine, limit: int, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        machine: Machine,
+        limit: int,
+        costs: OperatorCosts | None,
+        progress: Callable[[str], None],
+    ) -> None:
         self.limit = limit
         self.known: dict[Candidate, Estimate] = {}
-        self._job, self._machine, self._progress = job, machine, progress
+        self._job, self._machine, self._costs, self._progress = job, machine, costs, progress
 
     def run(self, candidate: Candidate) -> Estimate:
         if candidate not in self.known:
             self._progress(candidate.describe())
-            self.known[candidate] = estimate_job(candidate.job(self._job), dict(candidate.axes), self._machine)
+            job = candidate.job(self._job)
+            self.known[candidate] = estimate_job(job, dict(candidate.axes), self._machine, costs=self._costs)
         return self.known[candidate]
 
     def fits(self, candidate: Candidate) -> bool:
@@ -77,6 +86,7 @@ def propose(
     micro_batch: int = 1,
     most_micro_batch: int = 8,
     count: int = 5,
+    costs: OperatorCosts | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
@@ -89,7 +99,7 @@ def propose(
         EstimateError: if the job cannot be estimated, or comes sharded.
     """
     plain = _build(job)
-    search = _Search(job, machine, limit, progress)
+    search = _Search(job, machine, limit, costs, progress)
     for candidate in candidates(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
