@@ -31,11 +31,9 @@ def print_report(report: Report, console: Console) -> None:
     for note in report.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     for table in (_figures(report), _ranks(report), _collectives(report), _memory(report)):
-        console.print()
-        console.print(table)
+        _print_table(table, console)
     if report.estimate is not None:
-        console.print()
-        console.print(_predictions(report))
+        _print_table(_predictions(report), console)
 
 
 def print_comparison(before: Report, after: Report, console: Console) -> None:
@@ -48,8 +46,17 @@ def print_comparison(before: Report, after: Report, console: Console) -> None:
     console.print(table)
 
 
+def _print_table(table: Table, console: Console) -> None:
+    """A title may be wider than its table."""
+    console.print()
+    title, table.title = table.title, None
+    if title:
+        console.print(title, style="italic", highlight=False)
+    console.print(table)
+
+
 def _table(*heads: str, title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, box=None, pad_edge=False)
     for index, head in enumerate(heads):
         table.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
     return table
