@@ -29,6 +29,7 @@ def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest
     assert (report.run.world_size, report.run.recorded_steps, report.run.missing_ranks) == (2, 3, [])
     assert {one.fqn for one in report.collectives} == {"blocks.0", "blocks.1", "blocks.2"}
     assert all(one.count == 3 for one in report.collectives)
+    assert all(rank.memory.peak_categories["activations"] > 0 for rank in report.ranks)
     assert len({rank.place.pid for rank in report.ranks}) == 2
     assert all(path.stat().st_size > 1000 for path in outputs.values())
     assert "peak_memory" in capsys.readouterr().out
@@ -37,10 +38,13 @@ def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest
 def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     command = [*TORCHRUN, "--nproc-per-node=2", JOB, "branch"]
-    status = main(["--out", str(out), "--warmup", "0", "--steps", "2", *command])
+    status = main(["--out", str(out), "--warmup", "0", "--steps", "2", "--no-activations", *command])
     assert status == 1
     assert "the command ended with status 1; reporting what was recorded" in capsys.readouterr().err
-    assert read_report(out).run.recorded_steps == 2
+    report = read_report(out)
+    assert report.run.recorded_steps == 2
+    assert not report.run.activations
+    assert all(rank.memory.peak_categories["activations"] == 0 for rank in report.ranks)
 
 
 def test_a_command_that_records_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
