@@ -27,6 +27,7 @@ class Meter(TorchDispatchMode):
         self.peak = 0
         self.at = ""
         self.slow = False
+        self.outbox = self.outbox_at_peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if FakeTensor in types:  # DTensor finds out the shapes of its results with them
@@ -34,7 +35,7 @@ class Meter(TorchDispatchMode):
         if any(one not in (torch.Tensor, torch.nn.Parameter) for one in types):
             # The operators that a DTensor, or another subclass, runs inside come by.
             return NotImplemented
-        if self.slow and function is torch.ops.aten.mm.default:
+        if self.slow and function in (torch.ops.aten.mm.default, torch.ops.aten.convolution_backward.default):
             time.sleep(0.0005)  # in a long run each rank is ahead of the others at times, and its outbox grows
         out = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.from_file.default:  # memory of another rank, mapped into this one
@@ -45,8 +46,12 @@ class Meter(TorchDispatchMode):
                 self.keep(tensor)
         now = self.now()
         if now > self.peak:
-            self.peak, self.at = now, str(function)
+            self.peak, self.at, self.outbox_at_peak = now, str(function), self.outbox
         return out
+
+    def hear(self, event: Any) -> None:
+        if getattr(event, "kind", None) == "outbox":
+            self.outbox += event.bytes if isinstance(event, events.StorageAllocated) else -event.bytes
 
     def keep(self, tensor: torch.Tensor) -> None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -70,7 +75,7 @@ class Meter(TorchDispatchMode):
 @dataclass
 class Measured:
     peak: int
-    idle: int
+    outbox: int
     at: str
     communication: list[tuple[Any, ...]] = field(default_factory=list)
     seconds: float = 0.0
@@ -95,7 +100,7 @@ def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int
     """Trains for some iterations; measures the last one, in which nothing is new any more."""
     job, axes = JOBS[name], mesh_of(name, world_size)
     found: list[Any] = []
-    with shared_memory(shared), Meter() as meter:
+    with shared_memory(shared), Meter() as meter, events.subscribe(meter.hear):
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         model = job.build(mesh)
         optimizer = job.optimizer(model.parameters())
@@ -103,10 +108,10 @@ def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int
             meter.slow = shared and world_size > 1 and (rank + number) % 2 == 1
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
             if number == iterations - 1:
-                idle, meter.peak = meter.now(), 0
+                meter.peak = 0
                 with events.subscribe(lambda event: found.append(describe(event))):
                     job.run(model, optimizer, batches)
             else:
                 job.run(model, optimizer, batches)
             del batches
-    return Measured(meter.peak, idle, meter.at, [one for one in found if one is not None])
+    return Measured(meter.peak, meter.outbox_at_peak, meter.at, [one for one in found if one is not None])

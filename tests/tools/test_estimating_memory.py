@@ -24,11 +24,14 @@ def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     machine = cpu("shared" if shared else "pairwise")
     for rank in {0, world_size - 1}:
         estimated = estimate_job(JOBS[name], mesh_of(name, world_size), machine, rank=rank)
-        error = estimated.peak.bytes / measured[rank].peak - 1
         counted = [
             (one.collective, one.fqn, one.bytes, one.wire_bytes, str(one.dtype))
             for one in estimated.recording.trace.transfers
             if one.of_core
         ]
         assert counted == measured[rank].communication
-        assert abs(error) <= 0.01, (estimated.peak, measured[rank].peak, measured[rank].at)
+        # How much the outbox holds depends on which rank was ahead; all else does not.
+        recorded, outbox = estimated.recording, measured[rank].outbox
+        assert outbox <= recorded.outbox_bytes + 64
+        predicted = recorded.peak.bytes - recorded.outbox_bytes
+        assert predicted == pytest.approx(measured[rank].peak - outbox, rel=0.001), (recorded.peak, measured[rank].at)

@@ -50,6 +50,7 @@ class Recording:
         cached_bytes: what torch's caching allocator of GPUs would have taken from the device.
         heap_bytes: what tensors on a CPU keep resident: the heap with its holes, and memory that is lent to peers.
         parameters: elements of the whole model's parameters.
+        outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
         groups: labels of the parameter groups.
         values_read: where data of tensors was asked for.
@@ -64,6 +65,7 @@ class Recording:
     heap_bytes: int
     parameters: int
     mapped_bytes: int
+    outbox_bytes: int
     groups: tuple[str, ...]
     values_read: tuple[str, ...]
 
@@ -137,6 +139,7 @@ def _run(
         cached_bytes=allocator.reserved,
         heap_bytes=heap.peak + lent_bytes,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        outbox_bytes=sum(one.outbox_bytes for one in transports.values()),
         mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
         groups=tuple(dict.fromkeys(group.label for group in groups)),
         values_read=tuple(observer.values_read),

@@ -89,6 +89,11 @@ class SimulatedTransport(StandIn):
         self._lent: dict[str, int] = {}
 
     @property
+    def outbox_bytes(self) -> int:
+        """What this rank's outbox holds, if it is behind its peers as often as not."""
+        return self._outbox.nbytes
+
+    @property
     def mapped_bytes(self) -> int:
         """What this rank maps of its peers' memory: their shards and their outboxes, which are like its own."""
         return sum(self._lent.values()) + (self.world_size - 1) * self._outbox.nbytes
