@@ -1,6 +1,6 @@
 """Trains the model of examples/train_lm under several compression policies and prints bytes, time and loss as a table.
 
-`hatch run compression` takes about two minutes on two idle cores. The ranks are processes of one host that are told to
+The ranks are processes of one host that are told to
 exchange over gloo, as ranks of different hosts would, but over the loopback device: its bytes cost next to nothing, so
 the times show what rounding costs, and not what fewer bytes save.
 """
@@ -121,7 +121,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Job.steps, help=f"optimizer steps ({Job.steps})")
     args = parser.parse_args()
     job = compression.Job(steps=args.steps)
-    print(", ".join(f"{name} {value}" for name, value in surroundings("cpu").items()))
+    facts = surroundings("cpu") | {"optimizer": "AdamW(fused=True)"}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{job.model}, {args.world_size} ranks of {job.batch} sequences, {job.steps} steps\n\n{HEAD}", flush=True)
     for name, policy in POLICIES.items():
         print(row(name, run_ranks(args.world_size, compression.train, policy, job, timeout=600.0)), flush=True)
