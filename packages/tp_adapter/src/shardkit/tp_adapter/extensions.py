@@ -116,11 +116,11 @@ class DTensorExtensions:
         if not isinstance(tensor, DTensor):
             layout = ChunkLayout(tuple(tensor.shape), 0, data.shard_size)
             chunk = tensor.detach().narrow(0, layout.offset(rank), layout.length(rank)).clone()
-            root = root_of(device_mesh)
-            if root.mesh_dim_names is None or device_mesh.mesh_dim_names is None:
+            root, cut = root_of(device_mesh), (device_mesh.mesh_dim_names or (None,))[-1]
+            names = root.mesh_dim_names or ()
+            if cut not in names:  # without names, or flattened
                 return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
-            cut = device_mesh.mesh_dim_names[-1]
-            placements = [Shard(0) if name == cut else Replicate() for name in root.mesh_dim_names]
+            placements = [Shard(0) if name == cut else Replicate() for name in names]
             return new_dtensor(chunk, root, placements, tensor.shape)
         form = adapter.form(tensor, "tensor", data, 0)
         local = form.plain(tensor.detach())

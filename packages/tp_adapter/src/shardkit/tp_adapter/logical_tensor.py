@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.utils import _pytree as pytree
 
 from shardkit.core.region import Region
 from shardkit.tp_adapter.boxes import Boxes
@@ -69,8 +68,7 @@ class LogicalTensor(torch.Tensor):
             )
         if name == "new_empty":
             args = (first, list(first.local.shape), *args[2:])
-        args, kwargs = pytree.tree_map_only(LogicalTensor, lambda one: one.local, (args, kwargs or {}))
-        result = func(*args, **kwargs)
+        result = func(*(one.local if isinstance(one, LogicalTensor) else one for one in args), **(kwargs or {}))
         return first if result is first.local else cls.of(result, first.boxes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
