@@ -51,6 +51,11 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
         assert_close(full[fqn], tensor, fqn)
         assert torch.equal(gathered[fqn], full[fqn]), fqn
         assert_close(momenta[fqn]["momentum_buffer"], optimizers[0].state[theirs[fqn]]["momentum_buffer"], fqn)
+    for assign in (False, True):
+        full = {fqn: tensor + 1 for fqn, tensor in full.items()}
+        shardkit.load_full_state_dict(model, full, assign=assign)
+        loaded = shardkit.full_state_dict(model, rank0_only=False)
+        assert not [fqn for fqn in full if not torch.equal(loaded[fqn], full[fqn])], assign
 
 
 @pytest.mark.parametrize(
