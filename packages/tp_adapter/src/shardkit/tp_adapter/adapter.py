@@ -69,7 +69,7 @@ class TensorParallelForm:
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The user's DTensor, over gathered memory."""
-        return new_dtensor(whole, self.model_mesh, self.model_placements, self.shape)
+        return new_dtensor(self.shard(whole), self.model_mesh, self.model_placements, self.shape)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The local gradient with the parameter's placements: a Partial one is summed over its axes.
