@@ -1,4 +1,5 @@
-"""Offline conversion of a checkpoint of 1 GB (256 tensors of 4 MB) in a process of its own: its memory, its MB/s.
+"""Offline conversion in a process of its own: its memory, its MB/s. A checkpoint of 1 GB (256 tensors of 4 MB), and one
+tensor of 512 MB whose rows lie scattered over the file.
 
 The bound on resident memory, 600 MB with everything that Python and torch take (about 250 MB), is asserted.
 """
@@ -38,11 +39,16 @@ def sources(tmp_path_factory):
         {f"layer.{number}.weight": torch.randn(ROWS, COLUMNS) for number in range(TENSORS)}, directory / "full.pt"
     )
     convert(open_checkpoint(directory / "full.pt"), directory / "dcp", "dcp")
-    return {"full": directory / "full.pt", "dcp": directory / "dcp"}
+    torch.save({"weight": torch.randn(16_000, 8_000).t()}, directory / "scattered.pt")
+    return {
+        name: directory / file for name, file in [("full", "full.pt"), ("dcp", "dcp"), ("scattered", "scattered.pt")]
+    }
 
 
-@pytest.mark.parametrize(("source", "to"), [("full", "dcp"), ("full", "safetensors"), ("dcp", "full")])
-def test_convert_1_gb(benchmark, sources, tmp_path, source, to):
+@pytest.mark.parametrize(
+    ("source", "to"), [("full", "dcp"), ("full", "safetensors"), ("dcp", "full"), ("scattered", "dcp")]
+)
+def test_convert(benchmark, sources, tmp_path, source, to):
     """Written and read back; MB/s counts the checkpoint once."""
 
     def run():
@@ -53,5 +59,5 @@ def test_convert_1_gb(benchmark, sources, tmp_path, source, to):
     benchmark.extra_info["peak resident MB"] = round(seen["peak"] / 1e6)
     benchmark.extra_info["MB/s"] = round(seen["bytes"] / 1e6 / seen["seconds"])
     print(f"{source} -> {to}: {benchmark.extra_info}")
-    assert seen["bytes"] > 1e9
+    assert seen["bytes"] > 5e8
     assert seen["peak"] < BOUND
