@@ -9,6 +9,7 @@ The machine is calibrated first, with as many ranks; operators are timed alone, 
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -22,8 +23,9 @@ from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shardkit.tools import estimate_job
+from shardkit.tools import Policies, estimate, estimate_job
 from shardkit.tools.calibration import calibrate
+from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from tests.tools import jobs
 from tests.tools.measured import run_job
@@ -107,12 +109,33 @@ def row(name: str, ranks: int, machine, costs) -> dict:
     }
 
 
+LLAMA_70B = LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, rope_theta=5e5, dtype=torch.bfloat16)
+
+
+def large() -> None:
+    """Estimates Llama-3-70B's shape on 1,024 ranks, with recomputation."""
+    policies = Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, checkpoint=True)
+    started, spent = time.perf_counter(), time.process_time()
+    found = estimate(lambda: Llama(LLAMA_70B), lambda: torch.randint(128_256, (1, 4096)), mesh=1024, policies=policies)
+    seconds, spent = time.perf_counter() - started, time.process_time() - spent
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{found.parameters / 1e9:.1f} billion parameters on 1024 ranks: {seconds:.0f} s ({spent:.0f} s of CPU time)")
+    print(f"most memory of this process: {most:.2f} GiB")
+    print(f"peak of {found.peak.bytes / 2**30:.1f} GiB in {found.peak.phase} of '{found.peak.fqn}'")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--jobs", nargs="+", default=list(jobs.JOBS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--large", action="store_true", help="only estimates a large model, and says how long that takes"
+    )
     options = parser.parse_args()
+    if options.large:
+        large()
+        return
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     jobs.enlarge(**SIZES)
