@@ -30,8 +30,8 @@ from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from tests.tools import jobs
 from tests.tools.measured import run_job
 
-SIZES = {"width": 512, "batch": 4, "sequence": 128, "vocabulary": 4096}
-STEPS = 12
+SIZES = {"width": 384, "batch": 4, "sequence": 64, "vocabulary": 2048}
+STEPS = 8
 
 
 def resident(reset: bool = False) -> int:
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=list(jobs.JOBS))
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--large", action="store_true", help="only estimates a large model, and says how long that takes"
+        "--large", action="store_true", help="only estimates a large model, and times that"
     )
     options = parser.parse_args()
     if options.large:
