@@ -158,7 +158,7 @@ def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
         if isinstance(event, events.StorageAllocated | events.StorageFreed):
             sign = 1 if isinstance(event, events.StorageAllocated) else -1
             left[event.kind] = left.get(event.kind, 0) + sign * event.bytes
-    assert left == {"packed": 0, "reduce_input": 0, "residual": 4 * (1000 - 100 * (3, 3, 3, 1)[rank])}
+    assert left == {"packed": 0, "gradient": 0, "reduce_input": 0, "residual": 4 * (1000 - 100 * (3, 3, 3, 1)[rank])}
 
 
 @pytest.mark.parametrize("kind", KINDS)
