@@ -129,9 +129,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--jobs", nargs="+", default=list(jobs.JOBS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--large", action="store_true", help="only estimates a large model, and times that"
-    )
+    parser.add_argument("--large", action="store_true", help="only estimates a large model, and times that")
     options = parser.parse_args()
     if options.large:
         large()
