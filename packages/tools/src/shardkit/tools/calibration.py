@@ -102,7 +102,8 @@ def _measure(file: Path) -> dict[str, Any]:
 
 def _train() -> None:
     """A first training step: what it imports and starts stays in memory."""
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 8)).sum().backward()
     optimizer.step()
