@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,8 +226,11 @@ def placement_errors(rank: int, world_size: int) -> None:
         names.FSDP(half, use_orig_params=False)
     with pytest.raises(ValueError, match="wrap by hand or by policy"):
         names.FSDP(nn.Sequential(names.FSDP(nn.Linear(2, 2))), auto_wrap_policy=names.always_wrap_policy)
+    model = names.FSDP(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match="summon_full_params"):
-        names.FSDP(nn.Linear(2, 2))._flat_param  # noqa: B018
+        model._flat_param  # noqa: B018
+    assert not hasattr(model, "_flat_param")
+    assert getattr(model, "_handle", None) is None
 
 
 def test_errors_of_the_constructor():
@@ -428,6 +432,7 @@ def summon(rank: int, world_size: int) -> None:
         assert isinstance(model.blocks[0].up.weight, DTensor)
     with names.FSDP.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
         assert isinstance(model.inp.weight, DTensor) == (rank != 0)
+        assert ("inp.weight" in model.state_dict()) == (rank == 0)
     with pytest.raises(NotImplementedError), names.FSDP.summon_full_params(model, rank0_only=True):
         pass
     loss_of(model, rank, 0).backward()
@@ -708,3 +713,175 @@ def casts_and_assignments(rank: int, world_size: int) -> None:
 
 def test_casts_and_loads_by_assignment():
     run_ranks(2, casts_and_assignments)
+
+
+# -- ties, calls inside contexts, groups that come and go --------------------------------------------------------------
+
+
+class TiedUnits(nn.Module):
+    """The embedding is a unit of its own, and its weight is the root's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.mid, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.mid(self.emb(tokens))))
+
+
+def tied_across_units(rank: int, world_size: int) -> None:
+    names = api(OURS)
+
+    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = wrap(OURS, Setting(), TiedUnits(), auto_wrap_policy=names.ModuleWrapPolicy({nn.Embedding}))
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([[1, 2, rank]])).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = start(0)
+    step(model, optimizer)
+    expected = whole_state(OURS, model)
+    assert list(expected) == list(TiedUnits().state_dict())
+    for kind in ("FULL", "SHARDED", "LOCAL"):
+        with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+            state, optim = model.state_dict(), names.FSDP.optim_state_dict(model, optimizer)
+        assert not any(isinstance(value, DTensor) for value in state.values()), kind
+        other, its_optimizer = start(1)
+        with names.FSDP.state_dict_type(other, names.StateDictType[f"{kind}_STATE_DICT"]):
+            other.load_state_dict(state)
+            its_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, its_optimizer, optim))
+        assert other.head.weight is other.emb.weight
+        assert_same_tensors(expected, whole_state(OURS, other), rtol=0, atol=0)
+        step(other, its_optimizer)
+        again, its_optimizer = start(0)
+        step(again, its_optimizer)
+        step(again, its_optimizer)
+        assert_same_tensors(whole_state(OURS, again), whole_state(OURS, other), **TOLERANCE)
+
+
+def test_a_parameter_tied_across_units():
+    run_ranks(2, tied_across_units)
+
+
+def calls_inside_summon(rank: int, world_size: int) -> None:
+    """As text is generated: by a method of the wrapped module, before and after the first forward."""
+    inputs = batch(rank, 0)[0]
+    expected = build()(inputs)
+    for recurse in (False, True):
+        seen = {}
+        for engine in (STOCK, OURS):
+            names, model = api(engine), wrap(engine, Setting())
+            for _ in range(2):
+                with names.FSDP.summon_full_params(model, recurse=recurse, writeback=False), torch.no_grad():
+                    torch.testing.assert_close(model.module.forward(inputs), expected, **TOLERANCE)
+                    if recurse:
+                        torch.testing.assert_close(model(inputs), expected, **TOLERANCE)
+                train(model, sgd(model), rank, range(1))
+                with torch.no_grad():
+                    expected_now = model(inputs)
+                assert not torch.equal(expected_now, expected)
+                model.load_state_dict(build().state_dict())
+            seen[engine] = train(model, sgd(model), rank, range(2))
+        torch.testing.assert_close(seen[OURS], seen[STOCK], **TOLERANCE)
+
+
+def test_calls_inside_summon_full_params():
+    run_ranks(2, calls_inside_summon)
+
+
+class Branches(nn.Module):
+    """Runs one of two branches, each a unit with a parameter that its own forward may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Branch(), Branch()])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.blocks[which](x)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def idle_in_two_forwards(rank: int, world_size: int) -> None:
+    """Two forwards through different units, then one backward: both have zero gradients where it did not reach."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        torch.manual_seed(0)
+        policy = api(engine).ModuleWrapPolicy({Branch})
+        model = wrap(engine, Setting(), Branches(), auto_wrap_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        inputs = batch(rank, 0)[0]
+        (model(inputs, 0).sum() + model(inputs, 1).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(inputs, 1).sum().backward()  # the first branch does not run: it has no gradients, and no decay
+        optimizer.step()
+        seen[engine] = whole_state(engine, model)
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+def test_parameters_that_one_of_two_forwards_uses():
+    run_ranks(2, idle_in_two_forwards)
+
+
+def sparse_gradients(rank: int, world_size: int) -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as StockScaler
+
+    from shardkit.legacy_fsdp_compat import ShardedGradScaler
+
+    for scaler in (StockScaler, ShardedGradScaler):
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer, grad_scaler = sgd(model), scaler("cpu", init_scale=1024.0)
+        grad_scaler.scale(model(torch.tensor([1, 1, 2])).sum()).backward()
+        grad_scaler.unscale_(optimizer)
+        assert model.weight.grad.to_dense().max() == 2.0
+
+
+def test_grad_scaler_with_sparse_gradients():
+    run_ranks(2, sparse_gradients)
+
+
+def groups_that_come_and_go(rank: int, world_size: int, directory: Path) -> None:
+    """The groups of one machine are made anew once the default process group is another one."""
+    names = api(OURS)
+    for attempt in range(2):
+        if attempt:
+            dist.destroy_process_group()
+            store = dist.FileStore(str(directory / "store"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        model = wrap(OURS, Setting("HYBRID_SHARD"))  # with a policy and no groups
+        assert model.sharding_strategy is names.ShardingStrategy.HYBRID_SHARD
+        train(model, sgd(model), rank, range(3))
+        assert_same_tensors(alone(world_size), whole_state(OURS, model), **TOLERANCE)
+
+
+def test_hybrid_sharding_without_groups_of_ones_own(tmp_path: Path):
+    run_ranks(2, groups_that_come_and_go, tmp_path, isolated=True)
+
+
+def local_load_of_unlike_ranks(rank: int, world_size: int) -> None:
+    """One rank's file is of another run: every rank raises, and none waits for it."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+        if rank == 1:
+            state["blocks.0._flat_param"] = state["_flat_param"]
+        with pytest.raises(RuntimeError, match=r"rank 1 of the shard group: 'blocks.0._flat_param' has"):
+            model.load_state_dict(state)
+
+
+def test_loading_files_of_which_one_is_wrong():
+    run_ranks(2, local_load_of_unlike_ranks)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.ignored import Ignored
 
 __all__ = ["materialize_unit", "own_modules", "sync_from_first_rank"]
@@ -36,20 +38,18 @@ def materialize_unit(
     is_wrapped: Callable[[nn.Module], bool],
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
-) -> bool:
-    """Gives every module of the unit that owns meta tensors its values; returns whether there were any.
+) -> None:
+    """Gives every module of the unit that owns meta tensors its values.
 
     That is `param_init_fn(module)`, or `module.to_empty()` and `module.reset_parameters()`.
 
     Raises:
         RuntimeError: a module without `reset_parameters()`, or one whose tensors are on the meta device afterwards.
     """
-    found = False
     for name, module in list(own_modules(root, ignored, is_wrapped)):
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(tensor.is_meta and tensor not in ignored.parameters for tensor in tensors):
             continue
-        found = True
         where = f"'{name or 'the wrapped module'}' ({type(module).__name__})"
         if param_init_fn is not None:
             param_init_fn(module)
@@ -65,7 +65,6 @@ def materialize_unit(
         left = [name for name, tensor in module.named_parameters(recurse=False) if tensor.is_meta]
         if left:
             raise RuntimeError(f"param_init_fn left {left} of {where} on the meta device; it must call to_empty()")
-    return found
 
 
 @torch.no_grad()
@@ -81,7 +80,7 @@ def sync_from_first_rank(
     for _, module in own_modules(root, ignored, is_wrapped):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor not in ignored.parameters:
-                tensors[id(tensor)] = tensor
+                tensors[id(tensor)] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     for tensor in tensors.values():
         there = tensor.detach().to(device).contiguous()
         for group in groups:

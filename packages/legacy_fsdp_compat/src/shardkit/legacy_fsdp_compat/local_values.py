@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from shardkit.core.torch_compat import local_of
-from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, intersection
+from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE
 from shardkit.legacy_fsdp_compat.reshuffle import reshuffle
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts, new_sharded_tensor
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
@@ -64,24 +65,40 @@ def from_flat(unit: Unit, value: object, name: str) -> list[torch.Tensor]:
     """This rank's rows of every parameter of the unit, from its entry of a LOCAL state dict (collective).
 
     Raises:
-        TypeError: for anything but a ShardedTensor.
-        ValueError: for one of another length, or another part than this rank's: of another world size or wrapping.
+        RuntimeError: on every rank, if one of them has no ShardedTensor, or one of another length or another part than
+            its own: of another world size or wrapping.
     """
-    layout, rank = unit.layout, unit.group.rank()
-    if not isinstance(value, ShardedTensor):
-        raise TypeError(f"'{name}' is a {type(value).__name__}; LOCAL_STATE_DICT takes ShardedTensors")
+    problems: list[str | None] = [None] * unit.group.size()
+    dist.all_gather_object(problems, _problem(unit, value, name), group=unit.group)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise RuntimeError(f"rank {rank} of the shard group: {problem}")
+    assert isinstance(value, ShardedTensor)
     parts = local_parts(value)
-    start, stop = layout.shard(rank)
-    seen = parts[0][0][0] if parts else start, parts[0][1].numel() if parts else 0
-    if value.size().numel() != layout.numel or ((stop > start or parts) and seen != (start, stop - start)):
-        raise ValueError(
-            f"'{name}' has {value.size().numel()} elements and on this rank {seen[1]} from {seen[0]} on; this FSDP "
-            f"module has {layout.numel} and {stop - start} from {start} on. A LOCAL state dict loads into the same "
-            f"wrapping and use_orig_params on as many ranks only, here {layout.world_size}; migrate it instead"
-        )
     device = local_of(unit.parameters[0].sharded).device
     shard = parts[0][1].detach().to(device) if parts else torch.empty(0, dtype=value.dtype, device=device)
     return [_from_pieces(unit, index, parameter, shard) for index, parameter in enumerate(unit.parameters)]
+
+
+def _problem(unit: Unit, value: object, name: str) -> str | None:
+    """Why a value cannot be this unit's flat tensor."""
+    if value is None:
+        return (
+            f"the LOCAL state dict has no '{name}', but the FSDP module there has parameters "
+            f"{[one.name for one in unit.parameters]}; was it saved with another wrapping, or as another type?"
+        )
+    if not isinstance(value, ShardedTensor):
+        return f"'{name}' is a {type(value).__name__}; LOCAL_STATE_DICT takes ShardedTensors"
+    layout, parts = unit.layout, local_parts(value)
+    start, stop = layout.shard(unit.group.rank())
+    seen = parts[0][0][0] if parts else start, parts[0][1].numel() if parts else 0
+    if value.size().numel() == layout.numel and ((stop == start and not parts) or seen == (start, stop - start)):
+        return None
+    return (
+        f"'{name}' has {value.size().numel()} elements and on this rank {seen[1]} from {seen[0]} on; this FSDP "
+        f"module has {layout.numel} and {stop - start} from {start} on. A LOCAL state dict loads into the same "
+        f"wrapping and use_orig_params on as many ranks only, here {layout.world_size}; migrate it instead"
+    )
 
 
 def _from_pieces(unit: Unit, index: int, parameter: UnitParameter, shard: torch.Tensor) -> torch.Tensor:
@@ -92,9 +109,4 @@ def _from_pieces(unit: Unit, index: int, parameter: UnitParameter, shard: torch.
     if parameter.is_replicated:
         numel = parameter.shape.numel()
         wanted = tuple((0, numel) for _ in range(layout.world_size))
-    return reshuffle(piece, _cover(layout.pieces(index)), wanted, unit.group).view(parameter.param.local_shape)
-
-
-def _cover(pieces: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Empty pieces stay empty wherever they are counted from."""
-    return tuple(intersection(piece, piece) for piece in pieces)
+    return reshuffle(piece, layout.pieces(index), wanted, unit.group).view(parameter.param.local_shape)

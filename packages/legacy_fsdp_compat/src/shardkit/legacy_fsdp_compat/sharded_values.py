@@ -23,9 +23,9 @@ def to_sharded(
     """
     # A copy, as in stock: training goes on while a state dict is written.
     local = local_of(value).detach().to("cpu" if offload else local_of(value).device, copy=True)
-    if parameter.is_replicated:
+    if parameter.is_replicated and not parameter.is_model_parallel:
         return local
-    if as_dtensor:
+    if as_dtensor or parameter.is_model_parallel:
         return parameter.like(local)
     layout, rank = parameter.param.layout, unit.group.rank()
     rest = [0] * (len(parameter.shape) - 1)

@@ -73,12 +73,20 @@ def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, local_meta
         _save_local(unit, state_dict, prefix, settings)
     else:
         for parameter in unit.parameters:
-            _save(unit, parameter, state_dict, prefix, settings)
+            _save(unit, parameter, state_dict, prefix, settings, summoned=module._summoned)
+        for parameter in unit.tied:
+            _save(unit, parameter, state_dict, prefix, settings, summoned=False)
     _save_buffers(module, state_dict, prefix, settings)
 
 
 def _save(
-    unit: Unit, parameter: UnitParameter, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings
+    unit: Unit,
+    parameter: UnitParameter,
+    state_dict: dict[str, Any],
+    prefix: str,
+    settings: StateDictSettings,
+    *,
+    summoned: bool,
 ) -> None:
     config = settings.state_dict_config
     names = [prefix + name for name in parameter.aliases if prefix + name in state_dict]
@@ -88,6 +96,10 @@ def _save(
     result: torch.Tensor | None
     if not isinstance(value, DTensor):  # inside summon_full_params
         result = value.detach().clone()
+    elif value.device_mesh != parameter.param.form.mesh:  # likewise, model-parallel
+        result = value.full_tensor().detach()
+    elif summoned:  # with rank0_only, on another rank
+        result = None
     elif isinstance(config, ShardedStateDictConfig):
         as_dtensor = config._use_dtensor
         result = to_sharded(unit, parameter, value, as_dtensor=as_dtensor, offload=config.offload_to_cpu)
@@ -103,6 +115,8 @@ def _save(
 
 
 def _save_local(unit: Unit, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
+    for name in _tied_names(unit):  # the unit that wrapped it first has the values
+        state_dict.pop(prefix + name, None)
     if not unit.parameters:
         return
     flat = to_flat(unit, offload=settings.state_dict_config.offload_to_cpu)
@@ -115,6 +129,10 @@ def _save_local(unit: Unit, state_dict: dict[str, Any], prefix: str, settings: S
         for name in (name for parameter in unit.parameters for name in parameter.aliases):
             state_dict.pop(prefix + name, None)
     state_dict[prefix + FLAT_NAME] = flat
+
+
+def _tied_names(unit: Unit) -> list[str]:
+    return [name for parameter in unit.tied for name in parameter.aliases]
 
 
 def _save_buffers(module: Any, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
@@ -148,10 +166,10 @@ def _before_load(
     settings, unit = _settings(module), module._unit
     if module._summoned and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         raise RuntimeError("load_state_dict inside summon_full_params takes FULL_STATE_DICT only; leave it first")
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.parameters:
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _load_local(unit, state_dict, prefix)
     elif not module._summoned:
-        for parameter in unit.parameters:
+        for parameter in (*unit.parameters, *unit.tied):
             for name in (prefix + name for name in parameter.aliases):
                 if name in state_dict:
                     state_dict[name] = _loaded(unit, parameter, state_dict[name], name, settings, error_messages)
@@ -188,13 +206,11 @@ def _from_full(parameter: UnitParameter, value: object, name: str) -> torch.Tens
 
 
 def _load_local(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    flat = state_dict.pop(prefix + FLAT_NAME, None)
-    if flat is None:
-        raise RuntimeError(
-            f"the LOCAL state dict has no '{prefix}{FLAT_NAME}', but the FSDP module there has parameters "
-            f"{[one.name for one in unit.parameters]}; was it saved with another wrapping, or as another type?"
-        )
-    rows = from_flat(unit, flat, prefix + FLAT_NAME)
+    for parameter in unit.tied:  # loaded from itself; the unit that wrapped it first, before or after, has its values
+        state_dict.update({prefix + name: parameter.sharded for name in parameter.aliases})
+    if not unit.parameters:
+        return
+    rows = from_flat(unit, state_dict.pop(prefix + FLAT_NAME, None), clean_name(prefix + FLAT_NAME))
     for parameter, piece in zip(unit.parameters, rows, strict=True):
         for name in parameter.aliases:
             state_dict[prefix + name] = parameter.like(piece)

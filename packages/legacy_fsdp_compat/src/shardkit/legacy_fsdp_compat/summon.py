@@ -69,9 +69,9 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
 def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> bool:
     """Registers the whole parameter; returns whether this rank gets it."""
     everywhere = not options.rank0_only
-    value = unit.full(parameter, parameter.sharded, everywhere=everywhere)
+    value = unit.unsharded(parameter, parameter.sharded, everywhere=everywhere)
     gradient = parameter.sharded.grad if options.with_grads else None
-    full_gradient = None if gradient is None else unit.full(parameter, gradient, everywhere=everywhere)
+    full_gradient = None if gradient is None else unit.unsharded(parameter, gradient, everywhere=everywhere)
     if value is None:
         return False
     if options.offload_to_cpu:
@@ -93,14 +93,14 @@ def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options:
             f"{tuple(parameter.shape)}: its values cannot be written back to the shards; change values, not shapes"
         )
     sharded = parameter.sharded
-    local_of(sharded).copy_(parameter.own_rows(current.detach()))
+    local_of(sharded).copy_(parameter.rows_of_unsharded(current.detach()))
     sharded.requires_grad_(current.requires_grad)
     if options.with_grads:
         gradient = current.grad
         if gradient is None:
             sharded.grad = None
         elif sharded.grad is not None:
-            local_of(sharded.grad).copy_(parameter.own_rows(gradient))
+            local_of(sharded.grad).copy_(parameter.rows_of_unsharded(gradient))
         else:
-            local = parameter.own_rows(gradient).to(local_of(sharded).device).clone()
+            local = parameter.rows_of_unsharded(gradient).to(local_of(sharded).device).clone()
             sharded.grad = like_dtensor(local, sharded)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.param import FSDPParam, sharded_counterpart
-from shardkit.core.torch_compat import local_of, new_dtensor
-from shardkit.legacy_fsdp_compat.api import ShardingStrategy
+from shardkit.core.region import region_of
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, Interval, aligned_numel, row_intervals
 from shardkit.legacy_fsdp_compat.meshes import Placement as Place
 from shardkit.legacy_fsdp_compat.reshuffle import reshuffle
@@ -53,7 +54,12 @@ class UnitParameter:
     @property
     def shape(self) -> torch.Size:
         """Shape of the whole parameter."""
-        return self.param.shape
+        return self.param.form.shape
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether tensor parallelism has cut it before: the sharded parameter is then on a mesh of both."""
+        return self.param.form.mesh is not self.param.mesh.mesh
 
     @property
     def is_replicated(self) -> bool:
@@ -62,11 +68,16 @@ class UnitParameter:
 
     @cached_property
     def rows(self) -> tuple[Interval, ...]:
-        """The elements that each rank of the shard group holds of it, or of anything cut like it."""
-        return row_intervals(tuple(self.shape), self.param.mesh.shard_size)
+        """The elements that each rank of the shard group holds of what data parallelism cuts: of the parameter, or of
+        this rank's part of a model-parallel one.
+        """
+        return row_intervals(tuple(self.param.shape), self.param.mesh.shard_size)
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor over `local`, cut like the parameter: its optimizer state, or a new value."""
+        if self.is_model_parallel:
+            shard = self.param.form.local(local.view(self.param.local_shape))
+            return like_dtensor(shard, cast(DTensor, self.param.sharded_param))
         return new_dtensor(local.view(self.param.local_shape), self.param.mesh.mesh, self._placements(), self.shape)
 
     def _placements(self) -> tuple[Placement, ...]:
@@ -74,8 +85,14 @@ class UnitParameter:
         return self.param.mesh.placements(placement)
 
     def own_rows(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a full tensor: a view."""
-        layout = self.param.layout
+        """This rank's rows of a full tensor: a view where they are one box."""
+        if self.is_model_parallel:
+            return region_of(self.name, self.param.sharded_param).take(full)
+        return self.rows_of_unsharded(full)
+
+    def rows_of_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the unsharded parameter, as modules have it: a view."""
+        layout, full = self.param.layout, self.param.form.plain(tensor)
         if self.is_replicated:
             return full
         rank = self.param.mesh.shard_rank
@@ -84,6 +101,10 @@ class UnitParameter:
 
 class Unit:
     """The parameters of one FSDP module, and how FSDP1 would lay them out.
+
+    Attributes:
+        parameters: those that this unit was the first to wrap, under all their names below the wrapped module.
+        tied: those of other units, under the names that modules of this unit have for them.
 
     Args:
         wrapped: the wrapped module, after sharding.
@@ -105,16 +126,12 @@ class Unit:
         self.use_orig_params = use_orig_params
         self._compute_dtype = compute_dtype
         self.parameters = _find_parameters(wrapped, belongs)
+        self.tied = _find_parameters(wrapped, lambda param: not belongs(param), own_names_only=True)
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group that shards."""
         return self.placement.group
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold parts."""
-        return self.placement.strategy is not ShardingStrategy.NO_SHARD
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -135,22 +152,37 @@ class Unit:
         return FlatLayout(shapes, self.group.size(), alignment)
 
     def full(self, parameter: UnitParameter, value: torch.Tensor, *, everywhere: bool = True) -> torch.Tensor | None:
-        """All of `value`, a DTensor cut like `parameter`: a new plain tensor (collective over the shard group).
+        """All of `value`, a DTensor cut like `parameter`: a new plain tensor (collective over the shard group, and over
+        the model-parallel axes of a parameter that has them).
 
         Without `everywhere` rank 0 of the group alone gets it and other ranks get None.
         """
+        whole = self.unsharded(parameter, value, everywhere=everywhere)
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    def unsharded(
+        self, parameter: UnitParameter, value: torch.Tensor, *, everywhere: bool = True
+    ) -> torch.Tensor | None:
+        """`value`, a DTensor cut like `parameter`, in the form that modules compute with: a new plain tensor, or a
+        DTensor on the model-parallel axes alone (collective over the shard group). `everywhere` as for `full`.
+        """
         local = local_of(value).detach()
+        mine = everywhere or self.group.rank() == 0
         if parameter.is_replicated:
-            return local.clone() if everywhere or self.group.rank() == 0 else None
-        numel = parameter.shape.numel()
+            return parameter.param.form.unsharded(local.clone()) if mine else None
+        numel = parameter.param.shape.numel()
         wanted = [(0, numel if everywhere or rank == 0 else 0) for rank in range(self.group.size())]
         flat = reshuffle(local.contiguous().view(-1), parameter.rows, wanted, self.group)
-        return flat.view(parameter.shape) if everywhere or self.group.rank() == 0 else None
+        return parameter.param.form.unsharded(flat.view(parameter.param.shape)) if mine else None
 
 
-def _find_parameters(wrapped: nn.Module, belongs: Callable[[FSDPParam], bool]) -> tuple[UnitParameter, ...]:
+def _find_parameters(
+    wrapped: nn.Module, belongs: Callable[[FSDPParam], bool], *, own_names_only: bool = False
+) -> tuple[UnitParameter, ...]:
     names: dict[FSDPParam, list[str]] = {}
     for prefix, module in wrapped.named_modules(remove_duplicate=False):
+        if own_names_only and WRAPPED in prefix.split("."):
+            continue
         for name, parameter in module._parameters.items():
             param = sharded_counterpart(parameter) if parameter is not None else None
             if param is not None and belongs(param):

@@ -1,0 +1,160 @@
+"""Habits of scripts, several in each test: what goes into forward, how optimizers are built, how states are chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.legacy_fsdp_compat.both import (
+    OPTIMIZERS,
+    OURS,
+    STOCK,
+    Block,
+    Setting,
+    api,
+    assert_same_tensors,
+    batch,
+    build,
+    loss_of,
+    train,
+    whole_gradients,
+    whole_state,
+    wrap,
+)
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Nested(nn.Module):
+    """Takes and gives dicts and lists; its first input may need a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 5), Block(3), nn.Linear(5, 1)
+
+    def forward(self, inputs: dict[str, Any], *, scale: list[float]) -> dict[str, list[torch.Tensor]]:
+        hidden = self.block(self.first(inputs["x"][0]))
+        return {"out": [self.last(hidden) * scale[0], hidden]}
+
+
+def nested_inputs(rank: int, world_size: int) -> None:
+    """Without prefetching, with hyper-parameters by kind of parameter, and an input that sometimes needs a gradient."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        torch.manual_seed(0)
+        policy = api(engine).ModuleWrapPolicy({Block})
+        model = wrap(engine, Setting(), Nested(), auto_wrap_policy=policy, backward_prefetch=None)
+        named = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0, "lr": 0.05},
+                {"params": [p for name, p in named.items() if "bias" not in name], "weight_decay": 0.3, "lr": 0.01},
+            ],
+            eps=1e-3,
+        )
+        gradients = []
+        for step in range(3):
+            x = batch(rank, step)[0].requires_grad_(step % 2 == 0)
+            out, hidden = model({"x": [x], "unused": None}, scale=[2.0])["out"]
+            (out.sum() + hidden.square().sum()).backward()
+            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[engine] = {"gradients": torch.stack(gradients), **whole_state(engine, model)}
+    assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
+
+
+def test_nested_inputs_and_groups_of_parameters():
+    run_ranks(2, nested_inputs)
+
+
+def pure_half(rank: int, world_size: int) -> None:
+    seen = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting(), build().half())
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(rank, step)[0].half()).sum().backward()
+            optimizer.step()
+        state = whole_state(engine, model)
+        assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float16)
+        seen[engine] = state
+    assert_same_tensors(seen[STOCK], seen[OURS], rtol=1e-2, atol=1e-2)
+
+
+def test_a_model_in_float16():
+    run_ranks(2, pure_half)
+
+
+def another_wrapping(rank: int, world_size: int) -> None:
+    """Full states go from any wrapping into any other, with a frozen parameter among them."""
+    names = api(OURS)
+    frozen = build()
+    frozen.blocks[1].up.weight.requires_grad_(False)
+    model = wrap(OURS, Setting(), frozen)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, rank, range(2))
+    state, optim = whole_state(OURS, model), names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = train(model, optimizer, rank, range(2, 4))
+    for setting in (Setting(policy=False), Setting("NO_SHARD"), Setting("SHARD_GRAD_OP", policy=False)):
+        other = build(1)
+        other.blocks[1].up.weight.requires_grad_(False)
+        other = wrap(OURS, setting, other)
+        its_optimizer = OPTIMIZERS["adam"](other.parameters())
+        other.load_state_dict(state)
+        its_optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(other, its_optimizer, optim))
+        torch.testing.assert_close(train(other, its_optimizer, rank, range(2, 4)), expected, **TOLERANCE)
+
+
+def test_loading_into_another_wrapping():
+    run_ranks(2, another_wrapping)
+
+
+def mixed_settings(rank: int, world_size: int) -> None:
+    """Types of parts, contexts inside contexts: the same kinds of values as stock's, and the same settings after."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        fsdp, kinds = names.FSDP, names.StateDictType
+        model = wrap(engine, Setting())
+        with fsdp.state_dict_type(model, kinds.SHARDED_STATE_DICT):
+            outer = {name: type(value).__name__ for name, value in model.state_dict().items()}
+            with fsdp.state_dict_type(model, kinds.LOCAL_STATE_DICT):
+                inner = {name: type(value).__name__ for name, value in model.state_dict().items()}
+            assert fsdp.get_state_dict_type(model).state_dict_type is kinds.SHARDED_STATE_DICT
+        before = fsdp.set_state_dict_type(model.blocks[0], kinds.SHARDED_STATE_DICT)
+        assert before.state_dict_type is kinds.FULL_STATE_DICT
+        with pytest.raises(AssertionError):
+            fsdp.get_state_dict_type(model)
+        part = {name: type(value).__name__ for name, value in model.blocks[0].state_dict().items()}
+        mixed = {name: type(value).__name__ for name, value in model.state_dict().items()}
+        seen[engine] = outer, set(inner.items()), part, mixed
+    assert seen[OURS] == seen[STOCK]
+
+
+def test_mixed_state_dict_types():
+    run_ranks(2, mixed_settings)
+
+
+def clipping(rank: int, world_size: int) -> None:
+    norms = {}
+    for engine in (STOCK, OURS):
+        model = wrap(engine, Setting("NO_SHARD"))
+        loss_of(model, rank, 0).backward()
+        norms[engine] = {"norm": model.clip_grad_norm_(0.1), **whole_gradients(engine, model)}
+    assert_same_tensors(norms[STOCK], norms[OURS], **TOLERANCE)
+    pairs = [dist.new_group([one]) for one in range(world_size)]
+    groups = (dist.group.WORLD, pairs[rank])
+    model = wrap(OURS, Setting("HYBRID_SHARD"), process_group=groups)
+    loss_of(model, rank, 0).backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), norms[STOCK]["norm"], **TOLERANCE)
+
+
+def test_clipping_of_replicated_gradients():
+    run_ranks(2, clipping)
