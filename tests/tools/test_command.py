@@ -60,8 +60,13 @@ def test_a_sweep_is_a_table_and_a_drawing(config: str, tmp_path: Path, capsys: p
     assert drawing.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.read_text())
     assert [one["settings"]["reshard"] for one in found] == ["true", "false"] * 2
-    peaks = [one["estimate"] and one["estimate"]["peak"]["bytes"] for one in found]
-    assert peaks[0] < peaks[1] and peaks[2:] == [None, None]
+    assert [one["estimate"] is None for one in found] == [False, False, True, True]
+    # Three layers and the root, which is not resharded: gathered again for backward, or not.
+    assert [_gathers(one["estimate"]) for one in found[:2]] == [7, 4]
+
+
+def _gathers(estimate: dict) -> int:
+    return sum(row["calls"] for row in estimate["traffic"] if row["collective"] == "all-gather")
 
 
 @pytest.mark.parametrize(
