@@ -1,0 +1,239 @@
+"""The job that is disturbed: a few steps of a sharded network, a save after each, resumed from what is there.
+
+`resume_until_done` does what torchrun does with `--max-restarts`: when a rank has ended badly it ends the others and
+starts all of them again. It saves the seconds in which Python and torch start, so that hundreds of faults can be tried;
+the tests of `torchrun` itself are few.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardkit.core import clip_grad_norm_
+from shardkit.core.checkpoint import CheckpointManager
+from tests.core.checkpoint_cases import Trainee
+from tests.faults.injection import Broken, Fault, Injector, spoil
+from tests.support.pool import start_server
+
+STEPS = 5
+WORLD = 2
+# Only a rank that was stopped leaves the others waiting; a disk that is slow must not look like one.
+_TIMEOUT_IF_STOPPED, _TIMEOUT = timedelta(seconds=4), timedelta(seconds=20)
+_ATTEMPT_TIMEOUT = 60.0
+
+
+def rank_main(rank: int, directory: str, attempt: int, fault: Fault | None, leader: Any) -> None:
+    """One rank of one attempt, in a process of its own. Ends with 0, or 1 after an error, which it notes in a file."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    path = Path(directory)
+    _join_process_group_of_system(rank, leader)
+    sys.stderr = (path / f"errors-{attempt}-{rank}").open("w", buffering=1)
+    store = path / f"store-{attempt}"
+    injector = Injector(fault, rank, str(store))
+    code = 0
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), WORLD),
+            rank=rank,
+            world_size=WORLD,
+            timeout=_TIMEOUT_IF_STOPPED if fault is not None and fault.kind == "stop" else _TIMEOUT,
+        )
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        _train(path, attempt, injector)
+    except BaseException:  # noqa: BLE001 (noted, and the exit code says so)
+        traceback.print_exc()
+        code = 1
+    (path / f"instants-{attempt}-{rank}").write_text(str(injector.seen))
+    sys.stderr.flush()
+    os._exit(code)  # a writer that waits for a rank that is gone is ended, as torchrun's signal would
+
+
+def _join_process_group_of_system(rank: int, leader: Any) -> None:
+    """All ranks in one group of processes, which a signal can reach at once."""
+    if rank == 0:
+        os.setpgid(0, 0)
+        leader.value = os.getpid()
+        return
+    while not leader.value:
+        time.sleep(0.001)
+    os.setpgid(0, leader.value)
+
+
+def _train(path: Path, attempt: int, injector: Injector) -> None:
+    trainee = Trainee((WORLD,), seed=1)
+    _hook(trainee, injector)
+    with CheckpointManager(path / "checkpoints", keep=2, every=1, timeout=10.0) as manager:
+        restored = manager.restore(trainee.state)
+        start = restored.step if restored is not None and restored.step is not None else 0
+        injector.arm()
+        for step in range(start + 1, STEPS + 1):
+            _step(trainee, step, injector)
+            manager.save(step, trainee.state)
+    final = {"full": digest(trainee.full()), "own": digest(trainee.own()), "start": start}
+    (path / f"final-{attempt}-{dist.get_rank()}.json").write_text(json.dumps(final))
+
+
+def _hook(trainee: Trainee, injector: Injector) -> None:
+    trainee.current = 0
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        if injector.in_step("hook", trainee.current):
+            raise Broken("in a hook")
+
+    trainee.model.inner.register_forward_hook(hook)
+
+
+def _step(trainee: Trainee, step: int, injector: Injector) -> None:
+    trainee.current = step
+    injector.instant()
+    if injector.in_step("exit", step):
+        os._exit(3)
+    tokens = (torch.randint(11, (4,)) + step) % 11
+    if injector.in_step("branch", step):
+        trainee.model.inner(torch.zeros(1, 7)).sum().backward()
+    loss = trainee.model(tokens)
+    injector.instant()
+    if injector.in_step("forward", step):
+        raise Broken("after forward")
+    if injector.in_step("backward", step):
+        loss.register_hook(_raise_in_backward)
+    if injector.in_step("nan", step):
+        loss = spoil(loss)
+    loss.backward()
+    injector.instant()
+    clip_grad_norm_(trainee.model.parameters(), 1.0, error_if_nonfinite=True)
+    if injector.in_step("optimizer", step):
+        trainee.optimizer.register_step_pre_hook(_raise_in_optimizer)
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    trainee.scheduler.step()
+    trainee.average.update(trainee.model)
+    trainee.loader.position += int(torch.randint(9, ()))
+    injector.instant()
+
+
+def _raise_in_backward(grad: torch.Tensor) -> None:
+    raise Broken("in backward")
+
+
+def _raise_in_optimizer(*args: Any) -> None:
+    raise Broken("in the optimizer")
+
+
+def digest(value: Any) -> str:
+    """Of nested plain values and tensors, to the last bit."""
+    found = hashlib.sha256()
+
+    def walk(one: Any) -> None:
+        if isinstance(one, dict):
+            for key, below in one.items():
+                found.update(repr(key).encode())
+                walk(below)
+        elif isinstance(one, list | tuple):
+            for below in one:
+                walk(below)
+        elif isinstance(one, torch.Tensor):
+            found.update(repr((one.dtype, tuple(one.shape))).encode())
+            found.update(bytes(one.contiguous().reshape(-1).view(torch.uint8).tolist()))
+        else:
+            found.update(repr(one).encode())
+
+    walk(value)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job went: attempts it took, the ranks' final digests, what the ranks of failed attempts reported."""
+
+    attempts: int
+    final: list[dict[str, Any]]
+    reports: list[str]
+    instants: list[int]
+    hung: int
+
+
+def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Outcome:
+    """Run the job, and start it again after every attempt that a rank did not survive; the fault is in the first.
+
+    Raises RuntimeError if it is not done after so many attempts.
+    """
+    start_server()
+    path.mkdir(parents=True, exist_ok=True)
+    reports: list[str] = []
+    hung = 0
+    for attempt in range(attempts):
+        codes, late = _attempt(path, attempt, fault if attempt == 0 else None)
+        hung += late
+        if codes == [0] * WORLD:
+            final = [json.loads((path / f"final-{attempt}-{rank}.json").read_text()) for rank in range(WORLD)]
+            instants = [int((path / f"instants-{attempt}-{rank}").read_text()) for rank in range(WORLD)]
+            return Outcome(attempt + 1, final, reports, instants, hung)
+        reports += [f"attempt {attempt}, rank {r}, code {codes[r]}: {_errors(path, attempt, r)}" for r in range(WORLD)]
+    raise RuntimeError(f"{fault}: not done after {attempts} attempts:\n" + "\n".join(reports))
+
+
+def _errors(path: Path, attempt: int, rank: int) -> str:
+    file = path / f"errors-{attempt}-{rank}"
+    return file.read_text() if file.exists() else ""
+
+
+def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | None], int]:
+    """The ranks' exit codes, and how many had to be ended because no rank came to an end in time."""
+    context = multiprocessing.get_context("forkserver")
+    leader = context.Value("i", 0)
+    ranks = [
+        context.Process(target=rank_main, args=(rank, str(path), attempt, fault, leader), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    deadline, late = time.monotonic() + _ATTEMPT_TIMEOUT, 0
+    grace: float | None = None
+    try:
+        while any(process.is_alive() for process in ranks):
+            if grace is None and any(process.exitcode not in (None, 0) for process in ranks):
+                grace = time.monotonic() + 1.0  # the others may tell why they cannot go on either
+            if grace is not None and time.monotonic() > grace:
+                break
+            if time.monotonic() > deadline:
+                late = sum(process.is_alive() for process in ranks)
+                break
+            time.sleep(0.005)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in ranks], late
+
+
+def left_behind(path: Path) -> list[str]:
+    """What should not be there after a job: hidden directories, notes, processes of it."""
+    checkpoints = path / "checkpoints"
+    names = sorted(one.name for one in checkpoints.iterdir())
+    # Older ones may be there still if the fault hit their removal: the next save would see to it.
+    complete = names[-2:] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)]
+    found = [] if complete and all(name.startswith("step-") for name in names) else [f"in the directory: {names}"]
+    for one in checkpoints.glob("step-*"):
+        files = sorted(file.name for file in one.iterdir())
+        if files != [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]:
+            found.append(f"in {one.name}: {files}")
+    return found

@@ -1,0 +1,217 @@
+"""Checkpoints from elsewhere: whatever their bytes are, they are read rightly or refused, and nothing else happens.
+
+`INPUTS` counts what was tried; `SHARDKIT_FUZZ` multiplies the number of examples.
+"""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint.manifest import MANIFEST, seal, unseal
+from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.reading import read_objects
+from shardkit.core.checkpoint.stored import stored_tensors, tensors_of_files
+
+FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
+INPUTS = {"manifest bytes": 0, "manifest values": 0, "metadata bytes": 0, "data": 0, "safetensors header": 0}
+fuzzed = settings(
+    max_examples=int(150 * FACTOR),
+    deadline=None,
+    database=None,
+    derandomize=FACTOR == 1,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Everything:
+    """User state with values of all kinds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": [torch.arange(4), {"b": (1, 2.5, "c")}], "empty": {}, 3: True, "bytes": b"xyz"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ours")
+    with CheckpointManager(path) as manager:
+        manager.save(1, TrainingState(torch.nn.Linear(4, 3), user={"user": Everything()}))
+    return path / "step-000001"
+
+
+@pytest.fixture(scope="module")
+def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stock")
+    dcp.save({"model": torch.nn.Linear(4, 3).state_dict(), "step": 7}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def read_all(path: Path) -> int:
+    """Read every value; the bytes that they took."""
+    index = open_index(path)
+    total = sum(slab.nbytes for one in stored_tensors(path, index) for slab in one.slabs())
+    read_objects(path, index, index.objects)
+    return total
+
+
+def survives(path: Path) -> bool:
+    """Whether it was read. Refused is fine; anything but `CheckpointError` is not, nor is much memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        total = read_all(path)
+    except CheckpointError:
+        return False
+    finally:
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "took 100 MiB"
+    assert total <= sum(file.stat().st_size for file in path.iterdir())
+    return True
+
+
+def mutated(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
+    found = bytearray(data)
+    for at, cut, new in edits:
+        at %= len(found) + 1
+        found[at : at + cut] = new
+    return bytes(found)
+
+
+edits = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 40), st.binary(max_size=12)), min_size=1, max_size=4)
+
+
+@fuzzed
+@given(edits)
+def test_bytes_of_a_manifest(ours: Path, edits: list[tuple[int, int, bytes]]):
+    original = (ours / MANIFEST).read_bytes()
+    data = mutated(original, edits)
+    (ours / MANIFEST).write_bytes(data)
+    INPUTS["manifest bytes"] += 1
+    try:
+        assert survives(ours) == (data == original)
+    finally:
+        (ours / MANIFEST).write_bytes(original)
+
+
+values = st.one_of(
+    st.none(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([0, 1, -1, 2**31, 2**62, 2**63, 10**18]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["../x", "/etc/passwd", "..", "float64", "qint8", "bits8", ".metadata", "\0"]),
+    st.lists(st.integers(0, 5), max_size=5),
+    st.just({}),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a JSON value anything can be replaced."""
+    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(one for key, inner in below for one in places(inner, (*path, key)))][0 if path else 1 :]
+
+
+@fuzzed
+@given(st.lists(st.tuples(st.integers(0, 10**6), values), min_size=1, max_size=3))
+def test_values_of_a_manifest_that_is_sealed_anew(ours: Path, changes: list[tuple[int, Any]]):
+    """The seal finds accidents; whoever makes a manifest can seal it."""
+    original = (ours / MANIFEST).read_bytes()
+    document = unseal(original, MANIFEST)
+    for number, value in changes:
+        all_places = places(document)
+        *parents, last = all_places[number % len(all_places)]
+        place = document
+        for key in parents:
+            place = place[key]
+        place[last] = value
+        if not document:
+            break
+    (ours / MANIFEST).write_bytes(seal(document))
+    INPUTS["manifest values"] += 1
+    try:
+        survives(ours)
+    finally:
+        (ours / MANIFEST).write_bytes(original)
+
+
+@fuzzed
+@given(edits)
+def test_bytes_of_stocks_metadata(stocks: Path, edits: list[tuple[int, int, bytes]]):
+    original = (stocks / ".metadata").read_bytes()
+    (stocks / ".metadata").write_bytes(mutated(original, edits))
+    INPUTS["metadata bytes"] += 1
+    try:
+        survives(stocks)
+    finally:
+        (stocks / ".metadata").write_bytes(original)
+
+
+@fuzzed
+@given(edits)
+def test_bytes_of_data_without_checksums(stocks: Path, edits: list[tuple[int, int, bytes]]):
+    original = (stocks / "__0_0.distcp").read_bytes()
+    (stocks / "__0_0.distcp").write_bytes(mutated(original, edits))
+    INPUTS["data"] += 1
+    try:
+        survives(stocks)
+    finally:
+        (stocks / "__0_0.distcp").write_bytes(original)
+
+
+@fuzzed
+@given(edits)
+def test_bytes_of_safetensors(tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int, bytes]]):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path_factory.mktemp("files") / "model.safetensors"
+    safetensors.save_file({"a": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.int8)}, path)
+    path.write_bytes(mutated(path.read_bytes(), edits))
+    INPUTS["safetensors header"] += 1
+    try:
+        for one in tensors_of_files(path, ("model",)):
+            assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
+    except (CheckpointError, ValueError):
+        pass  # ValueError names a dtype or a kind of file that is not known
+    shutil.rmtree(path.parent)
+
+
+class _Runs:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (self.marker,))
+
+
+def test_an_object_that_would_run_code(tmp_path: Path):
+    marker = tmp_path / "ran"
+    dcp.save({"step": _Runs(str(marker))}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"step in .*: holds more than plain values, which is refused"):
+        read_all(tmp_path / "evil")
+    metadata = tmp_path / "evil" / ".metadata"
+    metadata.write_bytes(pickle.dumps(_Runs(str(marker))))
+    with pytest.raises(CheckpointError, match="is not allowed in the metadata of a checkpoint"):
+        read_all(tmp_path / "evil")
+    assert not marker.exists()
+
+
+def test_an_index_of_safetensors_that_leads_elsewhere(tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"names the file '\.\./a\.safetensors', expected one beside it"):
+        tensors_of_files(tmp_path, ())
+
+
+def test_the_number_of_inputs():
+    """Printed for the documentation; runs last in this file."""
+    print(INPUTS)
+    assert all(count == 0 or count >= int(150 * FACTOR) for count in INPUTS.values())
