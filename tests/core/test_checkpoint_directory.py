@@ -18,21 +18,31 @@ from tests.core.test_checkpoint_format import flip
 
 
 def test_retention_spares_what_was_just_saved(tmp_path: Path):
-    """A run that goes on from an older checkpoint must not lose it, nor what it saves, to the newer one."""
+    """A run that goes back to an older checkpoint must not lose what it saves from there."""
     state = TrainingState(torch.nn.Linear(3, 2))
     manager = CheckpointManager(tmp_path)
     for step in (5, 6, 8):
         manager.save(step, state, blocking=True)
     manager = CheckpointManager(tmp_path, keep=1)
-    restored = manager.restore(state, step=6)
-    assert restored is not None and restored.step == 6
+    manager.restore(state, step=6)
     manager.save(7, state, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [7, 8]
-    flip(tmp_path / "step-000008" / "__0_0.distcp")
-    restored = manager.restore(state, fallback=True)
-    assert restored is not None and restored.step == 7
     manager.save(8, state, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [8]
+
+
+def test_fallback_leaves_a_good_checkpoint(tmp_path: Path):
+    """The newest one is damaged: what is saved after it was passed over stays, and can be restored."""
+    state = TrainingState(torch.nn.Linear(3, 2))
+    manager = CheckpointManager(tmp_path)
+    for step in (6, 8):
+        manager.save(step, state, blocking=True)
+    flip(tmp_path / "step-000008" / "__0_0.distcp")
+    manager = CheckpointManager(tmp_path, keep=1)
+    for expected in (6, 7):
+        restored = manager.restore(state, fallback=True)
+        assert restored is not None and restored.step == expected
+        manager.save(7, state, blocking=True)
 
 
 def stage(values: torch.Tensor) -> Staged:
