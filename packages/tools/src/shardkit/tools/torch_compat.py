@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.flop_counter import flop_registry
 
 from shardkit.core.torch_compat import TorchDispatchMode
@@ -32,6 +33,7 @@ __all__ = [
     "OperatorMode",
     "count_flops",
     "fake_error_operator",
+    "forget_meshes",
     "group_named",
     "is_view",
     "join_fake_world",
@@ -150,3 +152,8 @@ def own_store_connection(prefix: str) -> Any:
     The group's connection is of no use there: a main thread that waits in it keeps everybody else out.
     """
     return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def forget_meshes() -> None:
+    """Drops what DTensor remembers of operators: their results lie on meshes, whose groups may be gone by now."""
+    _clear_sharding_prop_cache()

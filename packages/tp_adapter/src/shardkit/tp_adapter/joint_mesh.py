@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -122,13 +122,20 @@ def _check_placements(described: str, placements: Sequence[Placement]) -> None:
             raise ValueError(f"{described}: {placement} is none of Shard, strided Shard and Replicate")
 
 
+def _ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
+    """The ranks that differ from this one on `axis` alone. By arithmetic: a mesh may have outlived its groups."""
+    here: list[Any] = list(mesh.get_coordinate() or ())
+    here[axis] = slice(None)
+    return set(mesh.mesh[tuple(here)].tolist())
+
+
 def _data_axes(described: str, own: DeviceMesh, data_parallel: DataParallelMesh) -> frozenset[int]:
     """The axes of the parameter's mesh that are data-parallel: those along which all ranks are data-parallel peers."""
     data = data_parallel.mesh
     data_ranks, data_names = set(data.mesh.flatten().tolist()), frozenset(data.mesh_dim_names or ())
     found = set()
     for axis in range(own.ndim):
-        along = set(dist.get_process_group_ranks(own.get_group(axis)))
+        along = _ranks_along(own, axis)
         name = own.mesh_dim_names[axis] if own.mesh_dim_names else None
         if len(along & data_ranks) > 1 or (len(along) == 1 and name in data_names | data_parallel.named):
             found.add(axis)

@@ -107,10 +107,16 @@ def _rows(operator: Operator) -> int:
 def _real(value: Any, bound: int) -> Any:
     if isinstance(value, TensorPicture):
         shape, strides, dtype = value
-        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        # Expanded tensors are filled before they are expanded: several of their elements are one in memory.
+        dense = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+        tensor = torch.empty_strided(dense, strides, dtype=dtype)
         if dtype.is_floating_point:
-            return tensor.uniform_(0.1, 1.0)
-        return tensor.random_(0, bound) if dtype == torch.int64 else tensor.zero_()
+            tensor.uniform_(0.1, 1.0)
+        elif dtype == torch.int64:
+            tensor.random_(0, bound)
+        else:
+            tensor.zero_()
+        return tensor.expand(shape)
     if isinstance(value, tuple):
         return [_real(one, bound) for one in value]
     return None if isinstance(value, str) and value == "generator" else value

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.tools.estimating.errors import EstimateError
-from shardkit.tools.torch_compat import join_fake_world
+from shardkit.tools.torch_compat import forget_meshes, join_fake_world
 
 MOST_RANKS = 16_384
 
@@ -49,3 +49,4 @@ def fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
+        forget_meshes()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardkit.core import events
+from shardkit.core import FSDPModule, events
 from shardkit.tools.profiling.activations import SavedTensors
 from shardkit.tools.profiling.carried import carried
 from shardkit.tools.profiling.holdings import Residence, local_bytes, optimizer_bytes, parameters_of
@@ -277,7 +277,7 @@ class Recorder:
         if roots:
             self.shards = {name: local_bytes([one]) for root in roots for name, one in root.named_parameters()}
             self.holders = {
-                f"{path}.{name}" if path else name: type(module).__name__
+                f"{path}.{name}" if path else name: _class_of(module)
                 for root in roots
                 for path, module in root.named_modules()
                 for name, _ in module.named_parameters(recurse=False)
@@ -301,3 +301,9 @@ class Recorder:
         if self._counted.get(category) != held:
             self._counted[category] = held
             self._write(HeldBytes(category, held))
+
+
+def _class_of(module: nn.Module) -> str:
+    """The name of its class; that of a sharded module is the one it had before."""
+    own = [cls for cls in type(module).__mro__ if not issubclass(FSDPModule, cls) and not issubclass(cls, FSDPModule)]
+    return own[0].__name__
