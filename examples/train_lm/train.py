@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(settings: Settings, device: torch.device, corpus: Corpus, found: checkpointing.Checkpoint | None) -> None:
     """Build the sharded model, take the steps that are left, report. Collective."""
+    torch.manual_seed(settings.seed + dist.get_rank())  # for what a model may draw, such as dropout
     mesh = process_mesh(settings, device)
     model = build_model(settings, device, mesh)
     optimizer = build_optimizer(model, settings)
