@@ -259,7 +259,7 @@ def reassigned_and_gathered(rank: int, world_size: int) -> None:
     before = trainee.model.qkv.weight.detach().full_tensor()
     state = {
         name: DTensor.from_local(
-            value.to_local() + 1, value.device_mesh, value.placements, False, shape=value.shape, stride=value.stride()
+            value.to_local() + 1, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
         )
         for name, value in trainee.model.state_dict().items()
     }
@@ -268,5 +268,6 @@ def reassigned_and_gathered(rank: int, world_size: int) -> None:
     assert torch.equal(trainee.model.qkv.weight.detach().full_tensor(), before + 1)
 
 
+@pytest.mark.xfail(strict=True, reason="packed weights assigned as DTensors made by hand are gathered in torch's order")
 def test_assigned_tensors_are_gathered_right():
     run_ranks(4, reassigned_and_gathered)
