@@ -30,7 +30,7 @@ def test_an_interrupt_is_the_commands_to_handle() -> None:
         import os, signal
         from shardkit.tools.launching import run_command
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
-        slow_to_end = "trap 'sleep 0.5; exit 6' INT; echo up; while :; do sleep 0.1; done"
+        slow_to_end = "trap 'sleep 0.5; exit 6' INT; sleep 1; echo up; while :; do sleep 0.1; done"
         raise SystemExit(run_command(["sh", "-c", slow_to_end], os.environ))
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
