@@ -113,14 +113,17 @@ class Iteration:
     def note_running(self, state: FSDPState) -> bool:
         """A state's forward begins: part of the order that this iteration teaches. False if it was not expected."""
         self._running.append(state.index)
-        if self._backward_queued or state.index not in self._learnt[self._position :]:
+        if self._backward_queued:
             return False
-        self._position = self._learnt.index(state.index, self._position) + 1
+        try:  # found at once, where this iteration runs as the last one did
+            self._position = self._learnt.index(state.index, self._position) + 1
+        except ValueError:
+            return False
         return True
 
     def entered(self, state: FSDPState) -> None:
         """A state's parameters are there and its forward begins: prefetch what the learnt order has next."""
-        if self.note_running(state) and not self._backward_queued:
+        if self.note_running(state):
             ahead = self._learnt[self._position : self._position + self.depth]
             self._prefetch(ahead, in_backward=False)
 
