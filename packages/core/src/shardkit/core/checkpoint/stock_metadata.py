@@ -29,7 +29,7 @@ from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.verified_file import read_small
 from shardkit.core.torch_compat import CheckpointStorageInfo
 
-__all__ = ["METADATA", "read_stock", "stock_metadata"]
+__all__ = ["METADATA", "read_stock", "stock_metadata", "unpickle_metadata"]
 
 METADATA = ".metadata"
 
@@ -92,11 +92,20 @@ def _check_sizes(data: bytes) -> None:
             raise pickle.UnpicklingError(f"{opcode.name} is not allowed in the metadata of a checkpoint")
 
 
+def unpickle_metadata(data: bytes) -> Any:
+    """What the bytes of a `.metadata` file hold: made of metadata's own classes, and nothing else is run.
+
+    Raises:
+        pickle.UnpicklingError: for anything else in it. Damaged pickles fail in any other way, too.
+    """
+    _check_sizes(data)
+    return _MetadataUnpickler(io.BytesIO(data)).load()
+
+
 def _load(directory: Path) -> Metadata:
     data, path = read_small(directory, METADATA), directory / METADATA
     try:
-        _check_sizes(data)
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = unpickle_metadata(data)
     except Exception as error:  # damaged pickles fail in any way
         raise DamagedCheckpointError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import archived_tensor
 from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
@@ -30,44 +31,6 @@ __all__ = ["METADATA", "DcpWriter", "read_dcp"]
 
 METADATA = ".metadata"
 _DATA = "__0_0.distcp"
-
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_NAMES = {
-    (_METADATA_MODULE, name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what metadata is made of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = (module, name) in _NAMES or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if not allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
-        return super().find_class(module, name)
 
 
 def read_dcp(directory: Path) -> Checkpoint:
@@ -99,12 +62,12 @@ def read_dcp(directory: Path) -> Checkpoint:
 def _read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = unpickle_metadata(file.read())
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} does not exist: this is no checkpoint of torch.distributed.checkpoint"
         ) from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(f"{path} ({path.stat().st_size} bytes) cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
