@@ -571,6 +571,33 @@ def test_recovery_from_an_exception(reshard: bool | None) -> None:
     run_ranks(2, _failures, reshard)
 
 
+def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
+    """Ctrl-C is no Exception, so torch calls no hook on its way out."""
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    for _ in range(2):
+        twins.step(_mlp_loss)
+        usual = _gathers_of_a_step(twins)
+        handle = twins.sharded.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _mlp_loss(twins.sharded, rank)
+        handle.remove()
+        if reset:
+            twins.sharded.reset_iter_state()
+            assert _holds_no_unsharded(twins.sharded)
+        for _ in range(2):
+            assert _gathers_of_a_step(twins) == usual
+        assert _holds_no_unsharded(twins.sharded)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_recovery_from_an_interrupt(reset: bool) -> None:
+    run_ranks(2, _interrupted_forward, reset)
+
+
 def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
     """What backwards without sync, or without all-reduce, have accumulated is part of the failed iteration."""
     hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))

@@ -24,10 +24,13 @@ import torch
 
 from shardkit.core import budget, events
 from shardkit.core.context import CommContext
+from shardkit.core.on_stack import calling_frame, is_on_stack
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import in_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from shardkit.core.state import FSDPState
 
 __all__ = ["DEFAULT_PREFETCH_DEPTH", "Iteration"]
@@ -56,6 +59,7 @@ class Iteration:
         self.prefetch_budget: int | None = None
         self.post_optim_event: Any = None
         self.forward_root: weakref.ReferenceType[FSDPState] | None = None
+        self._caller: FrameType | None = None  # of the forward that runs
         self._states: list[weakref.ReferenceType[FSDPState]] = []
         self._learnt: list[int] = []
         self._position = 0
@@ -95,9 +99,14 @@ class Iteration:
                 f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
                 "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
             )
-        if self.forward_root is not None and self.forward_root() is not None:
-            return False
+        if self.forward_root is not None and (root := self.forward_root()) is not None:
+            if state is not root and not state.is_root:
+                return False
+            if self._caller is None or is_on_stack(self._caller):  # it calls itself
+                return False
+            self._forget_forward(root)
         self.forward_root = weakref.ref(state)
+        self._caller = calling_frame()
         self._position = 0
         self._running = []
         self._ran_before = len(self._ran)
@@ -105,6 +114,14 @@ class Iteration:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
         return True
+
+    def _forget_forward(self, root: FSDPState) -> None:
+        """What the hooks after each forward would have done, which did not run for one that was interrupted."""
+        for state in self.all_states:
+            state.reset()
+            for group in state.groups:
+                group.forward_users = 0
+        self.end_forward(root, failed=True)
 
     def is_forward_root(self, state: FSDPState) -> bool:
         """Whether `state` is the outermost one of the forward that runs."""
@@ -137,7 +154,7 @@ class Iteration:
 
         One that raised teaches nothing, and nothing of it stays unsharded.
         """
-        self.forward_root = None
+        self.forward_root = self._caller = None
         if failed:
             del self._ran[self._ran_before :]
             for one in self.all_states:
@@ -177,7 +194,7 @@ class Iteration:
             state.end_backward()
         root = self.forward_root() if self.forward_root is not None else None
         if root is None or not root.in_forward:
-            self.forward_root = None
+            self.forward_root = self._caller = None
         if self.is_last_backward:
             self._ran.clear()
             self._free_unused(in_backward=True)
@@ -283,7 +300,7 @@ class Iteration:
     def reset(self) -> None:
         """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
         self.context.settle_reductions()
-        self.forward_root = None
+        self.forward_root = self._caller = None
         self._backward_queued = False
         self._running, self._ran = [], []
         self._prefetched = {False: [], True: []}
