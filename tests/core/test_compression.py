@@ -343,7 +343,13 @@ def _gradients(model: Any, rank: int, micro_batches: int = 1) -> list[Tensor]:
 def _accumulates(rank: int, world_size: int) -> None:
     """Without sync nothing is rounded: the sum of micro-batches is, once."""
     mesh = networked_mesh((world_size,))
-    seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
+    reductions: list[str] = []
+    with events.subscribe(
+        lambda event: reductions.append(event.fqn) if isinstance(event, events.ReduceStarted) else None
+    ):
+        seen = _gradients(_net(mesh, compression_policy=CompressionPolicy(reduce="int8", block=32)), rank, 3)
+    assert reductions
+    assert len(set(reductions)) == len(reductions)
     exact = _gradients(_net(mesh), rank, 3)
     for one, other in zip(seen, exact, strict=True):
         largest = other.abs().max() if other.numel() else torch.tensor(1.0)

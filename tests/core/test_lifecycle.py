@@ -6,12 +6,14 @@ import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.state import state_of
@@ -571,6 +573,66 @@ def test_recovery_from_an_exception(reshard: bool | None) -> None:
     run_ranks(2, _failures, reshard)
 
 
+class Region(nn.Module):
+    """Two sharded children that activation checkpointing runs again together; one has an output that no one uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.side = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).relu()
+        side = self.side(x)
+        return self.second(x), side
+
+
+class CheckpointedRegions(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.regions = nn.ModuleList([Region(), Region()])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for region in self.regions:
+            x, _ = checkpoint(region, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
+    def shard(model: CheckpointedRegions) -> None:
+        for region in model.regions:
+            for child in region.children():
+                fully_shard(child)
+        fully_shard(model)
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        return model(batch(index, 2, 5).requires_grad_()).square().mean()
+
+    twins = Twins.of(rank, world_size, lambda: CheckpointedRegions(reentrant), shard)
+    for _ in range(2):
+        twins.step(loss)
+        assert _holds_no_unsharded(twins.sharded)
+    if reentrant:
+        return
+    phases: list[str] = []
+    context = twins.sharded._get_fsdp_state().iteration.context
+    value = loss(twins.sharded, rank)
+    with (
+        events.subscribe(lambda event: phases.append(event.phase) if isinstance(event, events.ModuleBegan) else None),
+        # It waits until every peer has read what this rank lent: within backward that would hold up all prefetching.
+        mock.patch.object(context, "settle_gathers", wraps=context.settle_gathers) as settle,
+    ):
+        value.backward()
+    assert set(phases) == {"backward", "recompute"}
+    assert settle.call_count == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_region_with_several_sharded_modules(reentrant: bool) -> None:
+    run_ranks(2, _checkpointed_regions, reentrant)
+
+
 def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
     """Ctrl-C is no Exception, so torch calls no hook on its way out."""
 
@@ -591,6 +653,40 @@ def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
         for _ in range(2):
             assert _gathers_of_a_step(twins) == usual
         assert _holds_no_unsharded(twins.sharded)
+
+
+class _InterruptedTicket:
+    """Ctrl-C while a gather is waited for; notes what is left of the memory when it is abandoned."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.ticket, self.sizes = group, group._ticket, []
+        group._ticket = self
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def abandon(self) -> None:
+        self.sizes = [flat.untyped_storage().size() for param in self.group.params for flat in param.flats]
+        self.ticket.abandon()
+
+
+def _interrupted_gather(rank: int, world_size: int) -> None:
+    """Transfers in flight write to memory that must not be given back before they end."""
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    twins.step(_mlp_loss)
+    (group,) = state_of(twins.sharded.blocks[1]).groups
+    twins.sharded.blocks[1].unshard(async_op=True)
+    ticket = _InterruptedTicket(group)
+    with pytest.raises(KeyboardInterrupt):
+        _mlp_loss(twins.sharded, rank)
+    assert ticket.sizes
+    assert min(ticket.sizes) > 0
+    twins.step(_mlp_loss)
+    assert _holds_no_unsharded(twins.sharded)
+
+
+def test_interrupted_gather() -> None:
+    run_ranks(2, _interrupted_gather)
 
 
 @pytest.mark.parametrize("reset", [False, True])

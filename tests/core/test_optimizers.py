@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shardkit.core import MixedPrecisionPolicy, fully_shard, materialize
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard, materialize
 from shardkit.core.param import sharded_counterpart
 from tests.support import run_ranks
 
@@ -28,6 +28,34 @@ def after_materialize(rank: int, world_size: int) -> None:
 
 def test_steps_after_materialize():
     run_ranks(2, after_materialize)
+
+
+def prefetched_after_a_step(rank: int, world_size: int) -> None:
+    """What backward left unsharded is older than the shards after a step: it is gathered again ahead of its use."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        heard: list[str] = []
+        with events.subscribe(lambda event: heard.append(_gather_or_forward(event))):  # noqa: B023
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if step:  # the first forward has yet to learn the order
+            expected = "forward FSDPSequential, gather 0, forward 0, gather 1, forward 1, gather 2, forward 2, gather 3"
+            assert [one for one in heard if one][:8] == expected.split(", ")
+
+
+def _gather_or_forward(event: events.Event) -> str:
+    if isinstance(event, events.GatherStarted):
+        return f"gather {event.fqn}"
+    return f"forward {event.fqn}" if isinstance(event, events.ModuleBegan) and event.phase == "forward" else ""
+
+
+def test_prefetch_after_a_step():
+    run_ranks(2, prefetched_after_a_step)
 
 
 def tied_after_a_cast(rank: int, world_size: int) -> None:

@@ -16,6 +16,10 @@ def _use(held: int, packed: int = 0) -> Use:
     return Use(held, held + packed)
 
 
+def _anything(group: object) -> bool:
+    return True
+
+
 def _gathers(groups: Sequence[Use], budget: int) -> list[int]:
     """The groups in the order in which they are gathered, each finished when it is used. Checks the budget."""
     uses = [*range(len(groups)), *range(len(groups) - 1, -1, -1)]
@@ -36,7 +40,7 @@ def _gathers(groups: Sequence[Use], budget: int) -> list[int]:
             gather(group)
         held[group] = groups[group].held
         idle = {one: n for one, n in held.items() if one != group}
-        ahead = gather_ahead(budget, held[group], idle, upcoming, groups.__getitem__)
+        ahead = gather_ahead(budget, held[group], idle, upcoming, groups.__getitem__, _anything)
         for one in ahead.free:
             del held[one]
         for one in ahead.gather:
@@ -81,6 +85,7 @@ def test_equal_groups_are_gathered_again_only_where_there_is_no_room(count: int,
     st.dictionaries(st.integers(0, 9), st.tuples(st.integers(0, 40), st.integers(0, 40))),
     st.lists(st.integers(0, 9), max_size=12),
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=10, max_size=10),
+    st.sets(st.integers(0, 9)),
 )
 def test_what_is_decided_fits(
     budget: int,
@@ -88,6 +93,7 @@ def test_what_is_decided_fits(
     held: dict[int, tuple[int, int]],
     order: list[int],
     sizes: list[tuple[int, int]],
+    now: set[int],
 ) -> None:
     idle = {key: sum(use) for key, use in held.items()}
     uses = {key: _use(*held.get(key, sizes[key])) for key in range(10)}
@@ -100,8 +106,8 @@ def test_what_is_decided_fits(
     assert left <= budget or len(free) == len(idle)
     assert not free or left + idle[free[-1]] > budget, "freed in vain"
 
-    ahead = gather_ahead(budget, in_use, idle, order, uses.__getitem__)
-    assert set(ahead.gather) <= set(hold) - set(idle)
+    ahead = gather_ahead(budget, in_use, idle, order, uses.__getitem__, now.__contains__)
+    assert set(ahead.gather) <= (set(hold) - set(idle)) & now
     assert set(ahead.free) <= set(idle) - set(hold)
     after = in_use + sum(nbytes for key, nbytes in idle.items() if key not in ahead.free)
     after += sum(uses[key].gathering for key in ahead.gather)
@@ -114,7 +120,7 @@ def test_what_is_used_last_goes_first() -> None:
     upcoming = ["next", "early", "late"]
 
     def ahead(budget: int) -> Ahead[str]:
-        return gather_ahead(budget, 4, idle, upcoming, lambda key: _use(4))
+        return gather_ahead(budget, 4, idle, upcoming, lambda key: _use(4), _anything)
 
     assert ahead(20) == Ahead((), ("next",))
     assert ahead(16) == Ahead(("unknown",), ("next",))
@@ -129,5 +135,12 @@ def test_what_cannot_be_started_now_is_left_for_later() -> None:
     """It is worth holding, but its packed buffer has no room beside what is held; nothing is freed in vain for it."""
     uses = {"next": _use(4, packed=4), "late": _use(4)}
     assert list(worth_holding(12, 4, ["next", "late"], uses.__getitem__)) == ["next", "late"]
-    assert gather_ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__) == Ahead((), ())
-    assert gather_ahead(16, 4, {"late": 4}, ["next", "late"], uses.__getitem__) == Ahead((), ("next",))
+    assert gather_ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ())
+    assert gather_ahead(16, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ("next",))
+
+
+def test_nothing_is_freed_for_what_backward_will_want() -> None:
+    """Forward gathers nothing for backward, so there is nothing to make room for yet."""
+    order = ["next", "in backward"]
+    for wanted, decided in ((order, Ahead(("unknown",), ("next", "in backward"))), (["next"], Ahead((), ("next",)))):
+        assert gather_ahead(12, 4, {"unknown": 4}, order, lambda key: _use(4), wanted.__contains__) == decided

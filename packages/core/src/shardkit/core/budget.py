@@ -48,15 +48,20 @@ def prefetch(
 ) -> list[FSDPParamGroup]:
     """Gathers ahead what the budget has room for, of that which the phase that runs now is going to use; returns it."""
     first = _first_uses(upcoming)
-    ahead = residency.gather_ahead(budget, _in_use(everyone), _idle(everyone), list(first), _use_of(first))
-    wanted = [group for group in ahead.gather if first[group] == backward]
-    if wanted:
-        _free(ahead.free, upcoming)
-    for group in wanted:
+    ahead = residency.gather_ahead(
+        budget,
+        _in_use(everyone),
+        _idle(everyone),
+        list(first),
+        _use_of(first),
+        wanted=lambda group: first[group] == backward,
+    )
+    _free(ahead.free, upcoming)
+    for position, group in enumerate(ahead.gather):
         if group.refresh():  # its size was another one
-            return wanted[: wanted.index(group)]
+            return list(ahead.gather[:position])
         group.unshard(in_backward=backward)
-    return wanted
+    return list(ahead.gather)
 
 
 def worth_keeping(budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming) -> set[FSDPParamGroup]:

@@ -94,7 +94,9 @@ class Iteration:
         Raises:
             RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it.
         """
-        if self._backward_queued and not in_backward():
+        if self._backward_queued:
+            if in_backward():  # activation checkpointing recomputes: end_backward sees to what end_forward would
+                return False
             raise RuntimeError(
                 f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
                 "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
@@ -110,10 +112,19 @@ class Iteration:
         self._position = 0
         self._running = []
         self._ran_before = len(self._ran)
+        if state.is_root:
+            self._free_stale()
         if self.post_optim_event is not None:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
         return True
+
+    def _free_stale(self) -> None:
+        """Frees what is older than an optimizer step, so that it is gathered again ahead of its use."""
+        for state in self.all_states:
+            for group in state.groups:
+                if group.is_unsharded and group.is_stale and not group.in_use:
+                    group.reshard()
 
     def _forget_forward(self, root: FSDPState) -> None:
         """What the hooks after each forward would have done, which did not run for one that was interrupted."""
@@ -129,9 +140,9 @@ class Iteration:
 
     def note_running(self, state: FSDPState) -> bool:
         """A state's forward begins: part of the order that this iteration teaches. False if it was not expected."""
-        self._running.append(state.index)
         if self._backward_queued:
             return False
+        self._running.append(state.index)
         try:  # found at once, where this iteration runs as the last one did
             self._position = self._learnt.index(state.index, self._position) + 1
         except ValueError:
@@ -146,6 +157,8 @@ class Iteration:
 
     def left(self, state: FSDPState) -> None:
         """A state's forward has ended and backward will come by: in the reverse of this order."""
+        if self._backward_queued and state.index in self._ran:  # recomputed
+            return
         self._ran.append(state.index)
         del self._ran[:-_LONGEST]
 
@@ -213,6 +226,11 @@ class Iteration:
             torch.get_device_module(device).current_stream().synchronize()
 
     # -- prefetch and recovery -----------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of these states runs; forwards within it are recomputations."""
+        return self._backward_queued
 
     @property
     def depth(self) -> int:

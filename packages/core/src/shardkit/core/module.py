@@ -106,7 +106,6 @@ class FSDPModule(StockFSDPModule):
         if state.is_root is False:
             raise RuntimeError(f"reset_iter_state must be called on the root, '{state.fqn}' is below it")
         state.iteration.reset()
-        state.reset()
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
@@ -207,7 +206,9 @@ class FSDPModule(StockFSDPModule):
     def set_prefetch_depth(self, depth: int) -> None:
         """How many groups are gathered ahead of use, in forward and backward; call it on the root. Default 1.
 
-        At most `depth + 1` groups besides the root's hold unsharded memory at a time. 0 turns prefetching off.
+        At most `depth + 1` groups besides the root's hold unsharded memory at a time, unless more are in use: modules
+        that nest deeper, and in backward modules none of whose inputs needs a gradient, which stay to its end. 0 turns
+        prefetching off.
 
         Raises:
             ValueError: for a negative depth.
@@ -232,9 +233,11 @@ class FSDPModule(StockFSDPModule):
         under way; explicit prefetch lists gather what fits, an explicit `unshard` stays until it is resharded.
 
         Args:
-            nbytes: the same on all ranks, at least what the modules that run inside each other take together (the
-                forward or backward that finds it too small raises ValueError, and names the group). None goes back to
-                a depth.
+            nbytes: the same on all ranks, at least what the modules that run inside each other take together. In
+                backward a module runs until the gradients of its inputs are there, and to the end if none of its inputs
+                needs one (an embedding, the first block, each tower of several): such modules count together with
+                those that run meanwhile. The forward or backward that finds the budget too small raises ValueError,
+                and names the groups. None goes back to a depth.
 
         Raises:
             ValueError: for anything but a positive int or None, and if `set_prefetch_depth` was called.

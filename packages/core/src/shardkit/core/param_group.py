@@ -306,7 +306,7 @@ class FSDPParamGroup:
 
         What a tensor subclass sends is known from its first gather on; until then the parameter's own size counts.
         """
-        if self.is_unsharded and (in_backward or not self._is_stale):
+        if self.is_unsharded and (in_backward or not self.is_stale):
             return self.held_bytes
         if self.residence is Residence.KEPT and in_backward:
             self._plan_kept()
@@ -347,7 +347,7 @@ class FSDPParamGroup:
         last gather, as by a step after a forward that no backward followed.
         """
         if self.is_unsharded:
-            if self.residence is Residence.GATHERING or in_backward or not self._is_stale:
+            if self.residence is Residence.GATHERING or in_backward or not self.is_stale:
                 return
             self.reshard()
         with profiler_range("unshard", self.label), torch.no_grad():
@@ -365,7 +365,8 @@ class FSDPParamGroup:
             self.context.unsharded += 1
 
     @property
-    def _is_stale(self) -> bool:
+    def is_stale(self) -> bool:
+        """Whether what is unsharded is older than the shards."""
         return self.stale or any(param.is_stale for param in self.params)
 
     def refresh(self) -> bool:
@@ -503,6 +504,7 @@ class FSDPParamGroup:
         try:
             ticket.wait()
         except BaseException:
+            ticket.abandon()  # after Ctrl-C transfers may still be writing to what is freed here
             self.residence = Residence.SHARDED
             self._free()
             raise

@@ -73,11 +73,17 @@ def make_room(budget: int, in_use: int, idle: Mapping[K, int], upcoming: Sequenc
 
 
 def gather_ahead(
-    budget: int, in_use: int, idle: Mapping[K, int], upcoming: Sequence[K], use: Callable[[K], Use]
+    budget: int,
+    in_use: int,
+    idle: Mapping[K, int],
+    upcoming: Sequence[K],
+    use: Callable[[K], Use],
+    wanted: Callable[[K], bool],
 ) -> Ahead[K]:
     """What to gather ahead of use beside `in_use` bytes: what is worth holding, as far as it can be started now.
 
-    Only groups that are not worth holding are freed for it, and no more of them than it takes.
+    `wanted` tells what may be gathered now. Only groups that are not worth holding are freed for it, and no more of
+    them than it takes.
     """
     hold = worth_holding(budget, in_use, upcoming, use)
     spare = [key for key in _last_first(idle, upcoming) if key not in hold]
@@ -85,7 +91,7 @@ def gather_ahead(
     free: list[K] = []
     gather: list[K] = []
     for key, nbytes in hold.items():
-        if key in idle:
+        if key in idle or not wanted(key):
             continue
         if nbytes.gathering > room + sum(idle[one] for one in spare):
             break

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ class FSDPState:
         if self._depth == 1:
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
             if events.hub.active:
-                events.emit(events.ModuleBegan(self.fqn, "forward", bool(self.is_root)))
+                events.emit(events.ModuleBegan(self.fqn, self._forward_name, bool(self.is_root)))
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -138,6 +138,10 @@ class FSDPState:
             if torch.is_grad_enabled():
                 args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    @property
+    def _forward_name(self) -> Literal["forward", "recompute"]:
+        return "recompute" if self.iteration.in_backward else "forward"
 
     def _unshard(self, *, in_backward: bool) -> None:
         self.iteration.make_room(self.groups, in_backward=in_backward)
@@ -195,7 +199,7 @@ class FSDPState:
                         state.end_pass()
                 self.iteration.end_forward(self, failed=failed)
             if events.hub.active:
-                events.emit(events.ModuleEnded(self.fqn, "forward", bool(self.is_root)))
+                events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
         return self._cast_outputs(output)
 
     def end_pass(self) -> None:
@@ -210,7 +214,7 @@ class FSDPState:
             self.iteration.left(self)
         kept = self.iteration.worth_keeping()
         for group in self.groups:
-            if group.forward_users or group in kept:
+            if group.forward_users or group.backward_users or group in kept:
                 continue
             # A root that keeps its parameters for a backward has no reason to when none can follow.
             if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
