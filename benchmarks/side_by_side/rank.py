@@ -137,6 +137,7 @@ class Trainer:
         for _ in range(steps):
             profiler.runcall(self._step)
         if self.assignment.rank == 0:
+            os.makedirs(directory, exist_ok=True)  # noqa: PTH103
             path = os.path.join(directory, self.assignment.system)  # noqa: PTH118 (a prefix, not a path)
             profiler.dump_stats(f"{path}.prof")
             with open(f"{path}.txt", "w") as file:  # noqa: PTH123

@@ -477,14 +477,15 @@ class FSDPParam:
         """
         if gradient.shape != self.local_shape:
             gradient = gradient.view(self.local_shape)
-        existing = self.sharded_param.grad
-        hooks = post_accumulate_grad_hooks(self.sharded_param)
+        sharded = self.sharded_param
+        existing = sharded.grad
+        hooks = post_accumulate_grad_hooks(sharded)
         if self.offload is not None and gradient.device.type != "cpu":
             overlap = self.pinned and existing is None and not hooks
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
             gradient = target.copy_(gradient, non_blocking=overlap)
         if existing is None:
-            self.sharded_param.grad = like_dtensor(self.form.local(gradient), cast(DTensor, self.sharded_param))
+            sharded.grad = like_dtensor(self.form.local(gradient), cast(DTensor, sharded))
         else:
             local_of(existing).add_(gradient)
         for hook in hooks:

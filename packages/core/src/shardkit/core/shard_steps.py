@@ -116,9 +116,8 @@ class _Twin:
         return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
 
 
-def _local_gradient(parameter: DTensor) -> torch.Tensor:
-    gradient = cast(DTensor, parameter.grad)
-    if tuple(gradient.placements) != tuple(parameter.placements):
+def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
+    if gradient.placements is not parameter.placements and tuple(gradient.placements) != tuple(parameter.placements):
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} has a "
             f"gradient with {tuple(gradient.placements)}; redistribute it before the step, or step without "
@@ -153,11 +152,13 @@ class _ShardSteps:
             if parameter in self._state:
                 lent[parameter] = self._state[parameter]
             return parameter
-        twin = self._twins.get(id(parameter))
+        key = id(parameter)
+        twin = self._twins.get(key)
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             twin = _Twin(parameter)
-        used[id(parameter)] = twin
-        twin.plain.grad = None if parameter.grad is None else _local_gradient(parameter)
+        used[key] = twin
+        gradient = parameter.grad
+        twin.plain.grad = None if gradient is None else _local_gradient(parameter, cast(DTensor, gradient))
         if state := self._state.get(parameter):
             lent[twin.plain] = twin.lend_state(state)
         return twin.plain

@@ -82,7 +82,8 @@ def no_dynamo(function: _F) -> _F:
 
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
     """`DTensor.to_local()` without the autograd function that it goes through."""
-    return cast(DTensor, dtensor)._local_tensor
+    local: torch.Tensor = dtensor._local_tensor  # type: ignore[attr-defined]
+    return local
 
 
 def new_dtensor(
