@@ -920,19 +920,23 @@ def test_other_methods_than_forward() -> None:
 
 
 class Keywords(nn.Module):
+    """Gives back what it was given."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(4, 5)
+        self.scale = nn.Parameter(torch.ones(4))
 
-    def forward(self, *, x: Tensor) -> Tensor:
-        return self.block(x)
+    def forward(self, *, x: Tensor) -> tuple[torch.dtype, Tensor]:
+        return x.dtype, x * self.scale
 
 
 def _keywords(rank: int, world_size: int) -> None:
-    """Keyword arguments are cast to param_dtype like positional ones."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(Keywords(), mp_policy=policy)
-    assert model(x=batch(rank, 2, 4)).dtype == torch.bfloat16
+    """Keyword arguments are cast to param_dtype like positional ones, unless the policy says that none are."""
+    for cast, seen in ((True, torch.bfloat16), (False, torch.float32)):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+        model = fully_shard(Keywords(), mp_policy=policy)
+        dtype, output = model(x=batch(rank, 2, 4))
+        assert dtype == output.dtype == seen
 
 
 def test_keyword_inputs_are_cast() -> None:
@@ -1032,6 +1036,11 @@ def _grouped(rank: int, world_size: int) -> None:
             assert_close(
                 _chunked_loss(twins.sharded, rank), _chunked_loss(twins.whole, rank), "evaluation after a step"
             )
+            gathered: list[str] = []
+            with events.subscribe(lambda e: gathered.append(e.fqn) if isinstance(e, events.GatherStarted) else None):  # noqa: B023
+                twins.sharded(batch(rank, 6, 4))
+            assert gathered
+            assert len(set(gathered)) == len(gathered), "modules of one call are gathered once, not each for itself"
 
 
 def _nested_in_a_list(rank: int, world_size: int) -> None:

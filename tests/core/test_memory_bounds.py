@@ -367,7 +367,9 @@ def _kept_by_settings(rank: int, world_size: int) -> None:
         assert meter.block_bytes == 0
         model.set_reshard_after_forward(False, recurse=False)
         model.set_reshard_after_backward(False, recurse=False)
-        model(torch.randn(2, WIDTH)).square().sum().backward()
+        loss = model(torch.randn(2, WIDTH)).square().sum()
+        assert (meter.block_bytes, meter.root_bytes) == (0, ROOT_BYTES)
+        loss.backward()
         assert (meter.block_bytes, meter.root_bytes) == (0, ROOT_BYTES)
     told_early = _chain()
     told_early.set_reshard_after_forward(True)  # before it is known that this is the root
