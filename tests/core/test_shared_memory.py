@@ -6,8 +6,11 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,9 +22,11 @@ from shardkit.core import fully_shard
 from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.shared import segment
-from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, neighbours_of
+from shardkit.core.runtime.shared.meeting import neighbours_of
+from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
 from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.transport import PairwiseTransport, SharedTransport, transport_for
+from shardkit.core.runtime.transport.choice import choose_transports
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, rank_mesh, run_ranks
 
@@ -81,11 +86,60 @@ def _descriptors(name: str) -> int:
 
 
 def test_deleting_a_model_frees_its_shared_memory_at_once() -> None:
-    # The peers' mappings go with the next gather of this group: those are the `mapped` that may be left.
+    # Whoever deletes it first hears of the peer's with the next gather: until then those are `mapped`, without pages.
     for segments, mapped, descriptors, _ in run_ranks(2, _leaves_nothing, isolated=True):
         assert segments == 0
         assert descriptors == 0
         assert mapped <= 3  # two groups and an outbox of the peer
+
+
+def _pages(rank: int, world_size: int) -> list[int]:
+    """Bytes of all ranks' memory files together: while a model trains, and after it is gone."""
+    seen = []
+    model = _sharded(world_size, 1024, 1024, 1024)
+    _step(model, 1024)
+    for ended in (False, True):
+        if ended:
+            if rank == 1:
+                time.sleep(0.2)  # one rank is the last to read, and to delete
+            del model
+        dist.barrier()
+        seen.append(_resident())
+        dist.barrier()
+    return seen
+
+
+def _resident() -> int:
+    """Bytes of memory files in this process, pages that peers map too by halves."""
+    nbytes, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Pss:"):
+            nbytes += 1024 * int(line.split()[1]) * ours
+        elif "-" in line.split(" ")[0]:
+            ours = "memfd:shardkit" in line
+    return nbytes
+
+
+def test_a_deleted_models_pages_are_given_back_though_peers_map_them() -> None:
+    training, gone = (sum(ranks) for ranks in zip(*run_ranks(2, _pages, isolated=True), strict=True))
+    assert training > 8 * 2**20  # shards of two matrices, and gradients in the outbox
+    assert gone == 0
+
+
+def _forks(rank: int, world_size: int) -> bool:
+    model = _sharded(world_size, 64, 64)
+    _step(model, 64)
+    before = model[0].weight.to_local().detach().clone()
+    child = os.fork()
+    if not child:
+        del model
+        os._exit(0)
+    os.waitpid(child, 0)
+    return torch.equal(model[0].weight.to_local(), before)
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    assert run_ranks(2, _forks, isolated=True) == [True, True]
 
 
 def _drops_the_peers_mappings(rank: int, world_size: int) -> list[int]:
@@ -212,6 +266,159 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained() ->
     run_ranks(2, _first_in_inference_mode)
 
 
+@torch.no_grad()
+def _resets_and_writes(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _slow_model(world_size)
+    first = model(torch.ones(2, 64))  # teaches the order: from now on layers are gathered ahead
+    if rank == 0:
+        model[1].register_forward_pre_hook(_interrupted)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            model(torch.ones(2, 64))
+        model.reset_iter_state()
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+        again = first
+    else:
+        again = model(torch.ones(2, 64))  # reads what rank 0 has lent before it failed
+    dist.barrier()
+    return first, again
+
+
+def _interrupted(*unused: object) -> None:
+    raise RuntimeError("interrupted")
+
+
+def test_a_shard_may_be_written_to_after_a_reset() -> None:
+    for expected, seen in run_ranks(2, _resets_and_writes):
+        assert torch.equal(expected, seen)
+
+
+# -- launched far ahead ------------------------------------------------------------------------------------------------
+
+_FAR = 700  # messages: more than twice what a socket holds unread
+
+
+def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
+    neighbours = neighbours_of(dist.group.WORLD)
+    assert neighbours is not None
+    (values,) = segment.shared_copies([torch.full((4,), float(rank))])
+    table = Table("block", [values])
+    if rank == 1:
+        time.sleep(0.3)  # the other one is through before anything is read
+    operations = [neighbours.post(Channel.GATHER, table) for _ in range(_FAR)]
+    seen = []
+    if order == "backwards":
+        operations.reverse()
+    for number, operation in enumerate(operations):
+        if number % 100 == 1:
+            dist.barrier()  # with most of them still launched ahead
+        peers = neighbours.collect(operation, "block")
+        seen.append(sum(table.tensors[0].sum().item() for table in peers if table is not None))
+        neighbours.release(operation)
+    for operation in operations:
+        neighbours.wait_released(operation)
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("order", ["as launched", "backwards"])
+def test_any_number_of_operations_may_be_launched_ahead(order: str) -> None:
+    for world_size in (2, 3):
+        ranks = run_ranks(world_size, _launches_far_ahead, order)
+        total = 4.0 * sum(range(world_size))
+        assert ranks == [[total - 4.0 * rank] * _FAR for rank in range(world_size)]
+
+
+class _Meets(nn.Module):
+    """Meets the other ranks in forward, as a layer that normalises over all of them does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dist.barrier()
+        return x
+
+
+def _prefetches_far_ahead(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2) for _ in range(300)]
+    expected = nn.Sequential(*layers)(torch.ones(1, 2)).detach()
+    for layer in layers:
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    model = fully_shard(nn.Sequential(layers[0], _Meets(), *layers[1:]), mesh=rank_mesh((world_size,)))
+    model.set_prefetch_depth(len(layers))
+    for _ in range(2):
+        seen = model(torch.ones(1, 2))
+        seen.sum().backward()
+        torch.testing.assert_close(seen, expected)
+
+
+def test_hundreds_of_groups_may_be_prefetched() -> None:
+    run_ranks(2, _prefetches_far_ahead)
+
+
+def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
+    """Both ends of a connection, in one process."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Neighbours([None, ends[0]], timeout), Neighbours([ends[1], None], timeout)
+
+
+def _one_that_never_reads(rank: int, world_size: int) -> str:
+    sender, receiver = _pair(0.2)
+    table = Table("block", segment.shared_copies([torch.ones(4)]))
+    *_, last = [sender.post(Channel.GATHER, table) for _ in range(_FAR)]
+    with pytest.raises(TimeoutError) as error:
+        sender.collect(last, "block")
+    sender.close(), receiver.close()
+    return str(error.value)
+
+
+def test_a_peer_that_never_reads_is_a_timeout() -> None:
+    assert run_ranks(1, _one_that_never_reads) == ["rank 1 of the group has not come within 0 s"]
+
+
+def _too_many_descriptors(rank: int, world_size: int) -> str:
+    if os.getuid() == 0:
+        os.setuid(65534)  # root has no limit on descriptors that are on their way
+    (values,) = segment.shared_copies([torch.ones(4)])
+    soft = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+    sender, receiver = _pair(0.2)
+    tables = [Table(str(number), [values]) for number in range(soft // 2 + 20)]  # two descriptors each
+    operations = [sender.post(Channel.GATHER, table) for table in tables]
+    with pytest.raises(OSError, match=r"more than \d+ descriptors") as error:
+        sender.collect(operations[-1], tables[-1].label)
+
+    def read() -> None:
+        for operation, table in zip(operations, tables, strict=True):
+            receiver.collect(operation, table.label)
+            receiver.release(operation)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for operation in operations:
+        sender.wait_released(operation)
+    reader.join()
+    sender.close(), receiver.close()
+    return str(error.value)
+
+
+def test_descriptors_that_the_kernel_does_not_carry_yet_wait() -> None:
+    [message] = run_ranks(1, _too_many_descriptors, isolated=True)
+    assert "memory for rank 1 of the group cannot be shared" in message and "ulimit -n" in message
+
+
+def _heard_in_inference_mode(rank: int, world_size: int) -> None:
+    sender, receiver = _pair(5.0)
+    operation = sender.post(Channel.REDUCE, Table("block", segment.shared_copies([torch.ones(4)])))
+    with torch.inference_mode():
+        tables = receiver.collect(operation, "block")
+    assert torch.equal(tables[0].tensors[0].add_(1), torch.full((4,), 2.0))  # as a sum does, after an evaluation
+    sender.close(), receiver.close()
+
+
+def test_what_is_heard_in_inference_mode_can_be_summed() -> None:
+    run_ranks(1, _heard_in_inference_mode)
+
+
 # -- when it is not to be had ------------------------------------------------------------------------------------------
 
 
@@ -243,6 +450,53 @@ def _one_is_elsewhere(rank: int, world_size: int) -> str:
 
 def test_ranks_in_containers_of_their_own_exchange_pairwise() -> None:
     assert run_ranks(2, _one_is_elsewhere, isolated=True) == [PairwiseTransport.__name__] * 2
+
+
+def _at_the_limit(rank: int, world_size: int) -> tuple[list[str], int]:
+    _step(_sharded(world_size, 4, 4), 4)  # the ranks have met
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(10)]
+    expected = nn.Sequential(*layers)(torch.ones(2, 8)).detach()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max([os.dup(0) for _ in range(200)])
+    resource.setrlimit(resource.RLIMIT_NOFILE, ((used + 10) * 4 // 3, hard))  # a quarter is left for other purposes
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for layer in layers:
+                fully_shard(layer, mesh=rank_mesh((world_size,)))
+        model = fully_shard(nn.Sequential(*layers), mesh=rank_mesh((world_size,)))
+        lent = sum(segment.locate(parameter.to_local()) is not None for parameter in model.parameters())
+        for _ in range(2):
+            seen = model(torch.ones(2, 8))
+            torch.testing.assert_close(seen, expected)
+            seen.sum().backward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return [str(one.message) for one in caught], lent
+
+
+def test_shards_stay_in_private_memory_where_files_are_used_up() -> None:
+    for messages, lent in run_ranks(2, _at_the_limit, isolated=True):
+        (message,) = messages
+        assert 0 < lent < 20
+        assert message.startswith("the shards of 'weight', and of groups after it, stay in private memory")
+        assert "ulimit -n" in message
+
+
+def _meets_nobody(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        with pytest.raises(RuntimeError) as error:
+            choose_transports(group, None, CPU, None, None, None, "blocks.0")
+        return str(error.value)
+    time.sleep(1.5)
+    return ""
+
+
+def test_ranks_that_do_not_meet_are_told_which_group_was_to_be_gathered() -> None:
+    message, _ = run_ranks(2, _meets_nobody, isolated=True)
+    assert message.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
 
 
 # -- when a peer is not there ------------------------------------------------------------------------------------------
@@ -328,8 +582,7 @@ def test_ranks_meet_once() -> None:
 
 
 def _over_the_limit(rank: int, world_size: int) -> str:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sender, receiver = Neighbours([None, ends[0]], 5.0), Neighbours([ends[1], None], 5.0)
+    sender, receiver = _pair(5.0)
     operation = sender.post(Channel.GATHER, Table("block", segment.shared_copies([torch.ones(4)])))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))

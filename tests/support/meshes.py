@@ -6,7 +6,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardkit.core.runtime.shared.neighbours import neighbours_of
+from shardkit.core.runtime.shared.meeting import neighbours_of
 
 
 @functools.cache

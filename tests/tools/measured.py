@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import events
-from shardkit.core.runtime.shared import neighbours, segment
+from shardkit.core.runtime.shared import meeting, segment
 from tests.tools.jobs import JOBS, mesh_of
 
 
@@ -86,12 +86,12 @@ class Measured:
 def shared_memory(allowed: bool):
     """Whether ranks share memory, within this context: they decide it anew, whatever ran in these processes before."""
     os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if allowed else "0"
-    neighbours._known.pop(dist.group.WORLD, None)
+    meeting._known.pop(dist.group.WORLD, None)
     try:
         yield
     finally:
         del os.environ["SHARDKIT_SHARED_MEMORY"]
-        neighbours._known.pop(dist.group.WORLD, None)
+        meeting._known.pop(dist.group.WORLD, None)
 
 
 def describe(event: Any) -> tuple[Any, ...] | None:

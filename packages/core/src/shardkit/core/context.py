@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 import torch
@@ -62,14 +63,24 @@ class CommContext:
         while self._in_flight:
             self._in_flight.popleft().wait()
 
-    def settle_reductions(self) -> None:
+    def settle_after_failure(self) -> None:
         """After an iteration that failed: waits for what can still end, gives up on what cannot.
 
-        Other roots may share this context, and their gradients are good.
+        Other roots may share this context, and their gradients are good. Peers that are slower may still read this
+        rank's shards; those that failed, too, have let go of them or will not come.
         """
         while self._in_flight:
-            ticket = self._in_flight.popleft()
-            try:
-                ticket.wait()
-            except RuntimeError:
-                ticket.abandon()
+            _wait_or_abandon(self._in_flight.popleft())
+        lent, self._lent = self._lent, []
+        for ticket, _ in lent:
+            _wait_or_abandon(ticket)
+        for transport in {transport for _, transport in lent}:
+            with contextlib.suppress(RuntimeError):
+                transport.settle()
+
+
+def _wait_or_abandon(ticket: Ticket) -> None:
+    try:
+        ticket.wait()
+    except RuntimeError:
+        ticket.abandon()

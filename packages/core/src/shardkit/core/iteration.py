@@ -317,7 +317,7 @@ class Iteration:
 
     def reset(self) -> None:
         """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
-        self.context.settle_reductions()
+        self.context.settle_after_failure()
         self.forward_root = self._caller = None
         self._backward_queued = False
         self._running, self._ran = [], []

@@ -33,7 +33,7 @@ from shardkit.core.reduction import GradientReduction
 from shardkit.core.runtime.gather import gather, gather_buffer_bytes
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
-from shardkit.core.runtime.shared.segment import shared_copies
+from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
 from shardkit.core.runtime.transport.choice import Transports, choose_transports
 from shardkit.core.runtime.transport.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
@@ -205,6 +205,7 @@ class FSDPParamGroup:
                     self._all_gather_comm,
                     self._reduce_scatter_comm,
                     self.compression,
+                    self.label,
                 )
         return self._transports
 
@@ -214,7 +215,7 @@ class FSDPParamGroup:
         if group is None or not may_share_memory(group, self.device):
             return
         shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
-        for param, copy in zip(shards, shared_copies(list(shards.values())), strict=True):
+        for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:

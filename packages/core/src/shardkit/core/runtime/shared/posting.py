@@ -40,9 +40,9 @@ class Posting:
             RuntimeError: if one of them is gone or does not come, with the group's name.
         """
         try:
-            if not events.hub.active:
+            if not events.hub.active or self._neighbours.is_released(self.operation):
                 self._neighbours.wait_released(self.operation)
-            elif not self._neighbours.is_released(self.operation):
+            else:
                 with events.Waiting(self._label, "release"):
                     self._neighbours.wait_released(self.operation)
         except (ConnectionError, TimeoutError) as error:

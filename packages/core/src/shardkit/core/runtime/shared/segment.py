@@ -6,12 +6,15 @@ process is killed: it goes when the last process that maps it ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import mmap
 import os
+import resource
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,41 +29,61 @@ ALIGNMENT = 64
 
 _numbers = itertools.count(1)
 _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+_warned = False
 
 
 class Segment(mmap.mmap):
     """`nbytes` of zeroed memory. Tensors over it keep it alive; `fd` is what a peer needs to map it.
 
-    `number` tells the segments of a process apart.
+    `number` tells the segments of a process apart. `readers` counts the tables through which peers may be reading it.
+    If there is none when it goes, its pages go with it, though peers map it until they hear of that.
     """
 
     number: int
     fd: int
     nbytes: int
     address: int
+    readers: int
+    _process: int
 
     def __new__(cls, nbytes: int) -> Segment:
-        try:
-            fd = os.memfd_create("shardkit", os.MFD_CLOEXEC)
-        except OSError as error:
-            raise _refused(nbytes, error) from error
+        fd = memory_file("shardkit")
         try:
             os.ftruncate(fd, nbytes)
             self = super().__new__(cls, fd, nbytes, **_ONE_DESCRIPTOR)
         except OSError as error:
             os.close(fd)
-            raise _refused(nbytes, error) from error
+            raise _refused(error) from error
         weakref.finalize(self, os.close, fd)
         self.number, self.fd, self.nbytes = next(_numbers), fd, nbytes
+        self.readers, self._process = 0, os.getpid()
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         _segments.add(self)
         return self
 
+    def __del__(self) -> None:
+        # A child that was forked maps it too, and lets go of what is still its parent's.
+        if not self.readers and self._process == os.getpid():
+            with contextlib.suppress(OSError):
+                self.madvise(mmap.MADV_REMOVE)
 
-def _refused(nbytes: int, error: OSError) -> RuntimeError:
-    return RuntimeError(
-        f"no memory file of {nbytes} bytes to be had: {error}. Each parameter group needs one: raise the limit on open "
-        "files (ulimit -n) or on memory, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
+
+class NoSharedMemoryError(RuntimeError):
+    """The system gives this process no more memory files."""
+
+
+def memory_file(name: str) -> int:
+    """The descriptor of a new, empty memory file. Raises `NoSharedMemoryError`."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: OSError | str) -> NoSharedMemoryError:
+    return NoSharedMemoryError(
+        f"no more memory files to be had: {error}. Each parameter group needs one: raise the limit on open files "
+        "(ulimit -n) or on memory, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
     )
 
 
@@ -116,6 +139,37 @@ def shared_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         copies.append(carve(segment, offset, tensor.shape, tensor.dtype).copy_(tensor))
         offset += size
     return copies
+
+
+def shared_if_possible(tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+    """`shared_copies`, or `tensors` themselves where there is no room for them; the first time that warns.
+
+    `label` is the parameter group's name. A quarter of the open files that are allowed is left to everything else: the
+    outbox, through which such shards are gathered then, and the user's files.
+    """
+    if not tensors:
+        return []
+    try:
+        fd = memory_file("shardkit")
+        os.close(fd)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and fd > limit * 3 // 4:  # descriptors are given out from 0 on
+            raise _refused(f"{fd} of {limit} files are open, and the others are left for other purposes")
+        return shared_copies(tensors)
+    except NoSharedMemoryError as error:
+        _warn_of(error, label)
+        return list(tensors)
+
+
+def _warn_of(error: NoSharedMemoryError, label: str) -> None:
+    global _warned  # noqa: PLW0603 - the limit is the process's
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"the shards of '{label}', and of groups after it, stay in private memory and are copied for each gather: "
+            f"{error}",
+            stacklevel=2,
+        )
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:

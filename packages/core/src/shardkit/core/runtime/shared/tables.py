@@ -13,7 +13,7 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
-from shardkit.core.runtime.shared.segment import Mapping, Segment, locate
+from shardkit.core.runtime.shared.segment import Mapping, Segment, locate, memory_file
 
 _numbers = itertools.count(1)
 
@@ -51,7 +51,7 @@ class Table:
             "segments": [segment.number for segment in self.segments],
             "entries": self._entries,
         }
-        fd = os.memfd_create("shardkit-table", os.MFD_CLOEXEC)
+        fd = memory_file("shardkit-table")
         os.write(fd, json.dumps(content).encode())
         return fd
 
@@ -59,6 +59,7 @@ class Table:
 class PeerTable:
     """A peer's table as this rank sees it: `label`, and 1-D `tensors` over the peer's own memory."""
 
+    @torch.inference_mode(False)  # sums are made in these tensors, whatever the mode in which they were heard of
     def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, Mapping]) -> None:
         """Maps what the descriptors stand for: the description, then the segments. They may be closed afterwards.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardkit.core import torch_compat
 from shardkit.core.policies import CompressionPolicy
-from shardkit.core.runtime.shared.neighbours import neighbours_of, possible
+from shardkit.core.runtime.shared.meeting import neighbours_of, possible
 from shardkit.core.runtime.transport.c10d import C10dTransport
 from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport

@@ -35,10 +35,14 @@ def choose_transports(
     all_gather: AllGather | None,
     reduce_scatter: ReduceScatter | None,
     compression: CompressionPolicy | None,
+    label: str,
 ) -> Transports:
-    """The transports over the shard group `group`, None for nobody to share with.
+    """The transports over the shard group `group`, None for nobody to share with; `label` is the parameter group's.
 
     Collective over the group the first time: its ranks have to meet. Reductions run on `reduce_group` if there is one.
+
+    Raises:
+        RuntimeError: with the label, if they do not meet.
     """
     if group is None or group.size() == 1:
         return Transports(None, None)
@@ -46,7 +50,10 @@ def choose_transports(
     def transport(group: dist.ProcessGroup, comm: object | None, rounding: str | None) -> Transport:
         if comm is not None:
             return CustomTransport(group, device, all_gather, reduce_scatter)
-        chosen = transport_for(group, device)
+        try:
+            chosen = transport_for(group, device)
+        except (OSError, RuntimeError) as error:  # a peer that does not come is a timeout, of a socket or of gloo
+            raise RuntimeError(f"{label}: set-up failed (meeting the other ranks of its group): {error}") from error
         return chosen if compression is None or rounding is None else compressing(chosen, compression)
 
     policy = compression or CompressionPolicy()
