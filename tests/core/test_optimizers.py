@@ -1,5 +1,6 @@
 """Steps of optimizers are noticed whatever has happened to the parameters since they were sharded."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,3 +76,26 @@ def tied_after_a_cast(rank: int, world_size: int) -> None:
 
 def test_ties_are_found_after_a_cast():
     run_ranks(2, tied_after_a_cast)
+
+
+def other_parameters_of_the_same_number(rank: int, world_size: int, foreach: bool) -> None:
+    first, second = (fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=False) for _ in range(2))
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.5, foreach=foreach)
+    for model in (first, second):
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        before = model(torch.ones(1, 4))  # unsharded while the optimizer steps
+        optimizer.step()
+        seen = model(torch.ones(1, 4))
+        torch.testing.assert_close(seen, before - 0.5 * 4)
+    plain = nn.Linear(4, 4, bias=False)
+    original = plain.weight
+    fully_shard(plain)
+    optimizer.param_groups[0]["params"][0] = original
+    with pytest.raises(RuntimeError, match="holds a plain tensor for parameter 'weight'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_other_parameters_of_the_same_number_are_noticed(foreach: bool):
+    run_ranks(2, other_parameters_of_the_same_number, foreach)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +16,32 @@ from shardkit.core.param_group import FSDPParamGroup
 
 __all__ = ["watch_optimizers"]
 
-# The groups whose parameters an optimizer steps, and how many parameters it had when they were looked up.
-_groups_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ReferenceType[FSDPParamGroup]]]]
-_groups_of = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Held:
+    """What an optimizer held when it stepped last, and the groups that are concerned."""
+
+    parameters: list[torch.Tensor]
+    groups: list[weakref.ReferenceType[FSDPParamGroup]]
+
+
+_held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
 
 
 def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Optimizer step pre-hook, once per optimizer: finds one that was built before sharding.
+    """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever it holds other parameters.
 
     It holds the original parameters, whose gradients never come: training would silently do nothing.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
     """
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _groups_of.get(optimizer)
-    if known is not None and known[0] == count:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = _held_by.get(optimizer)
+    if known is not None and len(known.parameters) == len(held) and all(map(operator.is_, known.parameters, held)):
         return
     groups: dict[FSDPParamGroup, None] = {}
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    for parameter in held:
         param = sharded_counterpart(parameter)
         if param is None:
             continue
@@ -43,12 +52,12 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
-    _groups_of[optimizer] = (count, [weakref.ref(group) for group in groups])
+    _held_by[optimizer] = _Held(held, [weakref.ref(group) for group in groups])
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Fused and foreach kernels bump no version counter of a DTensor, so groups are told."""
-    for reference in _groups_of[optimizer][1]:
+    for reference in _held_by[optimizer].groups:
         if (group := reference()) is not None:
             group.stale = True
 
