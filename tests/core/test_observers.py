@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.core import observers
 from shardkit.core.observers import start_observers
 
 
@@ -27,6 +28,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in ("SHARDKIT_WATCH", "SHARDKIT_PROFILE", "SHARDKIT_COUNT_BYTES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(observers, "_started", set())
     start_observers.cache_clear()
     yield started
     start_observers.cache_clear()
@@ -56,7 +58,28 @@ def test_those_that_are_asked_for_start_once(
 def test_one_that_nobody_offers_is_not_missed_in_silence(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDKIT_PROFILE", "records")
     with pytest.warns(
-        UserWarning, match=r"SHARDKIT_PROFILE is set, but .* offers an observer 'profile'; install shard"
+        UserWarning,
+        match=r"SHARDKIT_PROFILE is set, but .* entry point 'profile' of the group shardkit.observers; install",
     ):
         start_observers()
     assert calls == []
+
+
+def test_one_that_fails_is_tried_again_and_the_others_are_not(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["somebodys_observers"]
+    start = module.count_bytes
+
+    def cannot_read_a_setting() -> None:
+        raise ValueError("SHARDKIT_COUNT_BYTES=much")
+
+    for name in ("SHARDKIT_WATCH", "SHARDKIT_COUNT_BYTES"):
+        monkeypatch.setenv(name, "much")
+    monkeypatch.setattr(module, "count_bytes", cannot_read_a_setting)
+    with pytest.raises(ValueError, match="much"):
+        start_observers()
+    monkeypatch.setattr(module, "count_bytes", start)
+    start_observers()
+    start_observers()
+    assert calls == ["watch", "count_bytes"]

@@ -16,16 +16,17 @@ __all__ = ["start_observers"]
 
 _GROUP = "shardkit.observers"
 _PREFIX = "SHARDKIT_"
-# Those that shardkit-tools brings: asked for, they must not be missing in silence.
+# Names for which a variable is only ever set to ask for an observer: they must not be missing in silence.
 _EXPECTED = ("profile", "watch")
+_started: set[tuple[str, str]] = set()
 
 
 @functools.cache
 def start_observers() -> None:
-    """Starts the observers that the environment asks for, once in a process.
+    """Starts the observers that the environment asks for, each once in a process.
 
     Raises:
-        Whatever an observer raises, such as for a setting that it cannot read.
+        Whatever an observer raises, such as for a setting that it cannot read. The next call tries it again.
     """
     wanted = {name for name in _EXPECTED if _asked_for(name)}
     if not wanted and not any(name.startswith(_PREFIX) for name in os.environ):
@@ -33,11 +34,13 @@ def start_observers() -> None:
     for entry in entry_points(group=_GROUP):
         if _asked_for(entry.name):
             wanted.discard(entry.name)
-            entry.load()()
+            if (entry.name, entry.value) not in _started:
+                entry.load()()
+                _started.add((entry.name, entry.value))
     for name in sorted(wanted):
         warnings.warn(
-            f"{_PREFIX}{name.upper()} is set, but nothing that is installed offers an observer '{name}'; install "
-            "shardkit-tools, or unset the variable",
+            f"{_PREFIX}{name.upper()} is set, but nothing that is installed offers an entry point '{name}' of the "
+            f"group {_GROUP}; install what does, or unset the variable",
             stacklevel=3,
         )
 
