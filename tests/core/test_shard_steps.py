@@ -105,6 +105,36 @@ def test_the_same_bits_as_on_dtensors(name: str, options: dict[str, Any]) -> Non
         run_ranks(world_size, _steps_alike, name, options)
 
 
+def _scaled_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A gradient that overflows, so that its step is skipped, and parameters that come later."""
+    models, scales = [_model(world_size), _model(world_size)], []
+    optimizers = [torch.optim.AdamW(model.first.parameters(), lr=0.05, **options) for model in models]
+    optimizer_step_on_shards(optimizers[0])
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in models]
+    for step in range(4):
+        before = [parameter.to_local().clone() for parameter in models[0].parameters()]
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            if step == 2:
+                optimizer.add_param_group({"params": [*model.second.parameters(), model.scale], "lr": 0.1})
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = model(x).square().mean() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        after = [parameter.to_local() for parameter in models[0].parameters()]
+        assert (step == 1) == all(map(torch.equal, before, after)), step
+        _same(dict(models[0].state_dict()), dict(models[1].state_dict()), f"step {step}")
+        _same(optimizers[0].state_dict(), optimizers[1].state_dict(), f"step {step}")
+        scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[2.0**10] * 2, [2.0**9] * 2, [2.0**9] * 2, [2.0**10] * 2]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_scaled_gradients_and_parameters_that_are_added(options: dict[str, Any]) -> None:
+    run_ranks(2, _scaled_steps, options)
+
+
 def _steps_with_what_dtensors_lack(
     rank: int, world_size: int, name: str, options: dict[str, Any]
 ) -> list[torch.Tensor]:
