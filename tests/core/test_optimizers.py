@@ -99,3 +99,18 @@ def other_parameters_of_the_same_number(rank: int, world_size: int, foreach: boo
 @pytest.mark.parametrize("foreach", [False, True])
 def test_other_parameters_of_the_same_number_are_noticed(foreach: bool):
     run_ranks(2, other_parameters_of_the_same_number, foreach)
+
+
+def stepped_before_sharding(rank: int, world_size: int) -> None:
+    fully_shard(nn.Linear(4, 4))  # from here on steps are watched
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="holds a plain tensor for parameter 'weight'"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_has_stepped_before_sharding_is_refused():
+    run_ranks(2, stepped_before_sharding)

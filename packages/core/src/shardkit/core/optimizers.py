@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,13 @@ __all__ = ["watch_optimizers"]
 
 @dataclass(frozen=True)
 class _Held:
-    """What an optimizer held when it stepped last, and the groups that are concerned."""
+    """What an optimizer held when it stepped last, and the groups that are concerned.
 
-    parameters: list[torch.Tensor]
+    Identities, not the parameters: these may hold the optimizer, in hooks that step in backward, and keep it for ever.
+    An identity that comes again is no sharded parameter unless `fully_shard` was called; then all is looked up anew.
+    """
+
+    identities: list[int]
     groups: list[weakref.ReferenceType[FSDPParamGroup]]
 
 
@@ -37,8 +40,9 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         RuntimeError: with the FQN of the first such parameter.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    identities = [*map(id, held)]
     known = _held_by.get(optimizer)
-    if known is not None and len(known.parameters) == len(held) and all(map(operator.is_, known.parameters, held)):
+    if known is not None and known.identities == identities:
         return
     groups: dict[FSDPParamGroup, None] = {}
     for parameter in held:
@@ -52,18 +56,24 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
-    _held_by[optimizer] = _Held(held, [weakref.ref(group) for group in groups])
+    _held_by[optimizer] = _Held(identities, [weakref.ref(group) for group in groups])
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Fused and foreach kernels bump no version counter of a DTensor, so groups are told."""
-    for reference in _held_by[optimizer].groups:
+    held = _held_by.get(optimizer)
+    for reference in held.groups if held is not None else ():
         if (group := reference()) is not None:
             group.stale = True
 
 
-@functools.cache
 def watch_optimizers() -> None:
-    """Hooks into the steps of all optimizers of the process, once: any of them may hold sharded parameters."""
+    """Hooks into the steps of all optimizers of the process: any of them may hold parameters that were just sharded."""
+    _held_by.clear()
+    _register()
+
+
+@functools.cache
+def _register() -> None:
     register_optimizer_step_pre_hook(refuse_stale_optimizer)
     register_optimizer_step_post_hook(_note_step)
