@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import fully_shard
 from shardkit.core.runtime.gather import gather
@@ -127,8 +128,7 @@ def test_a_deleted_models_pages_are_given_back_though_peers_map_them() -> None:
 
 
 def _forks(rank: int, world_size: int) -> bool:
-    model = _sharded(world_size, 64, 64)
-    _step(model, 64)
+    model = _sharded(world_size, 64, 64)  # no peer has read anything of it yet
     before = model[0].weight.to_local().detach().clone()
     child = os.fork()
     if not child:
@@ -266,26 +266,44 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained() ->
     run_ranks(2, _first_in_inference_mode)
 
 
-@torch.no_grad()
+class _SlowBackward(nn.Module):
+    """In backward rank 1 comes late to what follows, and rank 0 does not come at all once it `fails`."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(self._backward)
+        return x.clone()
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        elif self.fails:
+            raise RuntimeError("backward is interrupted")
+
+
 def _resets_and_writes(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    model = _slow_model(world_size)
-    first = model(torch.ones(2, 64))  # teaches the order: from now on layers are gathered ahead
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), _SlowBackward(), nn.Linear(64, 64))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=rank_mesh((world_size,)))
+    fully_shard(model, mesh=rank_mesh((world_size,)))
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
+    model(inputs[0]).sum().backward()
+    model[1].fails = True
     if rank == 0:
-        model[1].register_forward_pre_hook(_interrupted)
         with pytest.raises(RuntimeError, match="interrupted"):
-            model(torch.ones(2, 64))
+            model(inputs[1]).sum().backward()
         model.reset_iter_state()
-        for parameter in model.parameters():
-            parameter.to_local().zero_()
-        again = first
-    else:
-        again = model(torch.ones(2, 64))  # reads what rank 0 has lent before it failed
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().zero_()
+        dist.barrier()
+        return inputs[0].grad, inputs[0].grad
+    model(inputs[1]).sum().backward()  # reads what rank 0 lent before it failed
     dist.barrier()
-    return first, again
-
-
-def _interrupted(*unused: object) -> None:
-    raise RuntimeError("interrupted")
+    return inputs[0].grad, inputs[1].grad
 
 
 def test_a_shard_may_be_written_to_after_a_reset() -> None:
@@ -304,13 +322,13 @@ def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
     (values,) = segment.shared_copies([torch.full((4,), float(rank))])
     table = Table("block", [values])
     if rank == 1:
-        time.sleep(0.3)  # the other one is through before anything is read
+        time.sleep(0.3)  # the others are through before anything is read
     operations = [neighbours.post(Channel.GATHER, table) for _ in range(_FAR)]
     seen = []
     if order == "backwards":
         operations.reverse()
     for number, operation in enumerate(operations):
-        if number % 100 == 1:
+        if number in (1, _FAR // 2):
             dist.barrier()  # with most of them still launched ahead
         peers = neighbours.collect(operation, "block")
         seen.append(sum(table.tensors[0].sum().item() for table in peers if table is not None))
@@ -361,18 +379,33 @@ def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
     return Neighbours([None, ends[0]], timeout), Neighbours([ends[1], None], timeout)
 
 
-def _one_that_never_reads(rank: int, world_size: int) -> str:
-    sender, receiver = _pair(0.2)
-    table = Table("block", segment.shared_copies([torch.ones(4)]))
-    *_, last = [sender.post(Channel.GATHER, table) for _ in range(_FAR)]
-    with pytest.raises(TimeoutError) as error:
-        sender.collect(last, "block")
+def _one_that_does_not_read(rank: int, world_size: int) -> None:
+    sender, receiver = _pair(0.5)
+    tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
+    operations = []
+    for _ in range(_FAR):
+        operations.append(sender.post(Channel.GATHER, tables[0]))
+        receiver.post(Channel.GATHER, tables[1])
+        sender.is_released(operations[0])  # hears the receiver
+    first, *_, last = operations
+    sender.collect(first, "block")
+    receiver.collect(first, "block")
+    receiver.release(first)
+    sender.release(first)
+    # All that the sender needs is there. What the receiver needs to get as far is not.
+    for wait in (lambda: sender.collect(last, "block"), lambda: sender.wait_released(first)):
+        with pytest.raises(TimeoutError, match="rank 1 of the group has not come within"):
+            wait()
+    reader = threading.Thread(target=receiver.wait_released, args=[first])
+    reader.start()
+    sender.wait_released(first)
+    sender.collect(last, "block")
+    reader.join()
     sender.close(), receiver.close()
-    return str(error.value)
 
 
-def test_a_peer_that_never_reads_is_a_timeout() -> None:
-    assert run_ranks(1, _one_that_never_reads) == ["rank 1 of the group has not come within 0 s"]
+def test_no_wait_ends_before_the_peer_has_what_it_needs() -> None:
+    run_ranks(1, _one_that_does_not_read)
 
 
 def _too_many_descriptors(rank: int, world_size: int) -> str:
@@ -381,7 +414,7 @@ def _too_many_descriptors(rank: int, world_size: int) -> str:
     (values,) = segment.shared_copies([torch.ones(4)])
     soft = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
-    sender, receiver = _pair(0.2)
+    sender, receiver = _pair(0.5)
     tables = [Table(str(number), [values]) for number in range(soft // 2 + 20)]  # two descriptors each
     operations = [sender.post(Channel.GATHER, table) for table in tables]
     with pytest.raises(OSError, match=r"more than \d+ descriptors") as error:
@@ -484,19 +517,26 @@ def test_shards_stay_in_private_memory_where_files_are_used_up() -> None:
         assert "ulimit -n" in message
 
 
-def _meets_nobody(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+def _meets_nobody(rank: int, world_size: int) -> list[str]:
+    groups = [dist.new_group(timeout=timedelta(seconds=0.3)) for _ in range(2)]
+    model = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(groups[1], "cpu"))
+    said = []
     if rank == 0:
         with pytest.raises(RuntimeError) as error:
-            choose_transports(group, None, CPU, None, None, None, "blocks.0")
-        return str(error.value)
-    time.sleep(1.5)
-    return ""
+            choose_transports(groups[0], None, CPU, None, None, None, "blocks.0")
+        said.append(str(error.value))
+        with pytest.raises(RuntimeError) as error:
+            model(torch.ones(1, 2))
+        said.append(str(error.value))
+    else:
+        time.sleep(1.5)
+    return said
 
 
-def test_ranks_that_do_not_meet_are_told_which_group_was_to_be_gathered() -> None:
-    message, _ = run_ranks(2, _meets_nobody, isolated=True)
-    assert message.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
+def test_ranks_that_do_not_meet_are_told_where() -> None:
+    (meeting, comparing), _ = run_ranks(2, _meets_nobody, isolated=True)
+    assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
+    assert comparing.startswith("Linear: set-up failed (comparing models with the other ranks)")
 
 
 # -- when a peer is not there ------------------------------------------------------------------------------------------

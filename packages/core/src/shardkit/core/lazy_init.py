@@ -40,7 +40,7 @@ def initialise_root(root: FSDPState) -> None:
     for state in states:
         _check_prefetching(state, root, type(module).__name__)
     with events.Waiting(root.fqn, "set-up"):
-        _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)))
+        _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)), root.fqn)
     root.iteration.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
@@ -102,7 +102,7 @@ def _set_names(states: list[FSDPState], root: nn.Module) -> None:
             group.label = state.fqn if group is state.groups[0] else f"{state.fqn}: {group.params[0].fqn}"
 
 
-def _check_agreement(groups: list[FSDPParamGroup]) -> None:
+def _check_agreement(groups: list[FSDPParamGroup], fqn: str) -> None:
     by_process_group: dict[dist.ProcessGroup, list[list[Any]]] = defaultdict(list)
     device = torch.device("cpu")
     for group in groups:
@@ -119,8 +119,11 @@ def _check_agreement(groups: list[FSDPParamGroup]) -> None:
                 for param in group.params
             ]
     for process_group, described in by_process_group.items():
-        if process_group.size() == 1 or agree(json.dumps(described).encode(), process_group, device):
-            continue
+        try:
+            if process_group.size() == 1 or agree(json.dumps(described).encode(), process_group, device):
+                continue
+        except RuntimeError as error:  # the backend's, when a rank does not come
+            raise RuntimeError(f"{fqn}: set-up failed (comparing models with the other ranks): {error}") from error
         everyone: list[Any] = [None] * process_group.size()
         dist.all_gather_object(everyone, described, group=process_group)
         raise RuntimeError(_difference(everyone, dist.get_process_group_ranks(process_group)))

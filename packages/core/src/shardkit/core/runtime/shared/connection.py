@@ -96,6 +96,7 @@ class Connection:
         if self._refused_since is None:
             self._refused_since = now
         elif now - self._refused_since > self._timeout:
+            self._refused_since = None
             raise _too_many_on_their_way(self._peer)
 
     @property
