@@ -219,5 +219,26 @@ def parallelize_packed_model(model: nn.Module, tp: DeviceMesh) -> None:
     parallelize_module(model, tp, {"qkv": FusedColwiseParallel("q", "k", "v"), "out": RowwiseParallel()})
 
 
+class GroupedModel(nn.Module):
+    """Two groups of queries that share a key and a value, packed group by group."""
+
+    def __init__(self, heads: int = 3, size: int = 2) -> None:
+        super().__init__()
+        self.heads, self.size = heads, size
+        self.qkv = nn.Linear(6, 2 * (heads + 2) * size)
+        self.blocks = nn.ModuleList()
+        self.out = nn.Linear(2 * heads * size, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grouped = self.qkv(x).unflatten(-1, (-1, self.heads + 2, self.size))
+        q, k, v = grouped.split((self.heads, 1, 1), dim=-2)
+        return self.out((q * k.sigmoid() + v).flatten(-3))
+
+
+def parallelize_grouped_model(model: nn.Module, tp: DeviceMesh) -> None:
+    parallelize_module(model, tp, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+
+
+SPECS["grouped"] = TPSpec(GroupedModel, parallelize_grouped_model, _features)
 SPECS["fused"] = TPSpec(FusedModel, parallelize_fused_model, _features)
 SPECS["packed"] = TPSpec(PackedModel, parallelize_packed_model, _features)

@@ -89,9 +89,10 @@ def foreign_roots(rank: int, world_size: int) -> None:
 def fused_refusals(rank: int, world_size: int) -> None:
     tensor = rank_mesh((2, 2), ("dp", "tp"))["tp"]
     style = FusedColwiseParallel("gate", "up")
-    with pytest.raises(ValueError, match=r"'weight' of shape \(6, 4\) is made of \('gate', 'up'\).*2 ranks do not"):
+    of_module = r"FusedColwiseParallel\('gate', 'up'\) of Linear\(in_features=4, .*\): 'weight' of shape "
+    with pytest.raises(ValueError, match=of_module + r"\(6, 4\) is made of \('gate', 'up'\).*2 ranks do not"):
         style._apply(nn.Linear(4, 6), tensor)
-    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 4\) is not 2 logical tensors \('gate', 'up'\)"):
+    with pytest.raises(ValueError, match=of_module + r"\(5, 4\) is not 2 logical tensors \('gate', 'up'\)"):
         style._apply(nn.Linear(4, 5), tensor)
     with pytest.raises(TypeError, match=r"nn\.Linear, got Embedding"):
         style._apply(nn.Embedding(4, 4), tensor)

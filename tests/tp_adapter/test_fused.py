@@ -59,7 +59,9 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("fused", (2, 2)), ("packed", (2, 2)), ("packed", (4, 1)), ("fused", (1, 2, 2))], ids=str
+    ("name", "shape"),
+    [("fused", (2, 2)), ("packed", (2, 2)), ("packed", (4, 1)), ("fused", (1, 2, 2)), ("grouped", (2, 2))],
+    ids=str,
 )
 def test_trains_like_one_process(name: str, shape: tuple[int, ...]):
     run_ranks(4, trains_like_one_process, name, shape)
@@ -254,20 +256,34 @@ def test_asynchronous_saves(tmp_path: Path):
 
 
 def reassigned_and_gathered(rank: int, world_size: int) -> None:
-    """Nor do they know that their placements cut from left to right."""
+    """Nor do they know that their placements cut from left to right: at once, and after they were used."""
     trainee = Trainee.of("packed", (2, 2), 1)
-    before = trainee.model.qkv.weight.detach().full_tensor()
-    state = {
-        name: DTensor.from_local(
-            value.to_local() + 1, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
-        )
-        for name, value in trainee.model.state_dict().items()
-    }
-    trainee.model.load_state_dict(state, assign=True)
-    SPECS["packed"].loss(trainee.model, 1)
-    assert torch.equal(trainee.model.qkv.weight.detach().full_tensor(), before + 1)
+    model = trainee.model
+    before = model.qkv.weight.detach().full_tensor()
+    for step in range(2):
+        state = {
+            name: DTensor.from_local(
+                value.to_local() + 1, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+            )
+            for name, value in model.state_dict().items()
+        }
+        model.load_state_dict(state, assign=True)
+        if step:
+            SPECS["packed"].loss(model, 1).backward()
+            assert model.qkv.weight.grad.full_tensor().shape == before.shape
+        model.reshard()
+        for weight in (model.qkv.weight, model.state_dict()["qkv.weight"]):
+            assert torch.equal(weight.detach().full_tensor(), before + 1 + step)
+    # With the axes as the user has them, the same placements would say something else.
+    mesh = rank_mesh((2, 2), NAMES[2])
+    assert model.qkv.weight.device_mesh.mesh_dim_names == ("tp", "dp")
+    weight = state["qkv.weight"]
+    state["qkv.weight"] = DTensor.from_local(
+        weight.to_local(), mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+    )
+    with pytest.raises(ValueError, match=r"'qkv\.weight' was replaced .* .*dp=2, tp=2.*; expe.*tp=2, dp=2"):
+        model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.xfail(strict=True, reason="packed weights assigned as DTensors made by hand are gathered in torch's order")
 def test_assigned_tensors_are_gathered_right():
     run_ranks(4, reassigned_and_gathered)

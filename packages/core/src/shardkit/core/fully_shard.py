@@ -221,3 +221,4 @@ def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
+            module.register_load_state_dict_post_hook(state.after_load)

@@ -180,6 +180,12 @@ class FSDPParam:
                 f"parameter '{self.fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
                 f"{tuple(parameter.placements)}; expected shape {tuple(self.form.shape)} with {tuple(old.placements)}"
             )
+        seen, expected = parameter.device_mesh, old.device_mesh
+        if seen is not expected and not torch.equal(seen.mesh, expected.mesh):
+            raise ValueError(
+                f"parameter '{self.fqn}' was replaced by a DTensor on {seen}; expected {expected}: the same placements "
+                "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
+            )
         take_meaning(parameter, old)
         self.sharded_param = parameter
         self._mark_sharded()

@@ -346,6 +346,16 @@ class FSDPState:
                 )
                 state_dict[prefix + name] = parameter  # keeps what is there, so that torch does not complain as well
 
+    def after_load(self, *unused: Any) -> None:
+        """After a state dict is loaded: tensors that were assigned get what the parameters know, at once.
+
+        That is what their placements mean, and their boxes. Plain tensors in their places, as legacy_fsdp_compat's
+        summon_full_params has them for a while, are left alone.
+        """
+        for group in self.groups:
+            if all(isinstance(param.slots[0].get(), DTensor) for param in group.params):
+                group.refresh()
+
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -124,9 +124,8 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def take_meaning(dtensor: DTensor, of: DTensor) -> None:
-    """Gives a DTensor with the mesh and placements of another also its meaning of them (see `new_dtensor`)."""
-    if dtensor.device_mesh == of.device_mesh:
-        dtensor._spec = like_dtensor(local_of(dtensor), of)._spec
+    """Gives a DTensor with the ranks and placements of another also its meaning of them (see `new_dtensor`)."""
+    dtensor._spec = like_dtensor(local_of(dtensor), of)._spec
 
 
 def flattened_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -1,6 +1,7 @@
 """The hooks by which FSDP1 handles parameters that are DTensors: flattening, chunks for state dicts, and back.
 
-Offsets and sizes of chunks are those of the layout, so they are right for uneven shards as well.
+Offsets and sizes of chunks are those of the layout, so they are right for uneven shards as well. FSDP1 tells its hooks
+no names of parameters, so errors describe a tensor by its shape, placements and mesh.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class DTensorExtensions:
                 return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
             placements = [Shard(0) if name == cut else Replicate() for name in names]
             return new_dtensor(chunk, root, placements, tensor.shape)
-        form = adapter.form(tensor, "tensor", data, 0)
+        form = adapter.form(tensor, _described(tensor), data, 0)
         local = form.plain(tensor.detach())
         layout = ChunkLayout(tuple(local.shape), 0, data.shard_size)
         return form.sharded(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
@@ -148,11 +149,11 @@ class DTensorExtensions:
         """
         mesh = tensor.device_mesh
         if parent_mesh is None or set(mesh.mesh.flatten().tolist()) != set(parent_mesh.mesh.flatten().tolist()):
-            raise ValueError(f"the tensor lies on {mesh}, expected the ranks of {parent_mesh}")
+            raise ValueError(f"a {_described(tensor)} lies on {mesh}, expected the ranks of {parent_mesh}")
         if mesh.mesh_dim_names is None or parent_mesh.mesh_dim_names is None:
             raise ValueError(
-                f"the tensor lies on {mesh}, of {parent_mesh}; without names of the axes nothing says which of them is "
-                "tensor-parallel: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+                f"a {_described(tensor)} lies on {mesh}, of {parent_mesh}; without names of the axes nothing says "
+                "which of them is tensor-parallel: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
             )
         local = local_of(tensor)
         for axis, name in enumerate(mesh.mesh_dim_names):
@@ -161,19 +162,23 @@ class DTensorExtensions:
         return local
 
 
+def _described(tensor: DTensor) -> str:
+    return f"DTensor of shape {tuple(tensor.shape)} with placements {tuple(tensor.placements)}"
+
+
 def _model_pieces(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Offset, size and global rank of every rank's piece; of a replicated tensor this rank's alone."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1:
-        raise ValueError(f"a DTensor with placements {tuple(tensor.placements)} lies on {mesh}; expected a 1-D mesh")
+        raise ValueError(f"a {_described(tensor)} lies on {mesh}; expected a 1-D mesh")
     ranks = [dist.get_rank()] if tensor.placements[0].is_replicate() else mesh.mesh.tolist()
     pieces = []
     for index, rank in enumerate(ranks):
-        region = region_at("tensor", tensor.shape, tensor.placements, (mesh.size(),), (index,))
+        region = region_at(_described(tensor), tensor.shape, tensor.placements, (mesh.size(),), (index,))
         boxes = [box for box, _ in region.boxes()] if region.numel else []
         if len(boxes) > 1:
             raise ValueError(
-                f"a DTensor with placements {tuple(tensor.placements)} has {len(boxes)} boxes on a rank, which a "
+                f"a {_described(tensor)} has {len(boxes)} boxes on a rank, which a "
                 "ShardedTensor cannot say; save it as a DTensor"
             )
         if boxes:
@@ -212,7 +217,9 @@ def _gathered(local: torch.Tensor, tensor: DTensor, axis: int) -> torch.Tensor:
     assert coordinate is not None
     dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]
     places = [[*coordinate[:axis], index, *coordinate[axis + 1 :]] for index in range(mesh.size(axis))]
-    regions = [region_at("tensor", tensor.shape, tensor.placements, mesh.mesh.shape, place) for place in places]
+    regions = [
+        region_at(_described(tensor), tensor.shape, tensor.placements, mesh.mesh.shape, place) for place in places
+    ]
     lengths = [region.shape[dim] for region in regions]
     padded = local.new_zeros(*local.shape[:dim], max(lengths), *local.shape[dim + 1 :])
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)

@@ -22,7 +22,9 @@ class FusedColwiseParallel(ColwiseParallel):
         gate, up = feed_forward.gate_up(x).chunk(2, dim=-1)  # of this rank, sizes divided by the ranks of "tp"
 
     Apply it before `fully_shard`, which then sees to it that sharded parameters, state dicts and checkpoints have the
-    weight whole and in its own order (see Note [Fused weights] in `sub_blocks`).
+    weight whole and in its own order (see Note [Fused weights] in `sub_blocks`). The DTensor that the layer computes
+    with, which the module holds while it is gathered and before it is sharded, is no such: its `full_tensor()` has the
+    parts in the order of ranks. Read `state_dict()`, or the weight after `reshard()`.
 
     Args:
         names: of the logical tensors, in the order in which they are stacked.
@@ -55,12 +57,13 @@ class FusedColwiseParallel(ColwiseParallel):
         if not isinstance(module, nn.Linear):
             raise TypeError(f"FusedColwiseParallel is for nn.Linear, got {type(module).__name__}")
         ranks, parts = device_mesh.size(), len(self.sub_blocks.names)
+        described = f"FusedColwiseParallel{self.sub_blocks.names} of {module}: "  # torch tells a style no name
         for name, parameter in list(module.named_parameters(recurse=False)):
-            check_sub_blocks(parameter, name, self.sub_blocks)
+            check_sub_blocks(parameter, f"{described}'{name}'", self.sub_blocks)
             if parameter.shape[0] % (parts * ranks):
                 raise ValueError(
-                    f"'{name}' of shape {tuple(parameter.shape)} is made of {self.sub_blocks.names}, each of "
-                    f"{parameter.shape[0] // parts} on dim 0, which {ranks} ranks do not divide"
+                    f"{described}'{name}' of shape {tuple(parameter.shape)} is made of {self.sub_blocks.names}, each "
+                    f"of {parameter.shape[0] // parts} on dim 0, which {ranks} ranks do not divide"
                 )
             with torch.no_grad():
                 grouped = nn.Parameter(_by_rank(parameter, parts, ranks), requires_grad=parameter.requires_grad)

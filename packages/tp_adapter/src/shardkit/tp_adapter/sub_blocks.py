@@ -40,8 +40,8 @@ class SubBlocks:
     dim: int = 0
 
 
-def check_sub_blocks(parameter: torch.Tensor, name: str, sub_blocks: SubBlocks) -> None:
-    """Raises if a parameter, called `name` in messages, cannot be such a stack.
+def check_sub_blocks(parameter: torch.Tensor, described: str, sub_blocks: SubBlocks) -> None:
+    """Raises if a parameter, `described` in messages, cannot be such a stack.
 
     Raises:
         ValueError: if the dim cannot be cut into so many equal parts.
@@ -49,8 +49,10 @@ def check_sub_blocks(parameter: torch.Tensor, name: str, sub_blocks: SubBlocks) 
     names, dim = sub_blocks.names, sub_blocks.dim
     if not names or not 0 <= dim < parameter.ndim or parameter.shape[dim] % len(names):
         raise ValueError(
-            f"'{name}' of shape {tuple(parameter.shape)} is not {len(names)} logical tensors {names} of one size "
-            f"stacked on dim {dim}; keep logical tensors of different sizes as parameters of their own"
+            f"{described} of shape {tuple(parameter.shape)} is not {len(names)} logical tensors {names} of one size "
+            f"stacked on dim {dim}. Keep logical tensors of different sizes as parameters of their own, or, for "
+            "queries that share keys and values, pack them group by group (the queries of a group, its key, its value) "
+            "under ColwiseParallel, which gives every rank whole groups"
         )
 
 
@@ -64,7 +66,7 @@ def declare_sub_blocks(module: nn.Module, name: str, sub_blocks: SubBlocks) -> N
         AttributeError: if the module has no such parameter.
         ValueError: as `check_sub_blocks`.
     """
-    check_sub_blocks(module.get_parameter(name), f"{type(module).__name__}.{name}", sub_blocks)
+    check_sub_blocks(module.get_parameter(name), f"'{type(module).__name__}.{name}'", sub_blocks)
     module.__dict__[_DECLARED] = {**module.__dict__.get(_DECLARED, {}), name: sub_blocks}
 
 
