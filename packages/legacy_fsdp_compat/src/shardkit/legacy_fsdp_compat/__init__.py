@@ -3,46 +3,13 @@
 from typing import NoReturn
 
 from shardkit.core.version import __version__
-from shardkit.legacy_fsdp_compat.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from shardkit.legacy_fsdp_compat import api
+from shardkit.legacy_fsdp_compat.api import *  # noqa: F403
 from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardkit.legacy_fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "__version__",
-]
+__all__ = ["FullyShardedDataParallel", "ShardedGradScaler", "__version__"]
+__all__ += api.__all__
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -32,8 +32,8 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "own",
 ]
+# Every public name of FSDP1 but its classes; the package and `fully_sharded_data_parallel` have them from here.
 
 _T = TypeVar("_T")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -44,13 +45,16 @@ def materialize_unit(
     That is `param_init_fn(module)`, or `module.to_empty()` and `module.reset_parameters()`.
 
     Raises:
-        RuntimeError: a module without `reset_parameters()`, or one whose tensors are on the meta device afterwards.
+        RuntimeError: a module without `reset_parameters()`, or one whose tensors are on the meta device afterwards, and
+            one that torchdistX has deferred.
     """
     for name, module in list(own_modules(root, ignored, is_wrapped)):
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta and tensor not in ignored.parameters for tensor in tensors):
-            continue
+        tensors = [tensor for tensor in tensors if tensor not in ignored.parameters]
         where = f"'{name or 'the wrapped module'}' ({type(module).__name__})"
+        _refuse_deferred(where, tensors)
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
         if param_init_fn is not None:
             param_init_fn(module)
         else:
@@ -65,6 +69,17 @@ def materialize_unit(
         left = [name for name, tensor in module.named_parameters(recurse=False) if tensor.is_meta]
         if left:
             raise RuntimeError(f"param_init_fn left {left} of {where} on the meta device; it must call to_empty()")
+
+
+def _refuse_deferred(where: str, tensors: list[torch.Tensor]) -> None:
+    """Tensors of torchdistX look like real ones; only it can tell, if the script has imported it."""
+    torchdistx = sys.modules.get("torchdistx.fake")
+    if torchdistx is not None and any(torchdistx.is_fake(tensor) for tensor in tensors):
+        raise RuntimeError(
+            f"{where} was deferred by torchdistX, which FSDP does not materialize here: call "
+            "torchdistx.deferred_init.materialize_module(module) before, or build the model under "
+            "torch.device('meta') and pass param_init_fn"
+        )
 
 
 @torch.no_grad()

@@ -19,24 +19,9 @@ from shardkit.core.lazy_init import initialise_root
 from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.state import FSDPState, state_of
-from shardkit.legacy_fsdp_compat.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    own,
-)
+from shardkit.legacy_fsdp_compat import api
+from shardkit.legacy_fsdp_compat.api import *  # noqa: F403 - stock has these names here too
+from shardkit.legacy_fsdp_compat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, own
 from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
 from shardkit.legacy_fsdp_compat.comm_hooks import install_hook
 from shardkit.legacy_fsdp_compat.deferred_init import materialize_unit, own_modules, sync_from_first_rank
@@ -51,25 +36,8 @@ from shardkit.legacy_fsdp_compat.torch_compat import checkpoint_wrapped, detaile
 from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, clean_name
 from shardkit.legacy_fsdp_compat.wrap import Policy
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "TrainingState",
-]
+__all__ = ["FullyShardedDataParallel", "TrainingState"]
+__all__ += api.__all__
 
 
 class TrainingState(enum.Enum):
@@ -308,6 +276,12 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         """Names and buffers; the names are those of the model before it was wrapped."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield name.replace(f"{WRAPPED}.", ""), buffer
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Asked by torch.distributed.checkpoint.state_dict: which attribute stands in names of modules, but not in
+        those of a state dict.
+        """
+        return {"": WRAPPED}
 
     def _buffer_names(self) -> list[str]:
         """Names below the wrapped module of this unit's buffers."""

@@ -185,7 +185,8 @@ def _loaded(
     error_messages: list[str],
 ) -> torch.Tensor:
     """What a state dict holds, as a DTensor; the parameter itself, and a message, if it does not fit."""
-    sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    # torch.distributed.checkpoint.state_dict cuts whole tensors up by itself, whatever the type.
+    sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT or isinstance(value, DTensor)
     try:
         rows = from_sharded(unit, parameter, value, name) if sharded else _from_full(parameter, value, name)
     except (TypeError, ValueError) as error:
@@ -195,7 +196,7 @@ def _loaded(
 
 
 def _from_full(parameter: UnitParameter, value: object, name: str) -> torch.Tensor:
-    if isinstance(value, DTensor | ShardedTensor) or not isinstance(value, torch.Tensor):
+    if isinstance(value, ShardedTensor) or not isinstance(value, torch.Tensor):
         raise TypeError(
             f"'{name}' is a {type(value).__name__}; FULL_STATE_DICT takes plain whole tensors. For sharded ones set "
             "StateDictType.SHARDED_STATE_DICT"
