@@ -17,8 +17,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import shardkit.core
-from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
+from shardkit.legacy_fsdp_compat.migrate import (
+    CheckpointError,
+    Ranks,
+    convert,
+    open_checkpoint,
+    parameters_in_groups,
+    shapes_of_file,
+)
 from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
 from tests.support import run_ranks
 
@@ -366,6 +375,94 @@ def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(CheckpointError, match=r"builtins.print is not allowed"):
         open_checkpoint(copied / "SHARDED-DCP")
     assert "ran" not in capsys.readouterr().out
+
+
+# -- into rank files ---------------------------------------------------------------------------------------------------
+
+
+def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: bool, directory: Path) -> Any:
+    """What a model holds that has loaded this rank's file, and the losses that it goes on with."""
+    names = api(engine)
+    model = wrap(engine, Setting(use_orig_params=use_orig_params, optimizer="adam"), build(1))
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    return whole_state(engine, model), local_moments(names, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source_size", "use_orig_params", "ranks"),
+    [("LOCAL", 2, False, 3), ("SHARDED-DCP", 3, True, 2), ("SHARDED", 2, True, 3), ("FULL", 2, False, 4)],
+    ids=str,
+)
+def test_rank_files_for_stock(
+    written: Any, kind: str, source_size: int, use_orig_params: bool, ranks: int, tmp_path: Path
+):
+    source = written(STOCK, use_orig_params, source_size)
+    checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
+    names = parameters_in_groups(checkpoint)
+    assert names == {name for name, _ in build().named_parameters()}
+    convert(checkpoint, tmp_path / "out", "sharded", ranks=Ranks(ranks, names))
+    for engine in (STOCK, OURS):
+        weights, moments = run_ranks(ranks, load_rank_file, engine, use_orig_params, tmp_path / "out")[0]
+        assert_holds(
+            {("model", name): value for name, value in weights.items()}
+            | {("optim", "state", fqn, name): one for fqn, state in moments.items() for name, one in state.items()},
+            source,
+            moments=True,
+        )
+    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+
+
+def test_rank_files_are_taken_up_again(written: Any, tmp_path: Path):
+    source = written(STOCK, False, 2)
+    checkpoint, calls = open_checkpoint(source.path / "SHARDED"), 0
+    ranks = Ranks(3, parameters_in_groups(checkpoint))
+
+    def interrupt(nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(checkpoint, tmp_path / "out", "sharded", ranks=ranks, progress=interrupt)
+    with pytest.raises(CheckpointError, match="another source, or to another format"):
+        convert(checkpoint, tmp_path / "out", "sharded", ranks=Ranks(2, ranks.parameters))
+    done = convert(checkpoint, tmp_path / "out", "sharded", ranks=ranks)
+    assert done.resumed == 4
+    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+
+
+def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = str(written(STOCK, False, 2).path / "FULL")
+    assert main([source, str(tmp_path / "out"), "--to", "sharded", "--ranks", "2", "--no-progress"]) == 0
+    assert open_checkpoint(tmp_path / "out").world_size == 2
+    for wrong in (["--to", "sharded"], ["--to", "dcp", "--ranks", "2"]):
+        assert main([source, str(tmp_path / "no"), *wrong]) == 1
+        assert "needs a number, others none" in capsys.readouterr().err
+    assert main([source, str(tmp_path / "no"), "--to", "sharded", "--ranks", "1"]) == 1
+    assert "a single rank's state dicts are whole; convert to 'full'" in capsys.readouterr().err
+    weights_only = [source, str(tmp_path / "w"), "--to", "sharded", "--ranks", "2", "--without", "optim"]
+    assert main(weights_only) == 1
+    assert "tells parameters, which are cut, from buffers" in capsys.readouterr().err
+    assert main([*weights_only, "--model", "tests.legacy_fsdp_compat.both:Model", "--no-progress"]) == 0
+    leaves = leaves_of_file(tmp_path / "w" / "rank0.pt")
+    assert type(leaves["model", "inp.weight"]) is StoredShards
+    assert type(leaves["model", "blocks.0.scale"]) is Tensor, "a buffer, which every rank has"
+
+
+def test_rank_files_need_names(tmp_path: Path):
+    weights = {"w": torch.ones(4, 2)}
+    torch.save({"model": weights, "optim": {"state": {0: {"m": torch.ones(4, 2)}}}}, tmp_path / "raw.pt")
+    with pytest.raises(CheckpointError, match=r"'optim.state.0.m' is optimizer state by number"):
+        convert(open_checkpoint(tmp_path / "raw.pt"), tmp_path / "out", "sharded", ranks=Ranks(2, {"w"}))
+    with pytest.raises(CheckpointError, match=r"lacks the parameters \['v'\]"):
+        convert(open_checkpoint(tmp_path / "raw.pt"), tmp_path / "out", "sharded", ranks=Ranks(2, {"w", "v"}))
+    with pytest.raises(CheckpointError, match="unknown format 'sharded'"):
+        convert(open_checkpoint(tmp_path / "raw.pt"), tmp_path / "out", "sharded")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -7,20 +7,25 @@ both in private modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _rebuild_wrapper_subclass
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorPart
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
     "CHECKPOINT_PREFIX",
+    "PickledShards",
     "ShardedTensor",
     "StorageInfo",
     "allow_any_grad_dtype",
@@ -85,6 +90,39 @@ def new_sharded_tensor(
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         parts, sharded_tensor_metadata=metadata, process_group=group
     )
+
+
+@dataclass(frozen=True)
+class PickledShards:
+    """Is pickled as the ShardedTensor on the CPU that one rank of a process group would write, without the group.
+
+    Attributes:
+        local: the rank's rows; None if it has none.
+        shape: of the whole.
+        dtype: of it.
+        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, which are those that hold something.
+        rank, world_size: of the rank.
+    """
+
+    local: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
+    rank: int
+    world_size: int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        described = [
+            ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu")
+            for rank, (offsets, sizes) in enumerate(self.boxes)
+        ]
+        parts = [] if self.local is None else [ShardedTensorPart(self.local, described[self.rank])]
+        metadata = ShardedTensorMetadata(described, self.shape, TensorProperties(self.dtype))
+        group = ShardedTensor.ProcessGroupState(self.rank, self.rank, self.world_size, self.world_size)
+        state = (parts, metadata, group, EnumerableShardingSpec(described), False)
+        stride = torch.empty(self.shape, device="meta").stride()
+        empty = (ShardedTensor, self.dtype, tuple(self.shape), stride, 0, torch.strided, torch.device("cpu"), False)
+        return _rebuild_from_type_v2, (_rebuild_wrapper_subclass, ShardedTensor, empty, state)
 
 
 def detailed_debugging() -> bool:

@@ -10,9 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, convert, refuse_existing
+import torch
+
+from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
-from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
+from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
+from shardkit.legacy_fsdp_compat.migrate.sources import model_of, open_checkpoint, shapes_of_file, shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.trees import joined
 
@@ -49,16 +52,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", type=Path, help="the directory to make")
     parser.add_argument(
         "--to",
-        choices=list(FORMATS),
+        choices=[*FORMATS, SHARDED],
         default="dcp",
         help="dcp: a directory of torch.distributed.checkpoint, which core, FSDP2 and FSDP1's SHARDED load (default); "
-        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL",
+        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL; sharded: a file of torch.save for each "
+        "rank, as FSDP1's SHARDED, which needs --ranks",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="with --to sharded: for how many. What is a parameter, and so is cut, says --model, else the optimizer",
     )
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument(
         "--shapes", type=Path, help="a full checkpoint of the model, or JSON: name -> shape. LOCAL needs it"
     )
     shapes.add_argument("--model", help="instead: MODULE:FUNCTION that builds the model (on the meta device)")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="leave out a value, or a dict with all in it; again",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser
@@ -66,14 +82,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     refuse_existing(options.target)  # before anything is read
-    shapes = None
+    if (options.to == SHARDED) != (options.ranks is not None):
+        raise CheckpointError(f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' needs a number, others none")
+    shapes, model = None, None
     if options.shapes is not None:
         shapes = shapes_of_file(options.shapes)
     elif options.model is not None:
         sys.path.insert(0, str(Path.cwd()))
-        shapes = shapes_of_model(options.model)
+        model = model_of(options.model)
+        shapes = shapes_of_model(model)
     source = options.source[0] if len(options.source) == 1 else options.source
-    checkpoint = open_checkpoint(source, shapes)
+    checkpoint = open_checkpoint(source, shapes, without=options.without)
     _say(_summary(checkpoint))
     for note in checkpoint.notes:
         _say(f"note: {note}")
@@ -84,11 +103,24 @@ def _run(options: argparse.Namespace) -> int:
             sys.stdout.write(f"{joined(path)}\t(object)\n")
         _say(f"would write {options.to} to {options.target}; nothing was written")
         return 0
+    ranks = None if options.ranks is None else Ranks(options.ranks, _parameters(checkpoint, model))
     with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
-        done = convert(checkpoint, options.target, options.to, progress=progress)
+        done = convert(checkpoint, options.target, options.to, ranks=ranks, progress=progress)
     resumed = f", {done.resumed} of them by an earlier attempt" if done.resumed else ""
     _say(f"wrote and verified {len(done.hashes)} tensors{resumed}: {done.target}")
     return 0
+
+
+def _parameters(checkpoint: Checkpoint, model: torch.nn.Module | None) -> set[str]:
+    if model is not None:
+        return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = parameters_in_groups(checkpoint)
+    if not found:
+        raise CheckpointError(
+            "nothing here tells parameters, which are cut, from buffers: there is no optimizer with names; pass "
+            "--model MODULE:FUNCTION"
+        )
+    return found
 
 
 def _summary(checkpoint: Checkpoint) -> str:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +22,12 @@ import torch
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
 from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
+from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
 
-__all__ = ["FORMATS", "REPORT", "Migration", "convert", "refuse_existing"]
+__all__ = ["FORMATS", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
 
 REPORT = "migration.json"
 _JOURNAL = "journal.jsonl"
@@ -48,7 +50,10 @@ FORMATS: dict[str, Callable[[Path, Checkpoint], _Writer]] = {
     "safetensors": SafetensorsWriter,
     "full": TorchFileWriter,
 }
-"""What can be written: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save."""
+"""What can be written: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save. For files of
+single ranks see `convert`."""
+
+SHARDED = "sharded"
 
 
 @dataclass
@@ -69,14 +74,20 @@ class Migration:
 
 
 def convert(
-    checkpoint: Checkpoint, target: str | Path, to: str, *, progress: Callable[[int], object] = lambda _: None
+    checkpoint: Checkpoint,
+    target: str | Path,
+    to: str,
+    *,
+    ranks: Ranks | None = None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Migration:
     """Writes `checkpoint` to the directory `target` in the format `to`, and reads it back.
 
     Args:
         checkpoint: what `open_checkpoint` returned; its files are only read.
         target: must not exist; appears when everything is written and verified.
-        to: a key of `FORMATS`.
+        to: a key of `FORMATS`, or "sharded": a file of torch.save for each rank, as FSDP1's SHARDED.
+        ranks: with "sharded", for how many ranks, and what are parameters.
         progress: is told how many bytes were done; every tensor counts twice, written and read back.
 
     Raises:
@@ -84,21 +95,31 @@ def convert(
     """
     target = Path(target)
     refuse_existing(target)
-    if to not in FORMATS:
-        raise CheckpointError(f"unknown format '{to}', expected one of {', '.join(FORMATS)}")
+    make = FORMATS.get(to) if ranks is None else partial_of(ShardedWriter, ranks=ranks) if to == SHARDED else None
+    if make is None:
+        raise CheckpointError(
+            f"unknown format '{to}', expected one of {', '.join(FORMATS)}, or '{SHARDED}' with ranks to write it for"
+        )
     _check_names(checkpoint)
     _check_place(checkpoint, target)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _alone(partial):
-        return _convert(checkpoint, target, partial, to, progress)
+        described = to if ranks is None else f"{to} for {ranks.count} of {sorted(ranks.parameters)}"
+        writer = make(partial, checkpoint)  # raises for what it cannot write, before anything is noted
+        journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, described))
+        return _convert(checkpoint, target, partial, journal, writer, to, progress)
 
 
 def _convert(
-    checkpoint: Checkpoint, target: Path, partial: Path, to: str, progress: Callable[[int], object]
+    checkpoint: Checkpoint,
+    target: Path,
+    partial: Path,
+    journal: _Journal,
+    writer: _Writer,
+    to: str,
+    progress: Callable[[int], object],
 ) -> Migration:
-    journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, to))
-    writer = FORMATS[to](partial, checkpoint)
     writer.begin(journal.records if writer.file.exists() else journal.forget())
     migration = Migration(target, resumed=len(journal.records), nbytes=checkpoint.nbytes)
     for path, stored in checkpoint.tensors.items():

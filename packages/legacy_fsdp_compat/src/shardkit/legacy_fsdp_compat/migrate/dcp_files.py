@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import archived_tensor
 from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
@@ -33,8 +34,8 @@ METADATA = ".metadata"
 _DATA = "__0_0.distcp"
 
 
-def read_dcp(directory: Path) -> Checkpoint:
-    """A checkpoint directory of torch.distributed.checkpoint.
+def read_dcp(directory: Path, left_out: LeftOut) -> Checkpoint:
+    """A checkpoint directory of torch.distributed.checkpoint; of what is left out nothing is read.
 
     Raises:
         CheckpointError: for metadata that cannot be read, missing or truncated files, and tensors that are cut on
@@ -51,6 +52,8 @@ def read_dcp(directory: Path) -> Checkpoint:
     leaves: dict[Path_, Any] = {}
     for key, described in metadata.state_dict_metadata.items():
         path = tuple(Item(part) if isinstance(part, int) else part for part in paths.get(key, (key,)))
+        if left_out.has(path):
+            continue
         if isinstance(described, TensorStorageMetadata):
             leaves[path] = _tensor(directory, key, described, stored.get(key, []))
         else:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import Region, bytes_of, payloads
 from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, joined, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, joined, places_of, tree_of
 
 __all__ = ["SafetensorsWriter", "TorchFileWriter", "read_safetensors"]
 
@@ -35,8 +35,8 @@ _DTYPES = {
 _PATHS, _OBJECTS = "shardkit.paths", "shardkit.objects"
 
 
-def read_safetensors(path: Path) -> Checkpoint:
-    """A safetensors file; one that was written here has paths and objects too.
+def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
+    """A safetensors file, without what is left out; one that was written here has paths and objects too.
 
     Raises:
         CheckpointError: for a file that is none, is truncated, or has an unknown dtype.
@@ -56,9 +56,11 @@ def read_safetensors(path: Path) -> Checkpoint:
         found = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header of {length} bytes is damaged: {error!r}") from error
-    checkpoint = Checkpoint("safetensors", [str(path)], objects=objects)
+    checkpoint = Checkpoint("safetensors", [str(path)], objects=dict(left_out.rest(objects)))
     dtypes = {name: dtype for dtype, name in _DTYPES.items()}
     for name, (kind, shape, low, high) in found.items():
+        if left_out.has(paths.get(name, (name,))):
+            continue
         dtype = dtypes.get(kind)
         if dtype is None or 8 + length + high > size:
             what = f"dtype {kind}" if dtype is None else f"ends at {8 + length + high} of {size} bytes"
@@ -198,22 +200,5 @@ class TorchFileWriter(_RegionWriter):
 
     def _find_offsets(self) -> dict[str, int]:
         found = payloads(self.file)
-        places: dict[Path_, Any] = {path: _Place(path) for path in self._checkpoint.tensors}
         # torch.save numbers storages in the order in which it meets them.
-        paths = _places(tree_of({**places, **dict.fromkeys(self._checkpoint.objects)}))
-        return {joined(path): found[str(number)][0] for number, path in enumerate(paths)}
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands where a tensor does."""
-
-    path: Path_
-
-
-def _places(tree: Any) -> Iterator[Path_]:
-    if isinstance(tree, _Place):
-        yield tree.path
-    elif isinstance(tree, dict | list | tuple):
-        for below in tree.values() if isinstance(tree, dict) else tree:
-            yield from _places(below)
+        return {joined(path): found[str(number)][0] for number, path in enumerate(places_of(self._checkpoint))}

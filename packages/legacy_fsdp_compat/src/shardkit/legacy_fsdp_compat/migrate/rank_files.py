@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
+from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
@@ -46,14 +47,14 @@ class RankFile:
     leaves: dict[Path_, Any]
 
 
-def read_rank_files(paths: Iterable[Path]) -> list[RankFile]:
-    """Opens the files and finds out which rank wrote which. Of a hybrid run, whose shard groups hold the same, those of
-    the first group count.
+def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
+    """Opens the files, without what is left out, and finds out which rank wrote which. Of a hybrid run, whose shard
+    groups hold the same, those of the first group count.
 
     Raises:
         CheckpointError: two files of one rank, a missing rank, or files of different steps.
     """
-    files = [_open(path, number) for number, path in enumerate(sorted(paths, key=_natural))]
+    files = [_open(path, number, left_out) for number, path in enumerate(sorted(paths, key=_natural))]
     by_rank: dict[int, RankFile] = {}
     for file in files:
         if file.rank in by_rank:
@@ -101,8 +102,8 @@ def leaves_of_file(path: Path) -> dict[Path_, Any]:
     }
 
 
-def _open(path: Path, number: int) -> RankFile:
-    leaves = leaves_of_file(path)
+def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
+    leaves = dict(left_out.rest(leaves_of_file(path)))
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
         raise CheckpointError(f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank")
@@ -218,7 +219,7 @@ def same_everywhere(files: list[RankFile], path: Path_) -> None:
             raise CheckpointError(
                 f"'{joined(path)}' is no ShardedTensor, and differs between {first.path} and {other.path}; one of them "
                 "would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not optimizer.state_dict(); "
-                "take what belongs to a rank (random states, positions of data loaders) out of the files"
+                "leave out what belongs to a rank (random states, positions of data loaders) with --without KEY"
             )
 
 

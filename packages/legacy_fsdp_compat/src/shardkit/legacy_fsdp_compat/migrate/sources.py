@@ -12,6 +12,7 @@ import torch
 
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
 from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
+from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
@@ -20,12 +21,14 @@ from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointErr
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.trees import fill, joined
 
-__all__ = ["open_checkpoint", "shapes_of_file", "shapes_of_model"]
+__all__ = ["model_of", "open_checkpoint", "shapes_of_file", "shapes_of_model"]
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
-def open_checkpoint(source: str | Path | Sequence[str | Path], shapes: Shapes | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path | Sequence[str | Path], shapes: Shapes | None = None, *, without: Sequence[str] = ()
+) -> Checkpoint:
     """Opens a checkpoint of any kind. Values are read only of plain tensors that several ranks' files have: they must
     be the same.
 
@@ -34,27 +37,31 @@ def open_checkpoint(source: str | Path | Sequence[str | Path], shapes: Shapes | 
             those files), or the list of the rank files.
         shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the name that it is
             tied to. LOCAL needs them, of the others the models must fit them.
+        without: names of what is left out, such as "rng" or "optim": values, or dicts with all that lies in them.
 
     Raises:
-        CheckpointError: for anything that is no checkpoint, an incomplete one, or one that does not fit the shapes.
+        CheckpointError: for anything that is no checkpoint, an incomplete one, or one that does not fit the shapes, and
+            for something to leave out that is not there.
     """
     of_model = None if shapes is None else ModelShapes.of(shapes)
-    checkpoint = _open(source, of_model)
+    left_out = LeftOut(without)
+    checkpoint = _open(source, of_model, left_out)
+    left_out.check(source)
     if of_model is not None:
         check_shapes(checkpoint, of_model)
     return checkpoint
 
 
-def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None) -> Checkpoint:
+def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
     if not isinstance(source, str | Path):
-        return _rank_files([Path(one) for one in source], shapes)
+        return _rank_files([Path(one) for one in source], shapes, left_out)
     path = Path(source)
     if path.is_file():
-        return _file(path, shapes)
+        return _file(path, shapes, left_out)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if (path / METADATA).exists():
-        return read_dcp(path)
+        return read_dcp(path, left_out)
     files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")
     if not files:
         found = sorted(one.name for one in path.iterdir())[:8]
@@ -62,15 +69,15 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None)
             f"{path} holds {found}; expected {METADATA} (torch.distributed.checkpoint), or files ending in "
             f"{', '.join(sorted(_TORCH_SUFFIXES))} or .safetensors"
         )
-    return _file(files[0], shapes) if len(files) == 1 else _rank_files(files, shapes)
+    return _file(files[0], shapes, left_out) if len(files) == 1 else _rank_files(files, shapes, left_out)
 
 
-def _file(path: Path, shapes: ModelShapes | None) -> Checkpoint:
+def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
     if _is_safetensors(path):
-        return read_safetensors(path)
-    leaves = leaves_of_file(path)
+        return read_safetensors(path, left_out)
+    leaves = dict(left_out.rest(leaves_of_file(path)))
     if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
-        return _rank_files([path], shapes)
+        return _rank_files([path], shapes, left_out)
     stored = (
         (key, whole(joined(key), leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
         for key, leaf in leaves.items()
@@ -83,8 +90,8 @@ def _is_safetensors(path: Path) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None) -> Checkpoint:
-    files = read_rank_files(paths)
+def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
+    files = read_rank_files(paths, left_out)
     return local_checkpoint(files, shapes) if is_local(files) else sharded_checkpoint(files)
 
 
@@ -134,8 +141,8 @@ def _ties(path: Path, base: tuple[str, ...]) -> dict[str, str]:
     return ties
 
 
-def shapes_of_model(factory: str) -> dict[str, tuple[int, ...] | str]:
-    """Shapes from `module:function`, which builds the model; it is called on the meta device, so nothing is allocated.
+def model_of(factory: str) -> torch.nn.Module:
+    """The model that `module:function` builds; it is called on the meta device, so nothing is allocated.
 
     Raises:
         CheckpointError: if that cannot be imported or gives no module.
@@ -149,6 +156,12 @@ def shapes_of_model(factory: str) -> dict[str, tuple[int, ...] | str]:
         model = build()
     if not isinstance(model, torch.nn.Module):
         raise CheckpointError(f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def shapes_of_model(factory: str | torch.nn.Module) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of the parameters and buffers of a model, or of what `model_of` builds; of a tied one its first name."""
+    model = model_of(factory) if isinstance(factory, str) else factory
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     first: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...] | str] = {}

@@ -11,7 +11,7 @@ import torch
 
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, StoredTensor
 
-__all__ = ["Item", "Path_", "fill", "joined", "paths_of", "tree_of"]
+__all__ = ["Item", "Path_", "fill", "joined", "paths_of", "places_of", "tree_of"]
 
 Path_ = tuple[Any, ...]
 """The keys that lead to a leaf: keys of dicts as they are, also numbers, and an `Item` for each list."""
@@ -100,3 +100,24 @@ def fill(checkpoint: Checkpoint, leaves: Iterable[tuple[Path_, Any]]) -> Checkpo
 def joined(path: Path_) -> str:
     """A path as one name."""
     return ".".join(map(str, path))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands where a tensor does."""
+
+    path: Path_
+
+
+def places_of(checkpoint: Checkpoint) -> Iterator[Path_]:
+    """The paths of the tensors in the order in which a pickle of the whole tree has them."""
+    places: dict[Path_, Any] = {path: _Place(path) for path in checkpoint.tensors}
+    return _places(tree_of({**places, **dict.fromkeys(checkpoint.objects)}))
+
+
+def _places(tree: Any) -> Iterator[Path_]:
+    if isinstance(tree, _Place):
+        yield tree.path
+    elif isinstance(tree, dict | list | tuple):
+        for below in tree.values() if isinstance(tree, dict) else tree:
+            yield from _places(below)
