@@ -1,8 +1,10 @@
 """Two dimensions, data and tensor parallelism on a 2x2 mesh of four ranks: a training step, saving and loading.
 
-The network has 12 blocks of two matrices, 13 MiB in all, cut by rows and by columns over the tensor-parallel ranks.
+The network has 12 blocks of two matrices, 13 MiB in all, cut by rows and by columns over the tensor-parallel ranks. The
+paths are timed in turn, on the same ranks.
 """
 
+import functools
 import shutil
 import tempfile
 
@@ -16,17 +18,18 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit.core
-from benchmarks.rank_clock import by_ranks, clock, sampled
+from benchmarks.rank_clock import by_ranks, clock, in_turn
 from tests.support import rank_mesh, run_ranks
 
-PATHS = pytest.mark.parametrize("path", ["shardkit", "stock"])
+NAMES = ["shardkit", "stock"]
+PATHS = pytest.mark.parametrize("path", NAMES)
 
 
 @by_ranks
 @PATHS
 def test_step_2d(benchmark, path):
     """Forward, backward and AdamW."""
-    clock.measure(benchmark, 4, _step, path)
+    clock.report(benchmark, [seconds[path] for seconds in _both(_steps)])
 
 
 @by_ranks
@@ -34,17 +37,26 @@ def test_step_2d(benchmark, path):
 def test_save_2d(benchmark, path):
     """`torch.distributed.checkpoint.save` of the weights; `collectives` counts what redistributes tensors."""
     benchmark.extra_info["collectives"] = max(run_ranks(4, _collectives_of_a_save, path))
-    clock.measure(benchmark, 4, _save, path)
+    clock.report(benchmark, [seconds[path] for seconds in _both(_saves)])
 
 
 @by_ranks
 @PATHS
 def test_load_2d(benchmark, path):
     """`torch.distributed.checkpoint.load` of the weights."""
-    clock.measure(benchmark, 4, _load, path)
+    clock.report(benchmark, [seconds[path] for seconds in _both(_loads)])
 
 
-def _step(rank, world_size, path):
+@functools.cache
+def _both(body):
+    return run_ranks(4, body, timeout=120.0)
+
+
+def _steps(rank, world_size):
+    return in_turn({path: _step(path) for path in NAMES})
+
+
+def _step(path):
     network = _network(path)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     x = torch.randn(64, 192)
@@ -54,22 +66,27 @@ def _step(rank, world_size, path):
         optimizer.step()
         optimizer.zero_grad()
 
-    return sampled(step)
+    return step
 
 
-def _save(rank, world_size, path):
-    state, where = _network(path).state_dict(), _directory()
-    samples = sampled(lambda: dcp.save(state, checkpoint_id=where))
+def _saves(rank, world_size):
+    states, where = {path: _network(path).state_dict() for path in NAMES}, _directory()
+    seconds = in_turn(
+        {path: functools.partial(dcp.save, state, checkpoint_id=f"{where}/{path}") for path, state in states.items()}
+    )
     _remove(where)
-    return samples
+    return seconds
 
 
-def _load(rank, world_size, path):
-    state, where = _network(path).state_dict(), _directory()
-    dcp.save(state, checkpoint_id=where)
-    samples = sampled(lambda: dcp.load(state, checkpoint_id=where))
+def _loads(rank, world_size):
+    states, where = {path: _network(path).state_dict() for path in NAMES}, _directory()
+    for path, state in states.items():
+        dcp.save(state, checkpoint_id=f"{where}/{path}")
+    seconds = in_turn(
+        {path: functools.partial(dcp.load, state, checkpoint_id=f"{where}/{path}") for path, state in states.items()}
+    )
     _remove(where)
-    return samples
+    return seconds
 
 
 def _collectives_of_a_save(rank, world_size, path):

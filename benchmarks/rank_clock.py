@@ -1,7 +1,7 @@
 """Time on rank processes for pytest-benchmark: the ranks measure, and the fixture is handed what they measured."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,10 @@ class RankClock:
 
     def measure(self, benchmark: Any, world_size: int, body: Callable[..., list[float]], *args: Any) -> None:
         """Report what `body(rank, world_size, *args)`, see `sampled`, measured: of each sample the slowest rank's."""
-        ranks = run_ranks(world_size, body, *args, timeout=120.0)
+        self.report(benchmark, run_ranks(world_size, body, *args, timeout=120.0))
+
+    def report(self, benchmark: Any, ranks: Sequence[Sequence[float]]) -> None:
+        """Report what the ranks have measured, a list of seconds each."""
         self._samples = [max(sample) for sample in zip(*ranks, strict=True)]
         benchmark.pedantic(self.tick, rounds=len(self._samples))
 
@@ -40,11 +43,17 @@ by_ranks = pytest.mark.benchmark(timer=clock)
 
 def sampled(step: Callable[[], object]) -> list[float]:
     """Seconds of `step` on this rank, `SAMPLES` times after warm-up; all ranks begin each one together."""
-    seconds = []
+    return in_turn({"": step})[""]
+
+
+def in_turn(steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """The same of several steps, one of each in turn, so that other load on the machine meets them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(_WARMUP + SAMPLES):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        if index >= _WARMUP:
-            seconds.append(time.perf_counter() - begin)
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            if index >= _WARMUP:
+                seconds[name].append(time.perf_counter() - begin)
     return seconds
