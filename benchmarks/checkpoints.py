@@ -35,15 +35,15 @@ from benchmarks.side_by_side.memory import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.commit import Header, build_index, pieces_by_rank
+from shardkit.core.checkpoint.commit import Header, build_index
 from shardkit.core.checkpoint.image import places
 from shardkit.core.checkpoint.index import BLOCK_BYTES
 from shardkit.core.checkpoint.leaves import Leaves
 from shardkit.core.checkpoint.manifest import pack
+from shardkit.core.checkpoint.metadata_pickle import stock_metadata
 from shardkit.core.checkpoint.parts import Part
-from shardkit.core.checkpoint.pieces import Layout
+from shardkit.core.checkpoint.pieces import Layout, Piece
 from shardkit.core.checkpoint.plan import layouts_digest, make_plan
-from shardkit.core.checkpoint.stock_metadata import stock_metadata
 from shardkit.core.checkpoint.training_state import Captured
 from tests.support import rank_mesh, run_ranks
 
@@ -234,11 +234,10 @@ def plan_for(ranks: int) -> str:
     del plans, final
 
     first, again, stock_local = _local(shapes, ranks)
-    begin = time.perf_counter()
     pieces = pieces_by_rank(layouts)
     parts = []
     for rank in range(ranks):
-        _, end = places(pieces[rank])
+        _, end = places(pieces.get(rank, ()))
         parts.append(Part(end, ("0" * 32,) * -(-end // BLOCK_BYTES), (), (), ()))
     begin = time.perf_counter()
     index = build_index(Header(1, ranks, {}), layouts, parts)
@@ -249,6 +248,15 @@ def plan_for(ranks: int) -> str:
         f"{ranks:6} {stock_local * 1e3 + stock * 1e3:12.0f} {sum(map(len, wire)) / 1e6:10.1f} "
         f"{first * 1e3:10.1f} {again * 1e3:10.1f} {background * 1e3:12.0f}"
     )
+
+
+def pieces_by_rank(layouts: list[tuple[int, Layout]]) -> dict[int, list[Piece]]:
+    """What each rank writes, in the order in which it writes."""
+    pieces: dict[int, list[Piece]] = {}
+    for number, layout in layouts:
+        for rank, offsets, sizes in layout.boxes(number):
+            pieces.setdefault(rank, []).append(Piece(layout.path, layout.dtype, layout.shape, offsets, sizes))
+    return pieces
 
 
 def _stock_plans(layouts: list[tuple[int, Layout]], ranks: int) -> list[SavePlan]:

@@ -2,20 +2,31 @@
 
 import itertools
 import math
+import pickle
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.checkpoint.commit import Header, build_index, pieces_by_rank
+from shardkit.core.checkpoint.commit import Header, build_index
 from shardkit.core.checkpoint.image import places
-from shardkit.core.checkpoint.index import BLOCK_BYTES
-from shardkit.core.checkpoint.leaves import flatten, unflatten
+from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.leaves import At, flatten, stock_path, unflatten
 from shardkit.core.checkpoint.manifest import pack, unpack
+from shardkit.core.checkpoint.metadata_pickle import stock_metadata
 from shardkit.core.checkpoint.parts import Part
-from shardkit.core.checkpoint.pieces import Layout
+from shardkit.core.checkpoint.pieces import Layout, Piece
+from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.region import region_at, regions_of_mesh
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -43,8 +54,8 @@ def test_each_element_is_written_once(layout: Layout, number: int):
     alone = [region_at("w", layout.shape, layout.placements, layout.mesh_shape, at) for at in coordinates]
     assert regions_of_mesh("w", layout.shape, layout.placements, layout.mesh_shape) == alone
     written = torch.zeros(layout.shape, dtype=torch.int64)
-    for rank, piece in layout.pieces(number):
-        box = tuple(slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
+    for rank, offsets, sizes in layout.boxes(number):
+        box = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
         written[box] += 1
         assert box in [in_full for in_full, _ in alone[rank].boxes()], "a rank writes what it holds"
     assert (written == 1).all()
@@ -55,7 +66,7 @@ def test_replicas_take_turns():
     writers = []
     for number in range(8):
         layout = Layout(("w",), torch.float32, (6,), (Replicate(), Shard(0)), (4, 2), tuple(range(8)))
-        writers.append([rank for rank, _ in layout.pieces(number)])
+        writers.append([rank for rank, _, _ in layout.boxes(number)])
     assert sorted(itertools.chain(*writers)) == sorted([*range(8), *range(8)])
     assert writers[0] == [0, 1] and writers[1] == [2, 3]
 
@@ -68,12 +79,57 @@ def test_an_index_comes_back_from_its_manifest(entries: list[tuple[tuple[int, ..
         place = Shard(dim) if dim < len(shape) else Replicate()
         found.append((number, Layout(("model", f"w{number}"), torch.bfloat16, shape, (place,), (3,), (0, 1, 2))))
     parts = []
-    pieces = pieces_by_rank(found)
     for rank in range(3):
-        _, end = places(pieces.get(rank, []))
+        pieces = [
+            Piece(layout.path, layout.dtype, layout.shape, offsets, sizes)
+            for number, layout in found
+            for writer, offsets, sizes in layout.boxes(number)
+            if writer == rank
+        ]
+        _, end = places(pieces)
         parts.append(Part(end, ("0" * 32,) * -(-end // BLOCK_BYTES), (), (), ()))
     index = build_index(Header(3, 3, {"a": [1]}), found, parts)
     assert unpack(pack(index, "now"), "manifest") == index
+    check_metadata(index)
+
+
+def check_metadata(index: Index) -> None:
+    """What is written byte by byte is what stock's own objects are."""
+    described: dict[str, object] = {}
+    stored = {}
+    for name, entry in index.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+        for number, one in enumerate(entry.chunks):
+            stored[MetadataIndex(name, torch.Size(one.offsets), number)] = (one.file, one.offset, one.length)
+    described |= {name: BytesStorageMetadata() for name in index.objects}
+    stored |= {MetadataIndex(name): (one.file, one.offset, one.length) for name, one in index.objects.items()}
+    data = stock_metadata(index)
+    metadata = pickle.loads(data)
+    assert metadata == unpickle_metadata(data), "and our reader takes it"
+    assert isinstance(metadata, Metadata) and vars(metadata).keys() == vars(Metadata({})).keys()
+    assert metadata.state_dict_metadata == described
+    seen = {where: (one.relative_path, one.offset, one.length) for where, one in metadata.storage_data.items()}
+    assert seen == stored and [where.index for where in seen] == [where.index for where in stored]
+    assert metadata.planner_data == {name: stock_path(path) for name, path in index.paths.items()}
+    tensors = [metadata.state_dict_metadata[name] for name in index.tensors]
+    assert all(type(one.size) is torch.Size for one in tensors)
+    assert all(type(chunk.sizes) is type(chunk.offsets) is torch.Size for one in tensors for chunk in one.chunks)
+
+
+def test_metadata_of_all_kinds():
+    """Large numbers, no dims, many dims, odd names, objects."""
+    entries = {}
+    for number, shape in enumerate([(), (2**33,), (2, 3), (1,) * 7]):
+        path = ("model", f"\u00fc {number}\n", At(3), 5)
+        at = (0, 200, 70_000, 2**40)[number]
+        length = max(1, math.prod(shape)) * 4 + 100
+        chunk = Chunk(f"__{number}_0.distcp", at, length, (0,) * len(shape), shape, at + 100)
+        entries[".".join(str(getattr(p, "at", p)) for p in path)] = TensorEntry(path, torch.float32, shape, (chunk,))
+    files = {f"__{number}_0.distcp": File(f"__{number}_0.distcp", 2**50, None) for number in range(4)}
+    objects = {"lr": ObjectEntry(("lr",), "__0_0.distcp", 500, 7)}
+    check_metadata(Index(entries, objects, files))
+    check_metadata(Index({}, {}, {}))
 
 
 keys = st.one_of(st.text(st.characters(codec="ascii", exclude_characters="."), min_size=1, max_size=3), st.integers())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,11 +16,12 @@ from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, Tens
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.manifest import MANIFEST, pack
+from shardkit.core.checkpoint.metadata_pickle import stock_metadata
 from shardkit.core.checkpoint.parts import Part, data_file, read_part, write_file
 from shardkit.core.checkpoint.pieces import Layout, Piece
-from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
+from shardkit.core.checkpoint.stock_metadata import METADATA
 
-__all__ = ["Header", "await_parts", "build_index", "pieces_by_rank", "write_index"]
+__all__ = ["Header", "await_parts", "build_index", "write_index"]
 
 _POLL_SECONDS = 0.005
 
@@ -61,36 +61,25 @@ def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]
         pause = min(0.1, pause * 1.5)
 
 
-def pieces_by_rank(layouts: Iterable[tuple[int, Layout]]) -> dict[int, list[Piece]]:
-    """What each rank writes of tensors that layouts describe, in the order in which it writes; (number, layout)."""
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for number, layout in layouts:
-        for rank, piece in layout.pieces(number):
-            pieces[rank].append(piece)
-    return pieces
-
-
 def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Sequence[Part]) -> Index:
     """The index of what all ranks have written.
 
     Raises:
         CheckpointError: if a data file is not as long as its pieces are, or pieces do not make up their tensors.
     """
-    by_layout = pieces_by_rank(layouts)
-    chunks: dict[LeafPath, list[Chunk]] = {layout.path: [] for _, layout in layouts}
+    chunks, ends = _described_chunks(layouts, len(parts))
     looks = {layout.path: (layout.dtype, layout.shape) for _, layout in layouts}
     objects: dict[str, ObjectEntry] = {}
     empties: dict[LeafPath, None] = {}
     seen: set[tuple[LeafPath, tuple[int, ...]]] = set()
     for rank, part in enumerate(parts):
-        pieces = [*by_layout.get(rank, ()), *part.told]
-        starts, end = places(pieces)
+        starts, end = places(part.told, ends[rank])
         if end + sum(length for _, _, length in part.objects) != part.nbytes:
             raise CheckpointError(
                 f"rank {rank} wrote {part.nbytes} bytes, but its tensors and objects take {end} and "
                 f"{part.nbytes - end}: the ranks do not agree on the state that they save"
             )
-        for piece, start in zip(pieces, starts, strict=True):
+        for piece, start in zip(part.told, starts, strict=True):
             look = looks.setdefault(piece.path, (piece.dtype, piece.shape))
             if look != (piece.dtype, piece.shape):
                 raise CheckpointError(
@@ -116,6 +105,25 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
     )
 
 
+def _described_chunks(
+    layouts: Iterable[tuple[int, Layout]], world_size: int
+) -> tuple[dict[LeafPath, list[Chunk]], list[int]]:
+    """The chunks of tensors that layouts describe, and where they end in each rank's file.
+
+    Runs once for each rank and tensor, with the interpreter that the training needs.
+    """
+    files, ends = [data_file(rank) for rank in range(world_size)], [0] * world_size
+    chunks: dict[LeafPath, list[Chunk]] = {}
+    for number, layout in layouts:
+        found = chunks[layout.path] = []
+        for rank, offsets, sizes in layout.boxes(number):
+            archive = archive_of(layout.dtype, sizes)
+            start, length = archive.place(ends[rank]), archive.length
+            ends[rank] = start + length
+            found.append(Chunk(files[rank], start, length, offsets, sizes, start + len(archive.head)))
+    return chunks, ends
+
+
 def _chunk(piece: Piece, start: int, file: str) -> Chunk:
     archive = archive_of(piece.dtype, piece.sizes)
     return Chunk(file, start, archive.length, piece.offsets, piece.sizes, start + len(archive.head))
@@ -125,9 +133,6 @@ def write_index(directory: Path, index: Index) -> None:
     """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both."""
     metadata = stock_metadata(index)
     blocks = write_file(directory / METADATA, [metadata], lambda _: None)
-    files = {**index.files, METADATA: File(METADATA, len(metadata), tuple(blocks))}
-    complete = Index(
-        index.tensors, index.objects, files, index.empties, index.step, index.world_size, index.info
-    )  # checks itself once more
-    manifest = pack(complete, datetime.now(UTC).isoformat(timespec="seconds"))
+    beside = File(METADATA, len(metadata), tuple(blocks))
+    manifest = pack(index, datetime.now(UTC).isoformat(timespec="seconds"), beside)
     write_file(directory / MANIFEST, [manifest], lambda _: None)

@@ -18,9 +18,9 @@ from shardkit.core.torch_compat import foreach_copy_
 __all__ = ["Image", "places"]
 
 
-def places(pieces: Iterable[Piece]) -> tuple[list[int], int]:
-    """Where each piece's archive begins in a data file of these pieces, and where the last one ends."""
-    starts, end = [], 0
+def places(pieces: Iterable[Piece], end: int = 0) -> tuple[list[int], int]:
+    """Where each piece's archive begins in a data file that is filled up to `end`, and where the last one ends."""
+    starts = []
     for piece in pieces:
         archive = archive_of(piece.dtype, piece.sizes)
         start = archive.place(end)

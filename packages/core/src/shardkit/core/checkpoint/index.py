@@ -159,32 +159,37 @@ class Index:
 def check_coverage(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
     """Raises DamagedCheckpointError unless the chunks make up a tensor of `shape`, each element once."""
     for chunk in chunks:
-        ends = [low + size for low, size in zip(chunk.offsets, chunk.sizes, strict=False)]
-        if (
-            len(chunk.offsets) != len(shape)
-            or len(chunk.sizes) != len(shape)
-            or any(low < 0 or size < 0 for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            or any(high > size for high, size in zip(ends, shape, strict=True))
-        ):
+        if not _is_inside(chunk, shape):
             raise DamagedCheckpointError(
                 f"{name}: a chunk of {chunk.sizes} at {chunk.offsets} sticks out of its shape {tuple(shape)}"
             )
-    filled = [chunk for chunk in chunks if chunk.numel]
+    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
     # Along the dim that is cut most often, few chunks begin before another one ends.
     dim = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}), default=0)
     if shape:
         filled.sort(key=lambda chunk: chunk.offsets[dim])
-    covered, whole = sum(chunk.numel for chunk in filled), math.prod(shape)
+    covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(shape)
     if covered < whole:
         raise DamagedCheckpointError(f"{name}: chunks hold {covered} of its {whole} elements")
     for number, chunk in enumerate(filled):
-        for other in filled[number + 1 :]:
-            if shape and other.offsets[dim] >= chunk.offsets[dim] + chunk.sizes[dim]:
+        end = chunk.offsets[dim] + chunk.sizes[dim] if shape else 0
+        for later in range(number + 1, len(filled)):
+            other = filled[later]
+            if shape and other.offsets[dim] >= end:
                 break  # sorted: all that follow begin behind this one
             if _overlap(chunk, other):
                 raise DamagedCheckpointError(
                     f"{name}: chunks of {chunk.sizes} at {chunk.offsets} and {other.sizes} at {other.offsets} overlap"
                 )
+
+
+def _is_inside(chunk: Chunk, shape: Sequence[int]) -> bool:
+    if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+        return False
+    for low, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True):  # a loop, as there may be many chunks
+        if low < 0 or size < 0 or low + size > whole:
+            return False
+    return True
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:

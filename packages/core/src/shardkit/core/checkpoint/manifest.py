@@ -89,8 +89,8 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     return document
 
 
-def pack(index: Index, created: str) -> bytes:
-    """The manifest of a checkpoint."""
+def pack(index: Index, created: str, *beside: File) -> bytes:
+    """The manifest of a checkpoint; `beside` are files that nothing in the index lies in."""
     numbers = {name: number for number, name in enumerate(index.files)}
     tensors = [
         [
@@ -112,7 +112,7 @@ def pack(index: Index, created: str) -> bytes:
             "torch": torch.__version__,
             "info": index.info,
             "block_bytes": BLOCK_BYTES,
-            "files": [[file.name, file.nbytes, file.blocks] for file in index.files.values()],
+            "files": [[file.name, file.nbytes, file.blocks] for file in (*index.files.values(), *beside)],
             "tensors": tensors,
             "objects": objects,
             "empties": [encode_path(path) for path in index.empties],

@@ -59,14 +59,15 @@ class Layout:
         place = _place(tensor.device_mesh)
         return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), place.mesh_shape, place.ranks)
 
-    def pieces(self, number: int) -> Iterator[tuple[int, Piece]]:
-        """What each rank writes of it, as number `number` of the state: (global rank, piece)."""
+    def boxes(self, number: int) -> Iterator[tuple[int, Sizes, Sizes]]:
+        """What each rank writes of it, as number `number` of the state: (global rank, offsets, sizes)."""
         replicas, replica_of = _replicas(self.placements, self.mesh_shape)
         boxes = _boxes_of_mesh(self.shape, self.placements, self.mesh_shape)
+        writing = number % replicas
         for rank, replica, mine in zip(self.ranks, replica_of, boxes, strict=True):
-            if replica == number % replicas:
+            if replica == writing:
                 for offsets, sizes, _ in mine:
-                    yield rank, Piece(self.path, self.dtype, self.shape, offsets, sizes)
+                    yield rank, offsets, sizes
 
 
 def is_described_by_layout(tensor: torch.Tensor) -> bool:

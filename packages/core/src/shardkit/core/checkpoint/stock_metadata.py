@@ -1,4 +1,4 @@
-"""Stock's `.metadata`, by which torch.distributed.checkpoint finds everything: written for it, read with care.
+"""Stock's `.metadata`, by which torch.distributed.checkpoint finds everything, read with care.
 
 Our own checkpoints are never read through it. It is read for directories that stock has written, by an unpickler that
 makes what metadata is made of and nothing else, after a look at the opcodes: a pickle can ask for any amount of memory.
@@ -14,22 +14,17 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, name_of, stock_path
+from shardkit.core.checkpoint.leaves import At, name_of
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.verified_file import read_small
-from shardkit.core.torch_compat import CheckpointStorageInfo
 
-__all__ = ["METADATA", "read_stock", "stock_metadata", "unpickle_metadata"]
+__all__ = ["METADATA", "read_stock", "unpickle_metadata"]
 
 METADATA = ".metadata"
 
@@ -54,23 +49,6 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
 }
-
-
-def stock_metadata(index: Index) -> bytes:
-    """The metadata that torch.distributed.checkpoint needs to load what an index describes."""
-    described: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    for name, entry in index.tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-        described[name] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
-        for number, chunk in enumerate(entry.chunks):
-            where = MetadataIndex(name, torch.Size(chunk.offsets), number)
-            storage[where] = CheckpointStorageInfo(chunk.file, chunk.offset, chunk.length)
-    for name, one in index.objects.items():
-        described[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = CheckpointStorageInfo(one.file, one.offset, one.length)
-    paths = {name: stock_path(path) for name, path in index.paths.items()}
-    return pickle.dumps(Metadata(described, planner_data=paths, storage_data=storage))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
