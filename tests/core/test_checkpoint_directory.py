@@ -146,3 +146,17 @@ def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyP
     restored = manager.restore(state, fallback=True)
     assert restored is not None and restored.step == 1
     assert "__0_0.distcp cannot be read from byte 0 on: Input/output error" in restored.damaged[0]
+
+
+def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An evaluation that may only read a directory in which a run has died."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    CheckpointManager(tmp_path).save(1, state, blocking=True)
+    (tmp_path / ".step-000002.ab.incomplete").mkdir()
+
+    def refused(source: Path, target: Path) -> Path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        assert CheckpointManager(tmp_path).restore(state).step == 1

@@ -119,3 +119,29 @@ def test_a_save_that_cannot_begin_fails_on_all_ranks(tmp_path: Path):
     text = f"saving step 1 to {tmp_path} failed on rank 1: RuntimeError: can't start new thread"
     assert run_ranks(2, no_thread, tmp_path) == [text] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def dead_writer(rank: int, world_size: int, path: Path) -> str:
+    """The thread of rank 1 is ended in the midst of writing, by what is no Exception."""
+    manager = CheckpointManager(path)
+    state = TrainingState(torch.nn.Linear(1, 1))
+    write_part = saving.write_part
+    saving.write_part = _ended if rank == 1 else write_part
+    try:
+        manager.save(1, state)
+        with pytest.raises(CheckpointError) as failed:
+            manager.wait()
+    finally:
+        saving.write_part = write_part
+    manager.save(2, state, blocking=True)
+    return str(failed.value)
+
+
+def _ended(*arguments: Any) -> None:
+    raise SystemExit
+
+
+def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path):
+    text = f"saving step 1 to {tmp_path} failed on rank 1: the thread that writes was ended by SystemExit()"
+    assert run_ranks(2, dead_writer, tmp_path) == [text] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

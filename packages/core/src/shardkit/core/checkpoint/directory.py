@@ -49,7 +49,7 @@ class StoredCheckpoint:
         """What it holds. Raises DamagedCheckpointError if its manifest is damaged or a file is missing or cut off."""
         index = unpack(read_small(self.path, MANIFEST), str(self.path / MANIFEST))
         if index.step != self.step:
-            raise DamagedCheckpointError(f"{self.path} holds step {index.step}: it was renamed or swapped")
+            raise DamagedCheckpointError(f"{self.path / MANIFEST} is of step {index.step}: renamed, or swapped")
         for file in index.files.values():
             try:
                 size = (self.path / file.name).lstat().st_size
@@ -86,10 +86,10 @@ class CheckpointDirectory:
         return [StoredCheckpoint(self.path / name, step) for step, name in sorted(found)]
 
     def clean(self) -> None:
-        """Removes what runs that died have left; one that was replaced half-way comes back.
+        """Removes what runs that died have left, if this process may; one that was replaced half-way comes back.
 
         Raises:
-            CheckpointError: if the directory cannot be made or written to.
+            CheckpointError: if the directory cannot be made or read, or one that was replaced cannot come back.
         """
         try:
             missing = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
@@ -101,7 +101,7 @@ class CheckpointDirectory:
                 if match and match[3] == "replaced" and not (self.path / match[1]).exists():
                     path.rename(self.path / match[1])
                 elif match:
-                    remove_unless_written(path, path.with_name(f".{match[1]}.{match[2]}.deleted"))
+                    _remove_left(path, path.with_name(f".{match[1]}.{match[2]}.deleted"))
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be written to {self.path}: {error.strerror or error}; check its permissions"
@@ -145,6 +145,14 @@ class CheckpointDirectory:
             sync_directory(self.path)
         for hidden in doomed:
             _remove(hidden)
+
+
+def _remove_left(path: Path, doomed: Path) -> None:
+    """Where it cannot be removed, as by someone who may only read, what is complete can be restored all the same."""
+    try:
+        remove_unless_written(path, doomed)
+    except OSError as error:
+        _LOG.warning("%s is left of a run that died, and cannot be removed: %s", path, error)
 
 
 def _remove(hidden: Path) -> None:

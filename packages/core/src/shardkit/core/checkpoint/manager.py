@@ -17,9 +17,11 @@ from shardkit.core.checkpoint.commit import Header
 from shardkit.core.checkpoint.differing import holding_of, part_of
 from shardkit.core.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.fingerprints import Fingerprints, check_same, digest_of
 from shardkit.core.checkpoint.image import Image
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.other_runs import OtherRuns
 from shardkit.core.checkpoint.peers import Peers
 from shardkit.core.checkpoint.plan import Plan, layouts_digest, make_plan
 from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
@@ -78,6 +80,7 @@ class CheckpointManager:
         self._image: Image | None = None
         self._save: Save | None = None
         self._begun, self._alike = 0, True
+        self._others: OtherRuns | None = None
         with self._together("preparing the directory"):
             if theirs != self._directory.path:
                 raise CheckpointError(
@@ -85,6 +88,7 @@ class CheckpointManager:
                 )
             if self._peers.rank == 0:
                 self._directory.clean()
+                self._others = OtherRuns(self._directory)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -108,22 +112,24 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: on all ranks, if the save before this one failed on any (this one is not begun then), if
-                the state cannot be stored, or if the ranks do not save the same step, or none from 0 on.
+                the state cannot be stored, if the ranks do not save the same step, or none from 0 on, or if ranks
+                hold different parameters under one name.
         """
         self.wait()
-        plan, number, digest, error = None, 0, 0, None
+        plan, number, digest, values, error = None, 0, 0, 0, None
         captured: Captured | None = None
         try:
             number = _checked(step)
             info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
+            values = digest_of(captured.fingerprints(sharded=False))
             plan = self._planned(captured, by_layout=True) if self._alike else None
         except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
             error = caught
         # One exchange tells each rank whether any has failed, and the range of the steps and of the digests.
-        failed, most, least, high, low = highest(
-            self._peers, [int(error is not None), number, -number, digest, -digest]
+        failed, most, least, high, low, most_values, least_values = highest(
+            self._peers, [int(error is not None), number, -number, digest, -digest, values, -values]
         )
         if failed:
             raise_together(self._peers, error, f"saving step {step}")
@@ -133,6 +139,8 @@ class CheckpointManager:
             )
         assert captured is not None
         self._alike = high == -low
+        if not self._alike or most_values != -least_values:
+            self._check_parameters(captured, f"saving step {step}")
         if plan is None or not self._alike:
             holdings = gather_everywhere(self._peers, holding_of(captured.shared))
             with self._together(f"saving step {step}"):
@@ -144,6 +152,16 @@ class CheckpointManager:
         self._start(number, dict(info or {}), plan, self._image)
         if blocking:
             self.wait()
+
+    def _check_parameters(self, captured: Captured, what: str) -> None:
+        """Raises CheckpointError on all ranks if any two hold different parameters under one name. Collective."""
+        found: Fingerprints = {}
+        with self._together(what):
+            found = captured.fingerprints(sharded=not self._alike)
+        try:
+            check_same(gather_everywhere(self._peers, found))
+        except CheckpointError as error:
+            raise CheckpointError(f"{what} failed: {error}") from None
 
     def _planned(self, captured: Captured, *, by_layout: bool) -> Plan:
         plan = make_plan(captured, self._peers.rank, by_layout=by_layout)
@@ -159,7 +177,9 @@ class CheckpointManager:
         header = Header(step, self._peers.size, info)
         self._begun += 1
         token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks
-        self._save = Save(self._directory, token, header, self._peers.rank, staged, self._keep, self._timeout)
+        self._save = Save(
+            self._directory, token, header, self._peers.rank, staged, self._keep, self._timeout, self._others
+        )
         self._save.start(lambda: image.fill(plan.values))
 
     def wait(self) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
 from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.locks import writing_in
+from shardkit.core.checkpoint.other_runs import OtherRuns
 from shardkit.core.checkpoint.parts import remove_notes, write_part
 from shardkit.core.checkpoint.pieces import Layout, Piece
 
@@ -62,9 +64,10 @@ class Save:
         staged: Staged,
         keep: int | None,
         timeout: float,
+        others: OtherRuns | None = None,
     ) -> None:
         self._directory, self._token, self._header, self._rank = directory, token, header, rank
-        self._staged, self._keep, self._timeout = staged, keep, timeout
+        self._staged, self._keep, self._timeout, self._others = staged, keep, timeout, others
         self._temporary = directory.hidden(header.step, token, "incomplete")
         self._total = len(staged.image) + sum(len(data) for _, data in staged.objects)
         self._written = 0
@@ -127,11 +130,13 @@ class Save:
                     self._phase = "committing"
                     self._commit(self._temporary)
             self._phase = "done"
-        except Exception as error:  # noqa: BLE001 (the training thread raises it, if it comes to ask)
+        except BaseException as error:  # noqa: BLE001 (the training thread raises it, whatever ended this one)
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         _LOG.error("saving step %d to %s failed: %s", self.step, self._directory.path, error)
+        if not isinstance(error, Exception):
+            error = CheckpointError(f"the thread that writes was ended by {error!r}")
         self._phase = "failed"
         if self._part_done.is_set():
             self._commit_error = error
@@ -151,6 +156,8 @@ class Save:
         parts = await_parts(temporary, self._header.world_size, self._gone)
         write_index(temporary, build_index(self._header, self._staged.layouts, parts))
         remove_notes(temporary, self._header.world_size)
+        if self._others is not None:
+            self._others.make_way(temporary, self._directory.final(self.step))
         self._directory.publish(temporary, self.step, self._token)
         if self._keep is not None:
             self._directory.retire(self._keep, self.step, self._token)

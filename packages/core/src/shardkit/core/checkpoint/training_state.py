@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from shardkit.core.checkpoint.fingerprints import Fingerprints, fingerprints
 from shardkit.core.checkpoint.leaves import Leaves, Path, flatten
 from shardkit.core.checkpoint.optimizer_names import OptimizerNames
 from shardkit.core.checkpoint.rng import get_rng_state
@@ -81,23 +81,23 @@ class TrainingState:
             _add(own, flatten(one.state_dict(), (key, str(rank))))
         if self.rng:
             _add(own, flatten(get_rng_state(), (RNG, str(rank))))
-        return Captured(shared, own)
+        parameters = tuple((MODEL, name) for name in OptimizerNames.of(self.model, ()).name_of.values())
+        return Captured(shared, own, parameters)
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Leaves that all ranks have, and leaves of this rank alone."""
+    """Leaves that all ranks have, and leaves of this rank alone; `parameters` are paths of the former."""
 
     shared: Leaves
     own: Leaves
+    parameters: tuple[Path, ...] = ()
+
+    def fingerprints(self, *, sharded: bool) -> Fingerprints:
+        """Of the parameters that are no DTensors, or of all that this rank holds. Not collective."""
+        return fingerprints(self.shared.values, self.parameters, sharded=sharded)
 
 
 def _add(to: Leaves, more: Leaves) -> None:
     to.values.update(more.values)
     to.empties.extend(more.empties)
-
-
-def below(leaves: Mapping[Path, Any], *prefix: str) -> dict[Path, Any]:
-    """The leaves under a prefix, which is taken off."""
-    size = len(prefix)
-    return {path[size:]: value for path, value in leaves.items() if path[:size] == prefix}

@@ -1,0 +1,87 @@
+"""`fingerprints.py`: ranks that hold different parameters under one name are told so, by name, before one is lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.core import fully_shard
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint.fingerprints import fingerprints
+from tests.support import rank_mesh, run_ranks
+
+
+def plain_stage(rank: int) -> nn.Module:
+    """Each rank its own values, in modules of the same names and shapes."""
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(5, 5, bias=False), nn.BatchNorm1d(5))
+
+
+def other_shape(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5 + rank // 2, bias=False))
+
+
+def sharded_stage(rank: int) -> nn.Module:
+    """Two ranks share a stage, the other two another one of the same names."""
+    mesh = rank_mesh((2, 2), ("stage", "shard"))
+    torch.manual_seed(rank // 2)
+    model = nn.Sequential(nn.Linear(5, 5, bias=False))
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
+    manager = CheckpointManager(path)
+    state = TrainingState(build(rank))
+    with pytest.raises(CheckpointError) as error:
+        manager.save(1, state)
+    torch.manual_seed(0)
+    manager.save(2, TrainingState(nn.Linear(2, 1)), blocking=True)  # the manager still works
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "build", "text"),
+    [
+        (2, plain_stage, "model.0.weight: ranks [1] hold other values than ranks [0] under this name"),
+        (3, other_shape, "model.0.weight: ranks hold different parameters under this name: ranks [0, 1]"),
+        (4, sharded_stage, "model.0.weight: ranks [2] hold other values than ranks [0] under this name"),
+    ],
+    ids=["plain", "shapes", "sharded"],
+)
+def test_modules_that_share_their_names(tmp_path: Path, world_size: int, build: Any, text: str):
+    for seen in run_ranks(world_size, refused, tmp_path, build):
+        assert seen.startswith(f"saving step 1 failed: {text}") and "per_rank=" in seen
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def own_statistics(rank: int, world_size: int, path: Path) -> None:
+    """Parameters are the same, running statistics are each rank's own, as in data parallelism."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    model[1].running_mean.fill_(rank)
+    CheckpointManager(path).save(1, TrainingState(model), blocking=True)
+
+
+def test_buffers_may_differ(tmp_path: Path):
+    run_ranks(2, own_statistics, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1000,), (1025,), (64, 1024), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str)
+def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
+    """Of random values all of which differ; of those that are looked at, one suffices."""
+    torch.manual_seed(0)
+    path = ("model", "w")
+    one = torch.randn(shape).to(dtype)
+    same = fingerprints({path: one}, [path], sharded=False)
+    assert fingerprints({path: one.clone()}, [path], sharded=False) == same
+    assert fingerprints({path: ~one if dtype is torch.bool else one + 1}, [path], sharded=False) != same
+    first = one.clone()
+    first.view(-1)[0] = not first.view(-1)[0] if dtype is torch.bool else first.view(-1)[0] + 1
+    assert fingerprints({path: first}, [path], sharded=False) != same
+    if one.ndim == 2:
+        assert fingerprints({path: one.T}, [path], sharded=False) != same

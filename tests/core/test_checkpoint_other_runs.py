@@ -1,0 +1,83 @@
+"""`other_runs.py`: of two runs that save to one directory the second to save is refused; a restart never is."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, directory
+from tests.support import run_ranks
+
+STATE = TrainingState(torch.nn.Linear(2, 1))
+
+
+def names(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir())
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_the_second_to_save_is_refused(tmp_path: Path, step: int):
+    """Whether the other's step is older, the same or newer."""
+    CheckpointManager(tmp_path).save(1, STATE, blocking=True)
+    elder, younger = CheckpointManager(tmp_path, keep=1), CheckpointManager(tmp_path, keep=1)
+    elder.save(2, STATE, blocking=True)
+    younger_step = {2: 2, 3: 3, 4: 1}[step]
+    text = r"has got step-000002 since this run began, and this run has not saved it: another run saves to the same"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=text):
+            younger.save(younger_step, STATE, blocking=True)
+        assert names(tmp_path) == ["step-000002"]
+    elder.save(3, STATE, blocking=True)
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_one_that_took_the_place_of_ours(tmp_path: Path):
+    first = CheckpointManager(tmp_path)
+    first.save(1, STATE, blocking=True)
+    CheckpointManager(tmp_path).save(1, STATE, blocking=True)  # of the same step: replaced
+    with pytest.raises(CheckpointError, match="has got step-000001 since this run began"):
+        first.save(2, STATE, blocking=True)
+
+
+def test_who_only_looks_and_who_starts_again_is_let_alone(tmp_path: Path):
+    (tmp_path / ".step-000009.ab.incomplete").mkdir()  # of a run that died
+    for number in range(1, 4):
+        run = CheckpointManager(tmp_path, keep=2)
+        for step in (2 * number, 2 * number + 1, 2 * number):  # forth and back
+            run.save(step, STATE, blocking=True)
+            assert CheckpointManager(tmp_path).restore(STATE).step == run.checkpoints()[-1].step
+    shutil.rmtree(tmp_path / "step-000006")  # by hand
+    run.save(8, STATE, blocking=True)
+
+
+def test_a_save_that_failed_when_it_was_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The rename has been made, and the disk fails when it is synced: it is this run's all the same."""
+    run = CheckpointManager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "sync_directory", lambda path: _fail() if path == tmp_path else None)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            run.save(1, STATE, blocking=True)
+    run.save(2, STATE, blocking=True)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def _fail() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def both(rank: int, world_size: int, path: Path) -> Any:
+    one, other = CheckpointManager(path), CheckpointManager(path)
+    one.save(1, STATE, blocking=True)
+    with pytest.raises(CheckpointError) as refused:
+        other.save(2, STATE, blocking=True)
+    return str(refused.value)
+
+
+def test_all_ranks_hear_of_it(tmp_path: Path):
+    for text in run_ranks(2, both, tmp_path):
+        assert text.startswith(f"saving step 2 to {tmp_path} failed on rank 0: {tmp_path} has got step-000001 since")
+    assert names(tmp_path) == ["step-000001"]
