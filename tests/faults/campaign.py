@@ -1,43 +1,73 @@
-"""Many faults at random instants: `python -m tests.faults.campaign [--seed N] [--each N]`, a table at the end.
+"""Many faults at random instants, and a table: `python -m tests.faults.campaign [--each N] [--jobs N] [--out FILE]`.
 
-Every fault hits a job that would otherwise end with known parameters. It has survived if the job, started again by
-itself, ends with the same parameters, optimizer, averages, data positions and random numbers to the last bit, and
-nothing is left behind.
+A fault of a job hits two ranks that would otherwise end with known parameters. It has survived if the job, started
+again by itself, ends with the same parameters, optimizer, averages, data positions and random numbers to the last bit,
+and nothing is left behind. What faults of files and disks must lead to stands in `damage.py`.
+
+Fault number `n` of a kind is the same for the same seed, in whatever order and by however many processes they are
+tried. With `--out` each result is a line of a file as soon as it is known; another run of the command goes on from
+there, and tries again what was not survived.
 """
 
 import argparse
+import functools
+import json
+import multiprocessing
+import os
+import platform
 import random
 import shutil
+import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tests.faults.damage import DISK_KINDS, FILE_KINDS, Pristine, Seen, can_mount, try_disk, try_file
 from tests.faults.injection import ERRNOS, STEP_KINDS, Fault
-from tests.faults.job import STEPS, WORLD, Outcome, left_behind, resume_until_done
+from tests.faults.job import STEPS, WORLD, digests, left_behind, resume_until_done
 
-AT_INSTANTS = ("kill", "kill all", "system", "stop", "slow", "store")
-KINDS = (*AT_INSTANTS, *STEP_KINDS)
+AT_INSTANTS = ("kill", "kill all", "system", "writer", "stop", "slow", "store")
+JOB_KINDS = (*AT_INSTANTS, *STEP_KINDS)
+KINDS = (*JOB_KINDS, *FILE_KINDS, *DISK_KINDS)
+_REPORTED = {*STEP_KINDS, "writer", "system"} - {"exit"}
+"""Kinds that a rank can tell of."""
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What the job ends with, and how many instants each rank has on the way."""
+    """A job that nothing hit: where, what it ends with, and how many instants each rank has on the way."""
 
+    path: Path
     final: list[tuple[str, str]]
     instants: list[int]
 
 
-def digests(outcome: Outcome) -> list[tuple[str, str]]:
-    return [(final["full"], final["own"]) for final in outcome.final]
+@dataclass(frozen=True)
+class Result:
+    """One line of the results."""
+
+    kind: str
+    number: int
+    seed: int
+    fault: str
+    struck: str | None
+    wrong: str | None
+    seconds: float
 
 
 def undisturbed(path: Path) -> Undisturbed:
     outcome = resume_until_done(path, None)
     assert outcome.attempts == 1 and left_behind(path) == []
     assert outcome.final[0]["full"] == outcome.final[1]["full"] != ""
-    return Undisturbed(digests(outcome), outcome.instants)
+    return Undisturbed(path, digests(outcome), outcome.instants)
 
 
 def random_fault(kind: str, generator: random.Random, instants: list[int]) -> Fault:
@@ -47,12 +77,13 @@ def random_fault(kind: str, generator: random.Random, instants: list[int]) -> Fa
     return Fault(kind, rank, generator.randint(1, STEPS))
 
 
-def verdict(path: Path, fault: Fault, expected: Undisturbed) -> str | None:
-    """What is wrong after a fault, None if nothing is."""
+def verdict(path: Path, fault: Fault, expected: Undisturbed) -> Seen:
+    """What became of a fault of a job."""
     try:
         outcome = resume_until_done(path, fault)
     except RuntimeError as error:
-        return str(error)
+        return Seen("?", str(error))
+    wrong: str | None = None
     if digests(outcome) != expected.final:
         what = [
             f"rank {rank}: {name}"
@@ -60,53 +91,153 @@ def verdict(path: Path, fault: Fault, expected: Undisturbed) -> str | None:
             for name, seen, known in zip(("state", "own state"), *pair, strict=True)
             if seen != known
         ]
-        return f"{fault}: ended otherwise than the undisturbed run: {', '.join(what)}"
-    if outcome.hung:
-        return f"{fault}: {outcome.hung} ranks hung without a report"
-    if (
-        fault.kind in STEP_KINDS
-        and fault.kind != "exit"
-        and not any("Error" in r or "Broken" in r for r in outcome.reports)
-    ):
-        return f"{fault}: nobody reported it: {outcome.reports}"
-    return f"{fault}: left behind {left}" if (left := left_behind(path)) else None
+        wrong = f"ended otherwise than the undisturbed run: {', '.join(what)}"
+    elif outcome.hung:
+        wrong = f"{outcome.hung} ranks hung without a report"
+    elif outcome.attempts > 1 and fault.kind in _REPORTED and not any("Error" in r for r in outcome.reports):
+        wrong = f"nobody reported it: {outcome.reports}"
+    elif fault.kind in STEP_KINDS and outcome.attempts == 1:
+        wrong = "the job went on as if nothing had been"
+    elif left := left_behind(path):
+        wrong = f"left behind: {left}"
+    return Seen(outcome.struck, wrong and f"{fault}: {wrong}")
 
 
-def faults(seed: int, each: int, instants: list[int], kinds: tuple[str, ...] = KINDS) -> Iterator[Fault]:
-    generator = random.Random(seed)
-    for _ in range(each):
-        for kind in kinds:
-            yield random_fault(kind, generator, instants)
+@functools.cache
+def pristine(path: Path, full: str) -> Pristine:
+    """What faults of files start from; made once in each process."""
+    return Pristine.of(path / "checkpoints", full)
+
+
+def try_one(kind: str, number: int, seed: int, expected: Undisturbed, root: Path) -> Result:
+    """Fault `number` of a kind, in a directory of its own."""
+    generator = random.Random(f"{seed} {kind} {number}")
+    begin = time.monotonic()
+    scratch = root / f"{kind}-{number}".replace(" ", "-")
+    what = kind
+    try:
+        if kind in FILE_KINDS:
+            seen = try_file(kind, generator, pristine(expected.path, expected.final[0][0]), scratch)
+        elif kind in DISK_KINDS:
+            seen = try_disk(kind, generator, scratch)
+        else:
+            fault = random_fault(kind, generator, expected.instants)
+            what = str(fault)
+            seen = verdict(scratch, fault, expected)
+    except Exception:  # noqa: BLE001 (one more that was not survived)
+        seen = Seen("?", traceback.format_exc())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Result(kind, number, seed, what, seen.struck, seen.wrong, round(time.monotonic() - begin, 2))
+
+
+class _Ended(BaseException):
+    """This process is to end, and the ranks that it has started before it."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGTERM, _end)
+
+
+def _try_in_pool(*arguments: Any) -> Result:
+    try:
+        return try_one(*arguments)
+    except _Ended:
+        os._exit(1)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """What the results were made with."""
+    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
+    return {"commit": commit.stdout.strip(), "cpu": cpu.partition(": ")[2], **versions}
+
+
+def known(out: Path | None) -> dict[tuple[str, int, int], Result]:
+    """The results that stand in a file, the last of each fault."""
+    if out is None or not out.exists():
+        return {}
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    results = [Result(**line) for line in lines if "kind" in line]
+    return {(one.kind, one.number, one.seed): one for one in results}
+
+
+def table(results: Iterable[Result]) -> str:
+    """Kinds, how many were injected and survived, and at what instants they struck."""
+    rows = ["kind | injected | survived | ended before it struck | instants", "---|---|---|---|---"]
+    by_kind: dict[str, list[Result]] = {}
+    for one in results:
+        by_kind.setdefault(one.kind, []).append(one)
+    for kind in KINDS:
+        found = by_kind.get(kind, [])
+        injected = [one for one in found if one.struck is not None]
+        where: dict[str, int] = {}
+        for one in injected:
+            where[str(one.struck)] = where.get(str(one.struck), 0) + 1
+        told = ", ".join(f"{name} {count}" for name, count in sorted(where.items(), key=lambda item: -item[1]))
+        survived = sum(one.wrong is None for one in injected)
+        rows.append(f"{kind} | {len(injected)} | {survived} | {len(found) - len(injected)} | {told}")
+    return "\n".join(rows)
+
+
+def run(options: argparse.Namespace, root: Path) -> dict[tuple[str, int, int], Result]:
+    """Tries what is not known yet; results by kind, number and seed."""
+    results = known(options.out)
+    wanted = [(kind, number, options.seed) for number in range(options.each) for kind in options.kinds]
+    todo = [key for key in wanted if key not in results or results[key].wrong is not None]
+    expected = undisturbed(root / "undisturbed")
+    lines = [json.dumps(machine() | {"seed": options.seed, "instants": expected.instants})]
+    print(f"{len(todo)} of {len(wanted)} faults to try; {lines[0]}", flush=True)
+    # Spawned: each process has a server of its own that its ranks are forked from.
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _begin) as pool:
+        pending: list[Future[Result]] = [pool.submit(_try_in_pool, *key, expected, root) for key in todo]
+        try:
+            for number, future in enumerate(as_completed(pending)):
+                one = future.result()
+                results[one.kind, one.number, one.seed] = one
+                lines.append(json.dumps(asdict(one)))
+                if options.out is not None:
+                    with options.out.open("a") as file:
+                        file.write("".join(f"{line}\n" for line in lines))
+                    lines.clear()
+                if one.wrong is not None:
+                    print(f"NOT SURVIVED: {one.kind} {one.number}: {one.wrong}", flush=True)
+                if number % 50 == 49:
+                    print(f"{number + 1} of {len(todo)}", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+    return {key: results[key] for key in wanted}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--each", type=int, default=200, help="faults of each kind")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines to add results to, and to go on from")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
-    counts = dict.fromkeys(options.kinds, 0)
-    failures: list[str] = []
-    end = time.monotonic() + options.seconds
+    signal.signal(signal.SIGTERM, _end)
+    if "full" in options.kinds and not can_mount():
+        parser.error("only root can make the small file systems that 'full' needs; name other --kinds")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        expected = undisturbed(Path(name) / "undisturbed")
-        print(f"undisturbed: {expected.instants} instants on the two ranks", flush=True)
-        for number, fault in enumerate(faults(options.seed, options.each, expected.instants, tuple(options.kinds))):
-            if time.monotonic() > end:
-                break
-            path = Path(name) / str(number)
-            wrong = verdict(path, fault, expected)
-            counts[fault.kind] += 1
-            if wrong:
-                failures.append(wrong)
-                print(wrong, flush=True)
-            shutil.rmtree(path)
-            if number % 50 == 49:
-                print(f"{number + 1} faults, {len(failures)} not survived", flush=True)
-    for kind, count in counts.items():
-        print(f"{kind}: {count} injected, {sum(f'kind={kind!r}' in text for text in failures)} not survived")
-    raise SystemExit(bool(failures))
+        Path(name).chmod(0o755)  # 'read-only' is tried as a user without privileges
+        try:
+            results = run(options, Path(name))
+        except (_Ended, KeyboardInterrupt):
+            raise SystemExit("ended; the same command goes on from here") from None
+    print(table(results.values()))
+    raise SystemExit(any(one.wrong is not None for one in results.values()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ memory, or a phase of a training step. Counting them reaches every place, short 
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +23,16 @@ ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 STEP_KINDS = ("forward", "backward", "hook", "optimizer", "nan", "branch", "exit")
 """What goes wrong in a training step."""
 
+_SLOW_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Fault:
     """`kind` happens on `rank` at instant number `at`, or for `STEP_KINDS` in step number `at`, in the first attempt.
 
     Kinds: "kill" (SIGKILL of the rank), "kill all", "stop" (SIGSTOP), "slow", "system" (the call fails with `number`),
-    "store" (the file through which the ranks found each other is deleted), and `STEP_KINDS`.
+    "writer" (the thread that writes dies), "store" (the file through which the ranks found each other is deleted), and
+    `STEP_KINDS`.
     """
 
     kind: str
@@ -38,44 +42,53 @@ class Fault:
 
 
 class Injector:
-    """Counts instants in this process, and strikes."""
+    """Counts instants in this process, and strikes; leaves a file that says at which instant."""
 
-    def __init__(self, fault: Fault | None, rank: int, store: str) -> None:
+    def __init__(self, fault: Fault | None, rank: int, directory: Path, store: Path) -> None:
         self.fault = fault if fault is not None and fault.rank == rank else None
-        self.store = store
+        self.directory, self.store = directory, store
         self.seen = 0
         self.struck = False
 
     def arm(self) -> None:
         """Wrap what is counted. There is no way back: the process is given up afterwards."""
         for name in SYSTEM_CALLS:
-            setattr(os, name, self._wrapped(getattr(os, name), may_fail=True))
-        Image.fill = self._wrapped(Image.fill, may_fail=False)
+            setattr(os, name, self._wrapped(getattr(os, name), name))
+        Image.fill = self._wrapped(Image.fill, "staging")
 
-    def _wrapped(self, function: Callable[..., Any], may_fail: bool) -> Callable[..., Any]:
+    def _wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self.instant(may_fail)
+            self.instant(name)
             return function(*args, **kwargs)
 
         return wrapper
 
-    def instant(self, may_fail: bool = False) -> None:
+    def instant(self, name: str) -> None:
         """One more; the fault's own strikes."""
         self.seen += 1
         fault = self.fault
         if fault is None or fault.kind in STEP_KINDS or self.struck or self.seen < fault.at:
             return
-        if fault.kind == "system" and not may_fail:
+        if fault.kind == "system" and name not in SYSTEM_CALLS:
             return
-        self.struck = True
+        if fault.kind == "writer" and threading.current_thread() is threading.main_thread():
+            return
+        self._note(name)
         strike(fault, self.store)
 
     def in_step(self, kind: str, step: int) -> bool:
         """Whether this step goes wrong in this way here."""
-        return self.fault is not None and (self.fault.kind, self.fault.at) == (kind, step)
+        strikes = self.fault is not None and (self.fault.kind, self.fault.at) == (kind, step)
+        if strikes and not self.struck:
+            self._note(kind)
+        return strikes
+
+    def _note(self, name: str) -> None:
+        self.struck = True
+        (self.directory / "struck").write_text(name)
 
 
-def strike(fault: Fault, store: str) -> None:
+def strike(fault: Fault, store: Path) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "kill all":
@@ -83,11 +96,13 @@ def strike(fault: Fault, store: str) -> None:
     elif fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "slow":
-        time.sleep(1.0)
+        time.sleep(_SLOW_SECONDS)
     elif fault.kind == "store":
-        Path(store).unlink()
+        store.unlink()
     elif fault.kind == "system":
         raise OSError(fault.number, os.strerror(fault.number))
+    elif fault.kind == "writer":
+        raise SystemExit("the thread that writes is ended")
 
 
 class Broken(RuntimeError):

@@ -30,9 +30,10 @@ from tests.support.pool import start_server
 
 STEPS = 5
 WORLD = 2
-# Only a rank that was stopped leaves the others waiting; a disk that is slow must not look like one.
-_TIMEOUT_IF_STOPPED, _TIMEOUT = timedelta(seconds=4), timedelta(seconds=20)
-_ATTEMPT_TIMEOUT = 60.0
+# Only a rank that was stopped leaves the others waiting; a machine that is busy must not look like one.
+_TIMEOUT_IF_STOPPED, _TIMEOUT = timedelta(seconds=3), timedelta(seconds=120)
+_ATTEMPT_TIMEOUT = 300.0
+_GRACE = 0.3
 
 
 def rank_main(rank: int, directory: str, attempt: int, fault: Fault | None, leader: Any) -> None:
@@ -44,7 +45,7 @@ def rank_main(rank: int, directory: str, attempt: int, fault: Fault | None, lead
     _join_process_group_of_system(rank, leader)
     sys.stderr = (path / f"errors-{attempt}-{rank}").open("w", buffering=1)
     store = path / f"store-{attempt}"
-    injector = Injector(fault, rank, str(store))
+    injector = Injector(fault, rank, path, store)
     code = 0
     try:
         dist.init_process_group(
@@ -80,7 +81,7 @@ def _join_process_group_of_system(rank: int, leader: Any) -> None:
 def _train(path: Path, attempt: int, injector: Injector) -> None:
     trainee = Trainee((WORLD,), seed=1)
     _hook(trainee, injector)
-    with CheckpointManager(path / "checkpoints", keep=2, every=1, timeout=10.0) as manager:
+    with CheckpointManager(path / "checkpoints", keep=2, every=1, timeout=_TIMEOUT.total_seconds()) as manager:
         restored = manager.restore(trainee.state)
         start = restored.step if restored is not None and restored.step is not None else 0
         injector.arm()
@@ -103,14 +104,14 @@ def _hook(trainee: Trainee, injector: Injector) -> None:
 
 def _step(trainee: Trainee, step: int, injector: Injector) -> None:
     trainee.current = step
-    injector.instant()
+    injector.instant("training")
     if injector.in_step("exit", step):
         os._exit(3)
     tokens = (torch.randint(11, (4,)) + step) % 11
     if injector.in_step("branch", step):
         trainee.model.inner(torch.zeros(1, 7)).sum().backward()
     loss = trainee.model(tokens)
-    injector.instant()
+    injector.instant("training")
     if injector.in_step("forward", step):
         raise Broken("after forward")
     if injector.in_step("backward", step):
@@ -118,7 +119,7 @@ def _step(trainee: Trainee, step: int, injector: Injector) -> None:
     if injector.in_step("nan", step):
         loss = spoil(loss)
     loss.backward()
-    injector.instant()
+    injector.instant("training")
     clip_grad_norm_(trainee.model.parameters(), 1.0, error_if_nonfinite=True)
     if injector.in_step("optimizer", step):
         trainee.optimizer.register_step_pre_hook(_raise_in_optimizer)
@@ -127,7 +128,7 @@ def _step(trainee: Trainee, step: int, injector: Injector) -> None:
     trainee.scheduler.step()
     trainee.average.update(trainee.model)
     trainee.loader.position += int(torch.randint(9, ()))
-    injector.instant()
+    injector.instant("training")
 
 
 def _raise_in_backward(grad: torch.Tensor) -> None:
@@ -139,12 +140,12 @@ def _raise_in_optimizer(*args: Any) -> None:
 
 
 def digest(value: Any) -> str:
-    """Of nested plain values and tensors, to the last bit."""
+    """Of nested plain values and tensors, to the last bit; in whatever order the keys of a dict are."""
     found = hashlib.sha256()
 
     def walk(one: Any) -> None:
         if isinstance(one, dict):
-            for key, below in one.items():
+            for key, below in sorted(one.items(), key=lambda item: repr(item[0])):
                 found.update(repr(key).encode())
                 walk(below)
         elif isinstance(one, list | tuple):
@@ -162,13 +163,23 @@ def digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job went: attempts it took, the ranks' final digests, what the ranks of failed attempts reported."""
+    """How a job went.
+
+    Attributes:
+        attempts: that it took.
+        final: the ranks' last digests.
+        reports: what the ranks of failed attempts said.
+        instants: how many each rank had in the last attempt.
+        hung: ranks that came to no end.
+        struck: the instant at which the fault struck, None if the job ended before.
+    """
 
     attempts: int
     final: list[dict[str, Any]]
     reports: list[str]
     instants: list[int]
     hung: int
+    struck: str | None
 
 
 def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Outcome:
@@ -176,7 +187,7 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
 
     Raises RuntimeError if it is not done after so many attempts.
     """
-    start_server()
+    start_server("tests.faults.job")
     path.mkdir(parents=True, exist_ok=True)
     reports: list[str] = []
     hung = 0
@@ -186,9 +197,15 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
         if codes == [0] * WORLD:
             final = [json.loads((path / f"final-{attempt}-{rank}.json").read_text()) for rank in range(WORLD)]
             instants = [int((path / f"instants-{attempt}-{rank}").read_text()) for rank in range(WORLD)]
-            return Outcome(attempt + 1, final, reports, instants, hung)
+            struck = (path / "struck").read_text() if (path / "struck").exists() else None
+            return Outcome(attempt + 1, final, reports, instants, hung, struck)
         reports += [f"attempt {attempt}, rank {r}, code {codes[r]}: {_errors(path, attempt, r)}" for r in range(WORLD)]
     raise RuntimeError(f"{fault}: not done after {attempts} attempts:\n" + "\n".join(reports))
+
+
+def digests(outcome: Outcome) -> list[tuple[str, str]]:
+    """What the job ended with: of each rank, the state that all share and its own."""
+    return [(final["full"], final["own"]) for final in outcome.final]
 
 
 def _errors(path: Path, attempt: int, rank: int) -> str:
@@ -211,7 +228,7 @@ def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | 
     try:
         while any(process.is_alive() for process in ranks):
             if grace is None and any(process.exitcode not in (None, 0) for process in ranks):
-                grace = time.monotonic() + 1.0  # the others may tell why they cannot go on either
+                grace = time.monotonic() + _GRACE  # the others may tell why they cannot go on either
             if grace is not None and time.monotonic() > grace:
                 break
             if time.monotonic() > deadline:

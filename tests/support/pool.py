@@ -27,7 +27,10 @@ from typing import Any
 from tests.support.failures import RankError, RankFailure, RankTimeout
 from tests.support.rank_process import Clean, Job, Outcome, RankPlace, serve
 
-_PRELOADED = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"]
+_PRELOADED = [
+    *("pytest", "numpy", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint.state_dict", "torch._dynamo"),  # the first step of an optimizer imports the latter
+]
 _START_TIMEOUT = 120.0
 _CLEAN_TIMEOUT = 30.0
 # How long ranks that have not failed may go on once one has: enough for the same error to arrive from each of them.
@@ -67,11 +70,14 @@ def run_ranks(
     return results
 
 
-def start_server() -> None:
-    """Start the process that ranks are forked from. Returns at once: it imports torch while pytest collects."""
+def start_server(*more: str) -> None:
+    """Start the process that ranks are forked from. Returns at once: it imports torch while pytest collects.
+
+    If it was not there yet it imports these modules, too.
+    """
     # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.set_forkserver_preload([*_PRELOADED, *more])
         multiprocessing.forkserver.ensure_running()
 
 

@@ -1,0 +1,279 @@
+"""Faults that one process can try out: files that are spoilt, before a restore or in the midst of it, and bad disks.
+
+What two ranks have saved is copied, and one file of its newest checkpoint is spoilt. A restore then refuses it by name,
+or fills in the same bits as ever; with `fallback=True` the checkpoint before comes back to the last bit.
+"""
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError
+from shardkit.core.checkpoint.command import main as checkpoint_command
+from tests.core.checkpoint_cases import ElasticLoader, Trainee
+from tests.faults.job import STEPS, digest
+
+FILE_KINDS = ("truncated", "flipped", "missing", "swapped")
+DISK_KINDS = ("read-only", "full")
+
+_READING = ("open", "fstat", "preadv", "lstat", "scandir")
+_WRITING = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+_NOBODY = 65534
+_OLDER, _NEWER = f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of one fault: at which instant it struck, and what is wrong, None if nothing is."""
+
+    struck: str | None
+    wrong: str | None
+
+
+class Instants:
+    """Calls into the system, counted while `of` runs; before number `at` of them `action` is called."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.seen = 0
+        self.struck: str | None = None
+
+    @contextlib.contextmanager
+    def counted(self, at: int, action: Callable[[], object]) -> Iterator[None]:
+        originals = {name: getattr(os, name) for name in self.names}
+        self.seen, self.struck = 0, None
+        busy = threading.local()
+
+        def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if not getattr(busy, "busy", False):  # what the action calls is no instant
+                    self.seen += 1
+                    if self.seen == at:
+                        busy.busy = True
+                        self.struck = name
+                        action()
+                        busy.busy = False
+                return original(*args, **kwargs)
+
+            return wrapper
+
+        for name, original in originals.items():
+            setattr(os, name, wrapped(name, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(os, name, original)
+
+
+def trainee() -> Trainee:
+    """One that can take what any number of ranks have saved."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return Trainee((1,), loader_kind=ElasticLoader)
+
+
+def restored_digest(path: Path, fallback: bool = False) -> tuple[int | None, str, tuple[str, ...]]:
+    """Restores into a fresh trainee: the step, a digest of its state, what was passed over."""
+    fresh = trainee()
+    restored = CheckpointManager(path).restore(fresh.state, fallback=fallback)
+    assert restored is not None
+    return restored.step, digest([fresh.full(), fresh.loader.position]), restored.damaged
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """A directory with two checkpoints, what each restores to, and how many instants a restore has."""
+
+    path: Path
+    older: str
+    newer: str
+    instants: int
+
+    @classmethod
+    def of(cls, path: Path, full: str) -> "Pristine":
+        """`full` is the digest of what the ranks had when they saved the newer one."""
+        instants = Instants(_READING)
+        fresh = trainee()
+        with instants.counted(0, lambda: None):
+            CheckpointManager(path).restore(fresh.state)
+        assert digest(fresh.full()) == full, "one rank restores what two had"
+        newer = digest([fresh.full(), fresh.loader.position])
+        CheckpointManager(path).restore(fresh.state, step=STEPS - 1)
+        return cls(path, digest([fresh.full(), fresh.loader.position]), newer, instants.seen)
+
+
+def spoil_file(kind: str, victim: Path, generator: random.Random) -> None:
+    """Truncates a file, flips a bit of it, removes it, or puts another file's bytes in its place."""
+    data = victim.read_bytes()
+    if kind == "truncated":
+        os.truncate(victim, generator.randrange(len(data)))
+    elif kind == "flipped":
+        at = generator.randrange(len(data))
+        with victim.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([data[at] ^ (1 << generator.randrange(8))]))
+    elif kind == "missing":
+        victim.unlink()
+    else:
+        others = [victim.parent.with_name(_OLDER) / victim.name, *sorted(victim.parent.iterdir())]
+        victim.write_bytes(generator.choice([other for one in others if (other := one.read_bytes()) != data]))
+
+
+def try_file(kind: str, generator: random.Random, pristine: Pristine, scratch: Path) -> Seen:
+    """One spoilt file: half of them before the restore, half at a random instant of it."""
+    shutil.copytree(pristine.path, scratch)
+    victim = generator.choice(sorted((scratch / _NEWER).iterdir()))
+    at = generator.randint(1, pristine.instants) if generator.random() < 0.5 else 0
+    struck = f"before, {victim.name}"
+    if at == 0:
+        spoil_file(kind, victim, generator)
+    instants = Instants(_READING)
+    fresh = trainee()
+    try:
+        with instants.counted(at, lambda: spoil_file(kind, victim, generator)):
+            CheckpointManager(scratch).restore(fresh.state)
+    except DamagedCheckpointError as refused:
+        if str(victim) not in str(refused):
+            return Seen(struck, f"refused without the name of {victim}: {refused}")
+    else:
+        if digest([fresh.full(), fresh.loader.position]) != pristine.newer:
+            return Seen(struck, f"{victim} was {kind} and restored otherwise")
+    if at and instants.struck is None:
+        return Seen(None, None)
+    struck = f"{instants.struck}, {victim.name}" if at else struck
+    return Seen(struck, _after_damage(victim, scratch, pristine))
+
+
+def _after_damage(victim: Path, scratch: Path, pristine: Pristine) -> str | None:
+    """The damage is there to stay: verifying finds it, and `fallback` leads to the checkpoint before."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        if checkpoint_command(["verify", str(victim.parent)]) == 0:
+            return f"{victim} is damaged, and verify has not found it"
+    step, seen, damaged = restored_digest(scratch, fallback=True)
+    if victim.name == ".metadata" and step == STEPS:
+        return None if seen == pristine.newer else f"{victim} was spoilt and restored otherwise"  # stock's: not read
+    if (step, seen) != (STEPS - 1, pristine.older):
+        return f"{victim} was spoilt, and fallback restored step {step} otherwise than it was"
+    if str(victim) not in damaged[0] or not victim.parent.with_name(f"{_NEWER}.damaged").is_dir():
+        return f"{victim} was spoilt and passed over as {damaged}"
+    return None
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A directory that a fault makes full or read-only, and that can be mended."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.kind, self.path = kind, path
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[None]:
+        """A file system of 1 MiB for disks that are to be full; an unprivileged user for those that are read-only."""
+        self.path.mkdir()
+        if self.kind == "full":
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(self.path)], check=True)
+        elif os.geteuid() == 0:
+            os.chown(self.path, _NOBODY, _NOBODY)
+            os.seteuid(_NOBODY)  # permissions mean nothing to root
+        try:
+            yield
+        finally:
+            if self.kind == "full":
+                subprocess.run(["umount", str(self.path)], check=True)
+            elif os.getuid() == 0:
+                os.seteuid(0)
+
+    def strike(self, room: int) -> None:
+        """Leaves so many bytes of room, or no permission to write."""
+        if self.kind == "read-only":
+            for one in (self.path / "run", *(self.path / "run").iterdir()):
+                one.chmod(0o555)
+            return
+        usage = os.statvfs(self.path)
+        size = max(0, usage.f_bavail * usage.f_frsize - room)
+        with (self.path / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+
+    def mend(self) -> None:
+        if self.kind == "full":
+            (self.path / "filler").unlink(missing_ok=True)
+            return
+        for one in (self.path / "run", *(self.path / "run").iterdir()):
+            one.chmod(0o755)
+
+
+def try_disk(kind: str, generator: random.Random, scratch: Path) -> Seen:
+    """A save during which the disk goes bad, at a random instant; one before it, one when the disk is mended."""
+    disk = Disk(kind, scratch)
+    with disk.mounted():
+        instants, run = Instants(_WRITING), scratch / "run"
+        training = trainee()
+        manager = CheckpointManager(run)
+        expected = {}
+        for step in (1, 2):
+            training.train(1)
+            expected[step] = digest([training.full(), training.loader.position])
+            if step == 1:
+                with instants.counted(0, lambda: None):
+                    manager.save(step, training.state, blocking=True)
+        at, room = generator.randint(1, instants.seen), generator.choice((0, generator.randrange(80_000)))
+        error: CheckpointError | None = None
+        with instants.counted(at, lambda: disk.strike(room)):
+            try:
+                manager.save(2, training.state, blocking=True)
+            except CheckpointError as refused:
+                error = refused
+        left = sorted(one.name for one in run.iterdir())
+        step, seen, _ = restored_digest(run)
+        disk.mend()
+        return Seen(instants.struck, _after_disk(disk, error, left, step, seen, expected, training))
+
+
+def _after_disk(
+    disk: Disk,
+    error: CheckpointError | None,
+    left: list[str],
+    step: int | None,
+    seen: str,
+    expected: dict[int, str],
+    training: Trainee,
+) -> str | None:
+    text = "No space left" if disk.kind == "full" else "Permission denied"
+    if error is None and step != 2:
+        return f"saving step 2 raised nothing, and step {step} came back"
+    if error is not None and text not in str(error):
+        return f"saving raised {error}, expected '{text}'"
+    if step is None or seen != expected[step]:
+        return f"step {step} came back otherwise"
+    # Nothing can be removed from a directory that nobody may write to; the next run does it.
+    if disk.kind == "full" and any(not name.startswith("step-") for name in left):
+        return f"left behind: {left}"
+    again = CheckpointManager(disk.path / "run")
+    left = sorted(one.name for one in (disk.path / "run").iterdir())
+    if any(not name.startswith("step-") for name in left):
+        return f"left behind after the next run has begun: {left}"
+    again.save(3, training.state, blocking=True)
+    step, seen, _ = restored_digest(disk.path / "run")
+    return None if (step, seen) == (3, expected[2]) else f"when mended, step {step} came back otherwise"
+
+
+def can_mount() -> bool:
+    """Whether this process may make small file systems."""
+    return os.geteuid() == 0 and shutil.which("mount") is not None

@@ -1,0 +1,47 @@
+"""A short campaign: a fault of every kind, at an instant that a seed chooses. `tests.faults.campaign` has long ones."""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.campaign import KINDS, Undisturbed, table, try_one, undisturbed, verdict
+from tests.faults.damage import can_mount
+from tests.faults.injection import Fault
+
+_SEED = 17
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return undisturbed(tmp_path_factory.mktemp("faults") / "undisturbed")
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Not below pytest's directory, which the user without privileges that "read-only" needs cannot enter."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_is_survived(root: Path, expected: Undisturbed, kind: str):
+    if kind == "full" and not can_mount():
+        pytest.skip("only root can make a small file system")
+    result = try_one(kind, 0, _SEED, expected, root)
+    assert result.wrong is None
+    assert result.struck is not None, "the job ended before the fault"
+    assert f"{kind} | 1 | 1 | 0" in table([result])
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_goes_on_wrongly_is_noticed(tmp_path: Path, expected: Undisturbed):
+    """The comparison can fail: what was undisturbed is said to end with other parameters."""
+    other = dataclasses.replace(expected, final=[("", "")] * 2)
+    wrong = verdict(tmp_path, Fault("slow", 0, 3), other).wrong
+    assert wrong is not None and "ended otherwise than the undisturbed run: rank 0: state, rank 0: own" in wrong
