@@ -302,9 +302,9 @@ def _local(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[float, float
     return times[0], times[1], stock
 
 
-def report_planning() -> None:
+def report_planning(worlds: list[int]) -> None:
     print(" ranks   stock, ms    sent, MB  ours, ms   again, ms   rank 0 later, ms")
-    for ranks in (8, 64, 512, 4096):
+    for ranks in worlds:
         print(plan_for(ranks), flush=True)
 
 
@@ -313,9 +313,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--what", nargs="+", default=["saving", "memory", "loading"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="ranks that load")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512, 4096], help="ranks to plan for")
     options = parser.parse_args()
     if "planning" in options.what:
-        report_planning()
+        report_planning(options.ranks)
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as name:
         path = Path(name)
         if "saving" in options.what:
