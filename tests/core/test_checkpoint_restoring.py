@@ -113,3 +113,17 @@ def test_steps_that_are_none(tmp_path: Path, step: Any, text: str):
         manager.save(step, TrainingState(nn.Linear(1, 1)))
     manager.save(torch.tensor(3), TrainingState(nn.Linear(1, 1)), blocking=True)
     assert [one.step for one in manager.checkpoints()] == [3]
+
+
+def test_keys_keep_their_order(tmp_path: Path):
+    """A loader may go through its data sets in the order of a dict, whatever their states are made of."""
+    state = {"b": 1, "a": {"z": torch.ones(1), "y": "text", "x": torch.zeros(2)}, 3: torch.ones(1), "c": None}
+    user, own, plain = Held(state), Held({**state, "more": 1}), Held({"first": torch.ones(1), "then": 2})
+    run = TrainingState(nn.Linear(1, 1), user={"user": user, "plain": plain}, per_rank={"own": own})
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, run, blocking=True)
+    user.state, own.state, plain.state = {"c": 0}, {}, {"then": 1, "first": torch.zeros(1)}
+    manager.restore(run)
+    assert repr(user.state) == repr(state)
+    assert repr(own.state) == repr({**state, "more": 1})
+    assert list(plain.state) == ["first", "then"]

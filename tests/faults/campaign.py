@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tests.faults.damage import DISK_KINDS, FILE_KINDS, Pristine, Seen, can_mount, try_disk, try_file
-from tests.faults.injection import ERRNOS, STEP_KINDS, Fault
+from tests.faults.injection import ERRNOS, REMOVING, STEP_KINDS, Fault
 from tests.faults.job import STEPS, WORLD, digests, left_behind, resume_until_done
 
 AT_INSTANTS = ("kill", "kill all", "system", "writer", "stop", "slow", "store")
@@ -94,13 +94,17 @@ def verdict(path: Path, fault: Fault, expected: Undisturbed) -> Seen:
         wrong = f"ended otherwise than the undisturbed run: {', '.join(what)}"
     elif outcome.hung:
         wrong = f"{outcome.hung} ranks hung without a report"
-    elif outcome.attempts > 1 and fault.kind in _REPORTED and not any("Error" in r for r in outcome.reports):
+    elif outcome.attempts > 1 and fault.kind in _REPORTED and not any(_tells(r) for r in outcome.reports):
         wrong = f"nobody reported it: {outcome.reports}"
     elif fault.kind in STEP_KINDS and outcome.attempts == 1:
         wrong = "the job went on as if nothing had been"
-    elif left := left_behind(path):
+    elif left := left_behind(path, another_run=fault.kind == "system" and outcome.struck in REMOVING):
         wrong = f"left behind: {left}"
     return Seen(outcome.struck, wrong and f"{fault}: {wrong}")
+
+
+def _tells(report: str) -> bool:
+    return "Error" in report or "Broken" in report
 
 
 @functools.cache

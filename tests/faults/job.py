@@ -243,9 +243,11 @@ def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | 
     return [process.exitcode for process in ranks], late
 
 
-def left_behind(path: Path) -> list[str]:
-    """What should not be there after a job: hidden directories, notes, processes of it."""
+def left_behind(path: Path, another_run: bool = False) -> list[str]:
+    """What should not be there after a job, or when another run has begun after it: hidden directories, notes."""
     checkpoints = path / "checkpoints"
+    if another_run:
+        CheckpointManager(checkpoints)
     names = sorted(one.name for one in checkpoints.iterdir())
     # Older ones may be there still if the fault hit their removal: the next save would see to it.
     complete = names[-2:] == [f"step-{step:06d}" for step in (STEPS - 1, STEPS)]

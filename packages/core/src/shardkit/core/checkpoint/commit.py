@@ -71,6 +71,7 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
     looks = {layout.path: (layout.dtype, layout.shape) for _, layout in layouts}
     objects: dict[str, ObjectEntry] = {}
     empties: dict[LeafPath, None] = {}
+    order: dict[LeafPath, None] = {}
     seen: set[tuple[LeafPath, tuple[int, ...]]] = set()
     for rank, part in enumerate(parts):
         starts, end = places(part.told, ends[rank])
@@ -92,6 +93,7 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
         for path, offset, length in part.objects:
             objects.setdefault(name_of(path), ObjectEntry(path, data_file(rank), offset, length))
         empties.update(dict.fromkeys(part.empties))
+        order.update(dict.fromkeys(part.order))
     tensors = [TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()]
     files = [File(data_file(rank), part.nbytes, part.blocks) for rank, part in enumerate(parts) if part.nbytes]
     return Index(
@@ -102,6 +104,7 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
         header.step,
         header.world_size,
         header.info,
+        tuple(order),
     )
 
 

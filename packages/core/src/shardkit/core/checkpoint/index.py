@@ -94,7 +94,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything in a checkpoint.
+    """Everything in a checkpoint; `order` has leaves of user and per-rank state that do not come tensors first.
 
     Raises:
         DamagedCheckpointError: when it is built, for entries that contradict each other.
@@ -107,6 +107,7 @@ class Index:
     step: int | None = None
     world_size: int | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    order: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         claimed = dict.fromkeys(self.files, 0)

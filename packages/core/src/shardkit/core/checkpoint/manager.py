@@ -173,7 +173,7 @@ class CheckpointManager:
         return plan
 
     def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
-        staged = Staged(image.bytes(), plan.told, plan.objects, plan.empties, plan.layouts)
+        staged = Staged(image.bytes(), plan.told, plan.objects, plan.empties, plan.layouts, plan.order)
         header = Header(step, self._peers.size, info)
         self._begun += 1
         token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks

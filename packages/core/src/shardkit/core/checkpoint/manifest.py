@@ -116,6 +116,7 @@ def pack(index: Index, created: str, *beside: File) -> bytes:
             "tensors": tensors,
             "objects": objects,
             "empties": [encode_path(path) for path in index.empties],
+            "order": [encode_path(path) for path in index.order],
         }
     )
 
@@ -182,6 +183,7 @@ def _index(document: dict[str, Any]) -> Index:
         None if step is None else _whole(step),
         None if world_size is None else _whole(world_size),
         info,
+        tuple(decode_path(path) for path in document.get("order", [])),
     )
 
 

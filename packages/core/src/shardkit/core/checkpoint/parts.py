@@ -32,6 +32,7 @@ class Part:
         told: pieces that lie in it behind those that layouts describe, in order.
         objects: path, offset and length of each object.
         empties: paths of empty mappings.
+        order: of the leaves that it tells of, if it is not tensors first.
     """
 
     nbytes: int
@@ -39,6 +40,7 @@ class Part:
     told: tuple[Piece, ...]
     objects: tuple[tuple[LeafPath, int, int], ...]
     empties: tuple[LeafPath, ...]
+    order: tuple[LeafPath, ...] = ()
 
 
 def data_file(rank: int) -> str:
@@ -96,6 +98,7 @@ def write_part(
     told: Sequence[Piece],
     objects: Sequence[tuple[LeafPath, bytes]],
     empties: Sequence[LeafPath],
+    order: Sequence[LeafPath],
     progress: Callable[[int], object],
 ) -> None:
     """Writes this rank's data file and then its note into a directory that is there. Raises OSError."""
@@ -110,6 +113,7 @@ def write_part(
         "told": [[encode_path(p.path), dtype_name(p.dtype), p.shape, p.offsets, p.sizes] for p in told],
         "objects": [[encode_path(path), offset, length] for path, offset, length in placed],
         "empties": [encode_path(path) for path in empties],
+        "order": [encode_path(path) for path in order],
     }
     temporary = directory / f"{_note(rank)}.tmp"
     temporary.write_bytes(seal(document))
@@ -132,6 +136,7 @@ def read_part(directory: Path, rank: int) -> Part | None:
             ),
             tuple((decode_path(path), offset, length) for path, offset, length in found["objects"]),
             tuple(decode_path(path) for path in found["empties"]),
+            tuple(decode_path(path) for path in found["order"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is not put together as a note of a rank: {error!r}") from error

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.leaves import Path, check_has_values, name_of, object_bytes
 from shardkit.core.checkpoint.pieces import Layout, Piece, is_described_by_layout, own_pieces
-from shardkit.core.checkpoint.training_state import Captured
+from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, Captured
 from shardkit.core.torch_compat import local_of
 
 __all__ = ["Plan", "layouts_digest", "make_plan"]
+
+_BY_NAME = (MODEL, OPTIMIZER)
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Plan:
         values: the tensors of both, in that order.
         objects: bytes of values that are no tensors.
         empties: paths of empty mappings.
+        order: the leaves that this rank tells of, if any object comes before a tensor.
     """
 
     layouts: list[tuple[int, Layout]] = field(default_factory=list)
@@ -37,6 +40,7 @@ class Plan:
     values: list[torch.Tensor] = field(default_factory=list)
     objects: list[tuple[Path, bytes]] = field(default_factory=list)
     empties: list[Path] = field(default_factory=list)
+    order: list[Path] = field(default_factory=list)
 
 
 def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
@@ -75,8 +79,17 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
         _add_plain(plan, told, path, value)
     plan.told = [piece for piece, _ in told]
     plan.values += [values for _, values in told]
+    plan.order = _order(captured, shared=rank == 0 or not by_layout)
     plan.empties = [*(captured.shared.empties if rank == 0 or not by_layout else ()), *captured.own.empties]
     return plan
+
+
+def _order(captured: Captured, *, shared: bool) -> list[Path]:
+    """Of user and per-rank state, as a run may go through the keys of a dict; tensors first goes without saying."""
+    leaves = {path: value for path, value in captured.shared.values.items() if shared and path[0] not in _BY_NAME}
+    leaves |= captured.own.values
+    is_object = [not isinstance(value, torch.Tensor) for value in leaves.values()]
+    return [] if is_object == sorted(is_object) else list(leaves)
 
 
 def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: Path, value: Any) -> None:

@@ -127,10 +127,12 @@ class _Targets:
                 self._tensors[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
 
     def read(self, directory: Path) -> dict[LeafPath, Any]:
-        """Reads it all: by path, the tensors that were filled, and objects."""
+        """Reads it all: by path, the tensors that were filled, and objects, in the order in which they were saved."""
         objects = read_objects(directory, self._index, self._objects)
         read_tensors(directory, self._index, self._tensors.items())
-        return {**self._tensors, **objects}
+        read = {**self._tensors, **objects}
+        place = {path: number for number, path in enumerate(self._index.order)}
+        return dict(sorted(read.items(), key=lambda item: place.get(item[0], -1)))
 
 
 def unexpected_names(index: Index, state: TrainingState) -> set[str]:

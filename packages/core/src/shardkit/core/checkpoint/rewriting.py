@@ -103,7 +103,14 @@ def write_checkpoint(
         index = _write_files(partial, tensors, objects, ranks, progress)
         write_index(
             partial,
-            replace(index, step=about.step, world_size=about.world_size, info=about.info, empties=about.empties),
+            replace(
+                index,
+                step=about.step,
+                world_size=about.world_size,
+                info=about.info,
+                empties=about.empties,
+                order=about.order,
+            ),
         )
         sync_directory(partial)
         partial.rename(target)

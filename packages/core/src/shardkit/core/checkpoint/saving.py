@@ -50,6 +50,7 @@ class Staged:
     objects: Sequence[tuple[LeafPath, bytes]]
     empties: Sequence[LeafPath]
     layouts: Sequence[tuple[int, Layout]]
+    order: Sequence[LeafPath] = ()
 
 
 class Save:
@@ -123,7 +124,14 @@ class Save:
         try:
             with writing_in(self._temporary):
                 write_part(
-                    self._temporary, self._rank, staged.image, staged.told, staged.objects, staged.empties, self._count
+                    self._temporary,
+                    self._rank,
+                    staged.image,
+                    staged.told,
+                    staged.objects,
+                    staged.empties,
+                    staged.order,
+                    self._count,
                 )
                 self._part_done.set()
                 if self._rank == 0:
