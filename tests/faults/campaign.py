@@ -160,9 +160,12 @@ def _try_in_pool(*arguments: Any) -> Result:
 def machine() -> dict[str, Any]:
     """What the results were made with."""
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    commit, changed = (
+        subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        for arguments in (("rev-parse", "--short", "HEAD"), ("diff", "--name-only", "HEAD", "packages", "tests"))
+    )
     versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
-    return {"commit": commit.stdout.strip(), "cpu": cpu.partition(": ")[2], **versions}
+    return {"commit": commit + "-changed" * bool(changed), "cpu": cpu.partition(": ")[2], **versions}
 
 
 def known(out: Path | None) -> dict[tuple[str, int, int], Result]:
