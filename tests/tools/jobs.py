@@ -1,4 +1,4 @@
-"""Training jobs of eleven kinds, each runnable with real ranks and with fake tensors."""
+"""Training jobs of twelve kinds, each runnable with real ranks and with fake tensors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import CPUOffloadPolicy, fully_shard
+from shardkit.core import CompressionPolicy, CPUOffloadPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
 from shardkit.tools.estimating.llama import Llama, LlamaConfig
 
@@ -150,6 +150,15 @@ def offloaded(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
 
 
+def compressed(mesh: DeviceMesh) -> nn.Module:
+    """Parameters and gradients of the layers travel in fewer bytes, where ranks share no memory."""
+    model = GPT()
+    policy = CompressionPolicy(gather="int8", reduce="bf16", error_feedback=True)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, compression_policy=policy)
+    return fully_shard(model, mesh=mesh)
+
+
 def sgd(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.1, momentum=0.9)
 
@@ -166,6 +175,7 @@ JOBS: dict[str, TrainingJob] = {
     "checkpointing": TrainingJob(partial(GPT, recompute=True), tokens),
     "two_dimensions": TrainingJob(two_dimensions, tokens),
     "replicas": TrainingJob(GPT, tokens),
+    "compressed": TrainingJob(compressed, tokens),
 }
 
 

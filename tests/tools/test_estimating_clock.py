@@ -1,11 +1,13 @@
 """Times of a trace, computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardkit.tools.estimating.clock import replay
 from shardkit.tools.estimating.costs import Roofline, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Launched, Operator, Ran, Trace
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.machine import Link, Machine
 
@@ -23,6 +25,8 @@ MACHINE = Machine(
     operator_seconds=0.0,
     storage_bandwidth=1.0,
     process_bytes=0,
+    dtensor_seconds=3.0,
+    dtensor_each_seconds=0.5,
 )
 
 
@@ -81,3 +85,15 @@ def test_launches_bound_a_device_that_has_little_to_do():
     steps = trace(*[Ran(operator(100, 0), "a", "f")] * 5)
     assert replay(steps, machine, Roofline(machine)).step == 5 * 2 + 1
     assert replay(steps, machine.replace(device="cpu"), Roofline(machine)).step == 5 * (2 + 1)
+
+
+def test_operators_on_dtensors_take_host_time_for_themselves_and_for_each_tensor():
+    steps = trace(Dispatched(4, "a", "f"), Ran(operator(100, 0), "a", "f"))
+    line = replay(steps, MACHINE.replace(device="cpu"), Roofline(MACHINE))
+    assert (line.step, line.compute_by_fqn) == (3 + 4 * 0.5 + 1, {"a": 6})
+    assert replay(trace(Ran(operator(1000, 0), "a", "f"), *steps.steps), MACHINE, Roofline(MACHINE)).step == 11
+
+
+def test_what_is_rounded_takes_the_time_of_its_bytes_on_the_wire():
+    rounded = replace(gather(100), wire_bytes=20, compressed=True)
+    assert transfer_seconds(rounded, MACHINE) == 40 / 2 / 10 + 1

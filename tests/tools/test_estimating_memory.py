@@ -28,7 +28,7 @@ CASES = [(name, size) for i, name in enumerate(JOBS) for size in (2, (4, 3, 1)[i
     ],
 )
 def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
-    shared = world_size != 3
+    shared = world_size != 3 and name != "compressed"  # shared memory leaves nothing to compress
     measured = run_ranks(world_size, run_job, name, shared)
     machine = cpu("shared" if shared else "pairwise")
     for rank in {0, world_size - 1}:

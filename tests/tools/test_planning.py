@@ -1,18 +1,22 @@
 """Plans: what is proposed under a limit, and what its code does on real ranks."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.tools import EstimateError, TrainingJob
+from shardkit.tools import EstimateError, TrainingJob, estimate_job
 from shardkit.tools.estimating.batches import with_micro_batch
+from shardkit.tools.estimating.llama import Llama, LlamaConfig
+from shardkit.tools.estimating.targets import bytes_of
+from shardkit.tools.estimating.tensor_parallel import cut_llama
 from shardkit.tools.machine import Link, Machine
-from shardkit.tools.planning.candidates import meshes, wrappings
+from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, wrappings
 from shardkit.tools.planning.code import code_of
-from shardkit.tools.planning.command import bytes_of
 from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
 from tests.support import run_ranks
 from tests.tools.jobs import GPT, two_dimensions
@@ -81,22 +85,85 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
     assert measured[0] == pytest.approx(found[0].estimate.peak.bytes, rel=0.01)
 
 
-def follow(rank: int, world_size: int, code: str, micro_batch: int) -> int:
+def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = "JOB") -> int:
     """Pastes the code of a plan, trains with it, and measures the peak of tensor bytes in a later step."""
+    plain: TrainingJob = globals()[name]
     pasted: dict[str, Any] = {}
     exec(compile(code, "pasted", "exec"), pasted)
     from tests.tools.measured import shared_memory
 
     with shared_memory(False), Meter() as meter:
-        model = pasted["shard"](JOB.model())
+        model = pasted["shard"](plain.model())
         optimizer = torch.optim.AdamW(model.parameters())
-        job = with_micro_batch(JOB, micro_batch)
+        job = with_micro_batch(plain, micro_batch)
         for _ in range(3):
             meter.peak = 0
             batch = job.inputs()
             job.run(model, optimizer, [batch])
             del batch
     return meter.peak
+
+
+def test_a_budget_of_what_the_limit_leaves_is_proposed_and_can_be_followed(ample: list[Proposal]):
+    budgeted = [proposal for proposal in ample if proposal.candidate.policies.prefetch_budget is not None]
+    assert budgeted
+    assert any(reason.startswith("prefetching within") for reason in budgeted[0].reasons)
+    code = code_of(budgeted[0])
+    assert f"model.set_prefetch_budget({budgeted[0].candidate.policies.prefetch_budget})" in code
+    measured = run_ranks(2, follow, code, budgeted[0].candidate.micro_batch)
+    assert measured[0] == pytest.approx(budgeted[0].estimate.peak.bytes, rel=0.01)
+
+
+LLAMA = TrainingJob(partial(Llama, LlamaConfig(200, 64, 160, 2, 4, 2, 16)), narrow_tokens, tensor_parallel=cut_llama)
+
+
+@pytest.fixture(scope="module")
+def cut() -> list[Proposal]:
+    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, most_micro_batch=1, count=100)
+    return [proposal for proposal in found if dict(proposal.candidate.axes).get("tp") == 2]
+
+
+def test_tensor_parallelism_is_proposed_where_there_is_a_plan_for_it(cut: list[Proposal], ample: list[Proposal]):
+    assert not any("tp" in dict(proposal.candidate.axes) for proposal in ample)
+    assert cut and cut[0].candidate.axes == (("dp_shard", 1), ("tp", 2))
+    # Both ranks work on the same sample.
+    assert cut[0].sample_seconds == pytest.approx(cut[0].estimate.timeline.step)
+    assert any(reason.startswith("tensor parallelism") for reason in cut[0].reasons)
+    assert any(row.collective == "all-reduce" for row in cut[0].estimate.traffic)
+
+
+def test_the_code_of_tensor_parallelism_can_be_followed(cut: list[Proposal]):
+    measured = run_ranks(2, follow, code_of(cut[0]), 1, "LLAMA")
+    assert measured[0] == pytest.approx(cut[0].estimate.peak.bytes, rel=0.01)
+
+
+def test_a_plan_of_the_users_own_is_imported_by_its_name(cut: list[Proposal]):
+    code = code_of(replace(cut[0], tensor_parallel=cut_in_halves))
+    assert "from tests.tools.test_planning import cut_in_halves" in code
+    assert 'cut_in_halves(model, mesh["tp"])' in code
+
+
+def cut_in_halves(model: nn.Module, mesh: DeviceMesh) -> None:
+    """A plan of the user's own."""
+    cut_llama(model, mesh)
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused():
+    one_head = TrainingJob(
+        partial(Llama, LlamaConfig(200, 64, 160, 1, 1, 1, 64)), narrow_tokens, tensor_parallel=cut_llama
+    )
+    with pytest.raises(EstimateError, match=r"'layers\.0\.self_attn\.q_proj' has 1 heads, which 2 ranks"):
+        estimate_job(one_head, {"dp": 1, "tp": 2}, MACHINE)
+    told: list[str] = []
+    found = propose(one_head, 2, MACHINE, MACHINE.memory, most_micro_batch=1, progress=told.append)
+    assert found and any(text.startswith("gave up: ") for text in told)
+
+
+def test_ranks_that_share_samples_do_not_count_twice():
+    candidate = Candidate((("dp_replicate", 2), ("dp_shard", 4), ("tp", 2)), JOB.policies, 1)
+    assert candidate.samplers == 8
+    machine = MACHINE.replace(ranks_per_host=4)
+    assert tensor_parallel_meshes(8, machine) == [(("dp_shard", 4), ("tp", 2)), (("dp_shard", 2), ("tp", 4))]
 
 
 def test_when_nothing_fits_the_closest_is_told(ample: list[Proposal]):

@@ -53,7 +53,8 @@ class Machine:
         between: the link between ranks of different hosts; None if there is only one host.
         efficiency: the part of `flops` and of `memory_bandwidth` that programs reach.
         operator_seconds: host time of one operator; its launch, on a device with a queue.
-        iteration_seconds: time of an iteration that no operator accounts for.
+        dtensor_seconds: host time that an operator on DTensors takes beside the plain ones that it runs.
+        dtensor_each_seconds: and for each DTensor that it is given (optimizers give lists of them).
         storage_bandwidth: bytes per second that one rank writes to and reads from files.
         process_bytes: memory of a rank that no tensor accounts for: context, libraries, communication.
         sources: for each number, where it comes from.
@@ -72,7 +73,8 @@ class Machine:
     operator_seconds: float
     storage_bandwidth: float
     process_bytes: int
-    iteration_seconds: float = 0.0
+    dtensor_seconds: float = 40e-6
+    dtensor_each_seconds: float = 4e-6
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_for(self, dtype: torch.dtype) -> float:
@@ -121,7 +123,12 @@ _NUMBERS = {
     "operator_seconds": float,
     "storage_bandwidth": float,
     "process_bytes": int,
+    "dtensor_seconds": float,
+    "dtensor_each_seconds": float,
 }
+_MAY_BE_ZERO = ("operator_seconds", "process_bytes", "dtensor_seconds", "dtensor_each_seconds")
+# What a description may leave out.
+_OPTIONAL = ("dtensor_seconds", "dtensor_each_seconds", "sources")
 _NAMES = {"device": ("cpu", "cuda"), "transport": get_args(Transport)}
 
 
@@ -168,7 +175,7 @@ def machine_of(described: Mapping[str, Any], where: str) -> Machine:
 
 
 def _holes(described: Mapping[str, Any]) -> list[str]:
-    wanted = [each.name for each in dataclasses.fields(Machine) if each.name not in ("iteration_seconds", "sources")]
+    wanted = [each.name for each in dataclasses.fields(Machine) if each.name not in _OPTIONAL]
     return [f'"{name}" is missing' for name in wanted if name not in described]
 
 
@@ -189,7 +196,7 @@ def _wrong_numbers(described: Mapping[str, Any]) -> list[str]:
             continue
         numbers |= {f"{level}.{name}": value for name, value in link.items()}
     for name, value in numbers.items():
-        may_be_zero = name.endswith("latency") or name in ("operator_seconds", "process_bytes")
+        may_be_zero = name.endswith("latency") or name in _MAY_BE_ZERO
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not (value or may_be_zero):
             problems.append(f'"{name}" is {value!r}; expected a positive number')
     return problems
@@ -242,6 +249,8 @@ def _gpu(
                     "between.latency",
                     "efficiency",
                     "operator_seconds",
+                    "dtensor_seconds",
+                    "dtensor_each_seconds",
                     "storage_bandwidth",
                     "process_bytes",
                 ),

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from shardkit.tools.estimating.costs import OperatorCosts, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Launched, Operator, Ran, Trace
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.machine import Machine
 
@@ -69,7 +69,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
     lanes = _Lanes(machine)
     queued = machine.device != "cpu"
     seconds_of: dict[Operator, float] = {}
-    host = device = machine.iteration_seconds
+    host = device = 0.0
     exposed: dict[str, float] = defaultdict(float)
     compute: dict[str, float] = defaultdict(float)
     for step in trace.steps:
@@ -81,6 +81,12 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             host += machine.operator_seconds
             device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
             compute[step.fqn] += device - before
+        elif isinstance(step, Dispatched):
+            seconds = machine.dtensor_seconds + step.tensors * machine.dtensor_each_seconds
+            host += seconds
+            if not queued:
+                device += seconds
+                compute[step.fqn] += seconds
         elif isinstance(step, Launched):
             lanes.launch(step.number, step.transfer, device)
         else:
@@ -90,7 +96,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             device = ready
     return Timeline(
         step=max(device, host if queued else 0.0),
-        compute=sum(compute.values()) + machine.iteration_seconds,
+        compute=sum(compute.values()),
         communication=lanes.communication,
         exposed=sum(exposed.values()),
         exposed_by_fqn=dict(exposed),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from shardkit.tools.estimating.sweep import (
     sweep,
 )
 from shardkit.tools.estimating.targets import (
+    bytes_of,
     costs_for,
     job_from_config,
     job_from_name,
@@ -96,6 +97,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), help="of computation")
     parser.add_argument("--reduce-dtype", choices=list(DTYPES), help="of gradient reduction")
     parser.add_argument("--prefetch", help="groups gathered ahead (default 1)")
+    parser.add_argument("--prefetch-budget", help="bytes unsharded at a time, such as 2GiB, in place of --prefetch")
+    parser.add_argument("--tp-plan", metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations of wrapped modules")
     parser.add_argument("--offload", action="store_true", help="keep shards and optimizer state in host memory")
     parser.add_argument("--accumulate", help="micro-batches of an iteration (default 1)")
@@ -111,13 +114,19 @@ def job_of(options: argparse.Namespace) -> TrainingJob:
         raise EstimateError("expected a model (pkg.module:name) or --hf-config, and not both")
     optimizer, policies = optimizer_named(options.optimizer), _policies(options)
     if options.hf_config is not None:
-        return job_from_config(options.hf_config, options.batch, options.sequence, optimizer, policies)
-    inputs = None
+        job = job_from_config(options.hf_config, options.batch, options.sequence, optimizer, policies)
+    else:
+        job = job_from_name(options.model, _inputs(options), optimizer, policies)
+    return replace(job, tensor_parallel=load(options.tp_plan)) if options.tp_plan else job
+
+
+def _inputs(options: argparse.Namespace) -> Callable[[], Any] | None:
     if options.inputs:
-        inputs = load(options.inputs)
-    elif options.vocabulary:
-        inputs = partial(tokens, options.vocabulary, options.batch, options.sequence)
-    return job_from_name(options.model, inputs, optimizer, policies)
+        made: Callable[[], Any] = load(options.inputs)
+        return made
+    if options.vocabulary:
+        return partial(tokens, options.vocabulary, options.batch, options.sequence)
+    return None
 
 
 def _policies(options: argparse.Namespace) -> Policies | None:
@@ -132,6 +141,8 @@ def _policies(options: argparse.Namespace) -> Policies | None:
             told[name] = dtype_of(text)
     if options.prefetch is not None:
         told["prefetch_depth"] = number_of("--prefetch", options.prefetch, 0)
+    if options.prefetch_budget is not None:
+        told["prefetch_budget"] = bytes_of(options.prefetch_budget)
     if options.accumulate is not None:
         told["accumulate"] = number_of("--accumulate", options.accumulate, 1)
     told |= {name: True for name in ("checkpoint", "offload") if getattr(options, name)}

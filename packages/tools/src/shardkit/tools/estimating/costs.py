@@ -44,9 +44,9 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
         return 0.0
     link = machine.link(transfer.hosts)
     halves = 2 if transfer.collective == "all-reduce" else 1
-    moving = transfer.bytes * (transfer.ranks - 1) / transfer.ranks / machine.inside.bandwidth
+    moving = transfer.moved * (transfer.ranks - 1) / transfer.ranks / machine.inside.bandwidth
     if transfer.hosts > 1:
         adapters = transfer.ranks / transfer.hosts
-        outside = transfer.bytes * (transfer.hosts - 1) / transfer.hosts / (adapters * link.bandwidth)
+        outside = transfer.moved * (transfer.hosts - 1) / transfer.hosts / (adapters * link.bandwidth)
         moving = max(moving, outside)
     return halves * (moving + link.latency * math.ceil(math.log2(transfer.ranks)))

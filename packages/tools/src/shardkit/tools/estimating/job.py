@@ -20,6 +20,7 @@ from shardkit.tools.estimating.policies import Policies, apply_policies
 __all__ = ["TrainingJob", "default_step"]
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+TensorParallel: TypeAlias = Callable[[nn.Module, DeviceMesh], object]
 Step: TypeAlias = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
 
@@ -36,6 +37,8 @@ class TrainingJob:
             output holds, or, for token ids, the cross entropy of the next token.
         step: runs one iteration; `default_step` where it is None.
         policies: how `fully_shard` is applied to a model that does not come sharded.
+        tensor_parallel: cuts a model that does not come sharded over the axis "tp" of the mesh, in place; called with
+            the model and the mesh of that axis. `policies` shard it over the others.
     """
 
     model: Callable[..., nn.Module]
@@ -44,6 +47,7 @@ class TrainingJob:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     step: Step | None = None
     policies: Policies = field(default_factory=Policies)
+    tensor_parallel: TensorParallel | None = None
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
         """The sharded model."""
@@ -54,13 +58,21 @@ class TrainingJob:
         )
         model = self.model(mesh) if takes_mesh else self.model()
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            apply_policies(model, self.policies, mesh)
+            apply_policies(model, self.policies, self._data_parallel(model, mesh))
         elif replace(self.policies, accumulate=1) != Policies():
             raise EstimateError(
                 f"the model comes sharded, so {self.policies} has nothing to act on; leave the policies out, or give a "
                 "factory that makes the model unsharded"
             )
         return model
+
+    def _data_parallel(self, model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+        """The axes that remain when the model has been cut over "tp", if there is a plan for that."""
+        names = mesh.mesh_dim_names or ()
+        if self.tensor_parallel is None or "tp" not in names:
+            return mesh
+        self.tensor_parallel(model, mesh["tp"])
+        return mesh[tuple(name for name in names if name != "tp")]
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
         """One iteration on one micro-batch, or on several whose gradients are accumulated."""

@@ -193,6 +193,11 @@ def model_from_hf_config(path: Path) -> nn.Module:
     return model
 
 
+def is_llama_shaped(config: Mapping[str, Any]) -> bool:
+    """Whether the layers of a config's model have the projections of Llama, under its names."""
+    return config.get("model_type") in (*_PLAIN, *_WITH_BIAS)
+
+
 def vocabulary_of(path: Path) -> int:
     """How many token ids a config knows."""
     return int(json.loads(path.read_text())["vocab_size"])

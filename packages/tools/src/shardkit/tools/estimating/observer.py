@@ -15,7 +15,7 @@ from shardkit.core.tensors import tensors_in
 from shardkit.core.torch_compat import local_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.ledger import Category, Ledger
-from shardkit.tools.estimating.trace import Awaited, Launched, Operators, Ran, Trace
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operators, Ran, Trace, dtensors_among
 from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
 from shardkit.tools.estimating.whereabouts import Whereabouts
 from shardkit.tools.torch_compat import (
@@ -40,6 +40,9 @@ _MADE_IN: dict[str, Category] = {
     "between": "activations",
     "optimizer": "optimizer",
 }
+
+# Kinds of storages that core's communication allocates.
+_BUFFERS = ("packed", "reduce_input", "outbox", "residual")
 
 _COMMUNICATION: dict[str, Collective] = {
     "all_gather_into_tensor": "all-gather",
@@ -75,7 +78,7 @@ class Observer(OperatorMode):
         self.values_read: dict[str, None] = {}
         self._ranks_per_host = ranks_per_host
         self._operators = Operators()
-        self._inside = 0
+        self._inside: int | None = None
         self._launched = 0
         self._waiting: dict[tuple[type, str], deque[int]] = {}
         self._functional: dict[int, int] = {}
@@ -122,9 +125,11 @@ class Observer(OperatorMode):
     ) -> Any:
         if function is ASK_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if any(one not in _WITHOUT_OPERATORS for one in types):
-            return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         kwargs = kwargs or {}
+        if any(one not in _WITHOUT_OPERATORS for one in types):
+            if tensors := dtensors_among((*args, *kwargs.values())):
+                self.trace.steps.append(Dispatched(tensors, *self.where.here()))
+            return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
             with self._fake.real():
                 return function(*args, **kwargs)
@@ -193,14 +198,13 @@ class Observer(OperatorMode):
         if isinstance(event, events.StorageAllocated | events.StorageFreed):
             if event.kind == "unsharded":
                 self.ledger.unsharded_changed(event.fqn, event.bytes)
-            elif isinstance(event, events.StorageAllocated) and event.kind in ("packed", "reduce_input", "outbox"):
+            elif isinstance(event, events.StorageAllocated) and event.kind in _BUFFERS:
                 self.ledger.assign_newest(event.bytes, "communication")
         elif isinstance(event, events.GatherStarted):
             self._began("all-gather", events.GatherFinished, event)
         elif isinstance(event, events.ReduceStarted):
             self._began("reduce-scatter", events.ReduceFinished, event)
         elif isinstance(event, events.AllReduceStarted):
-            self._inside = round(event.wire_bytes * neighbourhood(event.group, self._ranks_per_host).local_share)
             self._own_all_reduces += 1
             self._began("all-reduce", events.AllReduceFinished, event)
         elif isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
@@ -210,9 +214,9 @@ class Observer(OperatorMode):
                 self.trace.steps.append(Awaited(waiting.popleft(), fqn, phase))
 
     def _began(self, what: Collective, finished: type, event: Any) -> None:
-        number = self._launch(
-            what, event.fqn, self.where.phase, event.bytes, event.wire_bytes, event.dtype, event.group, of_core=True
-        )
+        sent = (event.bytes, event.wire_bytes, event.dtype, event.group)
+        compressed = event.transport == "compressed"
+        number = self._launch(what, event.fqn, self.where.phase, *sent, of_core=True, compressed=compressed)
         self._waiting.setdefault((finished, event.fqn), deque()).append(number)
 
     def _launch(
@@ -226,16 +230,18 @@ class Observer(OperatorMode):
         group: dist.ProcessGroup,
         *,
         of_core: bool = False,
+        compressed: bool = False,
     ) -> int:
         around = neighbourhood(group, self._ranks_per_host)
         if wire_bytes is None:
             # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
             halves = 2 if what == "all-reduce" else 1
             wire_bytes = halves * (around.ranks - 1) * nbytes // around.ranks
-            self._inside = round(wire_bytes * around.local_share)
-        transfer = Transfer(
-            what, fqn, phase, nbytes, wire_bytes, self._inside, dtype, around.ranks, around.hosts, of_core
-        )
+        inside, self._inside = self._inside, None
+        if inside is None:  # nobody has announced it; peers get equal parts
+            inside = round(wire_bytes * around.local_share)
+        ranks, hosts = around.ranks, around.hosts
+        transfer = Transfer(what, fqn, phase, nbytes, wire_bytes, inside, dtype, ranks, hosts, of_core, compressed)
         self._launched += 1
         self.trace.steps.append(Launched(self._launched, transfer))
         return self._launched

@@ -28,6 +28,7 @@ class Policies:
         param_dtype: of computation, None for the parameters' own.
         reduce_dtype: of gradient reduction, None for the gradients' own.
         prefetch_depth: how many groups are gathered ahead.
+        prefetch_budget: bytes that may be unsharded at a time, in place of a depth; None for a depth.
         checkpoint: whether the wrapped modules recompute their activations in backward.
         offload: whether shards, gradients and optimizer state live in host memory.
         accumulate: micro-batches of one iteration.
@@ -38,6 +39,7 @@ class Policies:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     prefetch_depth: int = 1
+    prefetch_budget: int | None = None
     checkpoint: bool = False
     offload: bool = False
     accumulate: int = 1
@@ -80,16 +82,17 @@ def _repeated(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> list[tu
 
 
 def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> None:
-    """Shards a model in place: its blocks, then itself.
+    """Shards a model in place over all axes of `mesh`: its blocks, then itself.
 
     Raises:
         EstimateError: for names of modules that are none, and for axes that policies cannot use.
     """
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and "tp" in names):
+    if mesh.ndim > 2 or "tp" in names:
         raise EstimateError(
             f"the model comes unsharded, and policies know no mesh with the axes {names}; use one axis, or two for "
-            "HSDP, or a factory that takes the mesh and shards the model itself"
+            'HSDP, and "tp" only with a plan for tensor parallelism; or a factory that takes the mesh and shards the '
+            "model itself"
         )
     precision = MixedPrecisionPolicy(param_dtype=policies.param_dtype, reduce_dtype=policies.reduce_dtype)
     offload = CPUOffloadPolicy() if policies.offload else OffloadPolicy()
@@ -100,7 +103,10 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     assert isinstance(model, FSDPModule)
-    model.set_prefetch_depth(policies.prefetch_depth)
+    if policies.prefetch_budget is None:
+        model.set_prefetch_depth(policies.prefetch_depth)
+    else:
+        model.set_prefetch_budget(policies.prefetch_budget)
 
 
 def _recompute(block: nn.Module) -> None:

@@ -21,7 +21,7 @@ from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.reserved import CachingAllocator, Heap
 from shardkit.tools.estimating.trace import Trace
 from shardkit.tools.estimating.traffic import neighbourhood
-from shardkit.tools.estimating.transport import SimulatedTransport
+from shardkit.tools.estimating.transport import SimulatedTransport, simulated
 from shardkit.tools.estimating.world import fake_world
 from shardkit.tools.machine import Transport
 from shardkit.tools.torch_compat import FakeTensors
@@ -87,7 +87,7 @@ def simulate(
             if group not in transports:
                 several = neighbourhood(group, ranks_per_host).hosts > 1
                 kind: Transport = "pairwise" if several and transport == "shared" else transport
-                transports[group] = SimulatedTransport(group, device, kind, ranks_per_host, observer.announce)
+                transports[group] = simulated(group, device, kind, ranks_per_host, observer.announce)
             return transports[group]
 
         with fake, stand_ins(stand_in), observer:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,38 @@ from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.llama import model_from_hf_config, vocabulary_of
 from shardkit.tools.estimating.policies import Policies
+from shardkit.tools.estimating.tensor_parallel import plan_of_config
 from shardkit.tools.machine import Machine, load_machine, preset
 
-__all__ = ["costs_for", "job_from_config", "job_from_name", "load", "machine_named", "mesh_of", "optimizer_named"]
+__all__ = [
+    "bytes_of",
+    "costs_for",
+    "job_from_config",
+    "job_from_name",
+    "load",
+    "machine_named",
+    "mesh_of",
+    "optimizer_named",
+]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+}
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
 }
 
 
@@ -71,9 +96,7 @@ def job_from_name(
         if returns is TrainingJob or str(returns).rpartition(".")[2] == "TrainingJob":
             found = found()
     if isinstance(found, TrainingJob):
-        if policies is None:
-            return found
-        return TrainingJob(found.model, found.inputs, found.optimizer, found.loss, found.step, policies)
+        return found if policies is None else replace(found, policies=policies)
     if not callable(found):
         raise EstimateError(
             f"'{name}' is a {type(found).__name__}; expected a TrainingJob or a function that makes a model"
@@ -96,7 +119,8 @@ def job_from_config(
 ) -> TrainingJob:
     """Training of the model of a Hugging Face config on token ids."""
     inputs = partial(tokens, vocabulary_of(path), batch, sequence)
-    return TrainingJob(partial(model_from_hf_config, path), inputs, optimizer, policies=policies or Policies())
+    model = partial(model_from_hf_config, path)
+    return TrainingJob(model, inputs, optimizer, policies=policies or Policies(), tensor_parallel=plan_of_config(path))
 
 
 def machine_named(name: str) -> Machine:
@@ -130,6 +154,18 @@ def mesh_of(text: str) -> dict[str, int]:
         return {name: int(count) for name, _, count in parts}
     except ValueError as error:
         raise EstimateError(f"'{text}' is no mesh; expected a number of ranks or axis=size,axis=size") from error
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of `80GiB`, `24 GB`, `1000000`.
+
+    Raises:
+        EstimateError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise EstimateError(f"'{text}' is no amount of memory; expected a number with a unit, such as 80GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer]:

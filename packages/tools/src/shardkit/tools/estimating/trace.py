@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.torch_compat import count_flops, is_view
@@ -48,6 +49,15 @@ class Ran:
 
 
 @dataclass(frozen=True)
+class Dispatched:
+    """An operator on so many DTensors was taken apart; those on plain tensors that it runs come as `Ran`."""
+
+    tensors: int
+    fqn: str
+    phase: str
+
+
+@dataclass(frozen=True)
 class Launched:
     """A communication began; `number` tells it from the others."""
 
@@ -64,7 +74,7 @@ class Awaited:
     phase: str
 
 
-Step: TypeAlias = Ran | Launched | Awaited
+Step: TypeAlias = Ran | Dispatched | Launched | Awaited
 
 
 @dataclass
@@ -133,6 +143,13 @@ def _tensors(values: Sequence[Any]) -> Sequence[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+def dtensors_among(values: Sequence[Any]) -> int:
+    """How many DTensors an operator is given, in lists too."""
+    return sum(
+        dtensors_among(value) if isinstance(value, list | tuple) else isinstance(value, DTensor) for value in values
+    )
 
 
 def _spec(value: Any) -> Any:

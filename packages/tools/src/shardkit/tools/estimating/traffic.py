@@ -27,6 +27,7 @@ class Transfer:
         ranks: how many take part.
         hosts: how many hosts they are on.
         of_core: whether `fully_shard` made it.
+        compressed: whether a `CompressionPolicy` rounds what travels.
     """
 
     collective: Collective
@@ -39,6 +40,14 @@ class Transfer:
     ranks: int
     hosts: int
     of_core: bool
+    compressed: bool = False
+
+    @property
+    def moved(self) -> int:
+        """`bytes` as they travel: fewer if they are rounded for the way."""
+        if not self.compressed:
+            return self.bytes
+        return self.wire_bytes * self.ranks // max(1, self.ranks - 1)
 
     @property
     def between(self) -> int:

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,12 +105,6 @@ class SimulatedTransport(StandIn):
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    # What `Exchange` asks for, so that plans let gradients go to their owners; the programs below never call it.
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
-        raise NotImplementedError("a simulated transport runs its own programs")
-
-    reduce_scatter = exchange = all_gather
-
     # -- gathers -------------------------------------------------------------------------------------------------------
 
     def gather_program(
@@ -192,6 +187,34 @@ class SimulatedTransport(StandIn):
 
     def _end_reduction(self, plan: ReducePlan, launched: float) -> None:
         events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched))
+
+
+class SimulatedNetwork(SimulatedTransport):
+    """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
+
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
+    ) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+    ) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+
+def simulated(
+    group: dist.ProcessGroup, device: torch.device, kind: Kind, ranks_per_host: int, announce: Callable[[int], None]
+) -> SimulatedTransport:
+    """What stands in for the transport of `kind`; see `SimulatedTransport`."""
+    made = SimulatedTransport if kind == "shared" else SimulatedNetwork
+    return made(group, device, kind, ranks_per_host, announce)
 
 
 def _described(plan: ReducePlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, dist.ProcessGroup]:

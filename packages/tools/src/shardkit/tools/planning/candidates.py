@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import nn
 
 from shardkit.tools.estimating.batches import with_micro_batch
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.policies import Policies, blocks_of
+from shardkit.tools.estimating.render import size
 from shardkit.tools.machine import Machine
 
-__all__ = ["Candidate", "candidates", "meshes", "wrappings"]
+__all__ = ["Candidate", "candidates", "meshes", "tensor_parallel_meshes", "wrappings"]
+
+Axes: TypeAlias = tuple[tuple[str, int], ...]
+"""Names and sizes of the axes of a mesh."""
 
 # A module outside of the blocks gets a group of its own if it holds this part of all parameters.
 _LARGE_PART = 0.05
@@ -23,14 +28,14 @@ _LARGE_PART = 0.05
 class Candidate:
     """One way to shard and run a model: mesh, policies, samples of a micro-batch."""
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     policies: Policies
     micro_batch: int
 
     @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return math.prod(size for _, size in self.axes)
+    def samplers(self) -> int:
+        """Ranks with samples of their own: those that "tp" joins share theirs."""
+        return math.prod(size for name, size in self.axes if name != "tp")
 
     def job(self, job: TrainingJob) -> TrainingJob:
         """The job, run this way."""
@@ -39,9 +44,13 @@ class Candidate:
     def describe(self) -> str:
         """The choices in a few words."""
         policies = self.policies
-        mesh = " x ".join(f"{name} {size}" for name, size in self.axes)
-        parts = [mesh, f"micro-batch {self.micro_batch}", f"prefetch {policies.prefetch_depth}"]
-        parts.append("keep" if policies.reshard_after_forward is False else "reshard")
+        mesh = " x ".join(f"{name} {length}" for name, length in self.axes)
+        parts = [mesh, f"micro-batch {self.micro_batch}"]
+        if policies.prefetch_budget is None:
+            parts.append(f"prefetch {policies.prefetch_depth}")
+            parts.append("keep" if policies.reshard_after_forward is False else "reshard")
+        else:
+            parts.append(f"prefetch within {size(policies.prefetch_budget)}")
         if policies.checkpoint:
             parts.append("recompute")
         if policies.wrap is not None:
@@ -49,15 +58,21 @@ class Candidate:
         return ", ".join(parts)
 
 
-def meshes(world_size: int, machine: Machine) -> list[tuple[tuple[str, int], ...]]:
+def meshes(world_size: int, machine: Machine) -> list[Axes]:
     """Sharding over all ranks; and over one host, or a few, with replicas."""
-    found: list[tuple[tuple[str, int], ...]] = [(("dp_shard", world_size),)]
-    size = machine.ranks_per_host
-    while size < world_size:
-        if world_size % size == 0:
-            found.append((("dp_replicate", world_size // size), ("dp_shard", size)))
-        size *= 4
+    found: list[Axes] = [(("dp_shard", world_size),)]
+    together = machine.ranks_per_host
+    while together < world_size:
+        if world_size % together == 0:
+            found.append((("dp_replicate", world_size // together), ("dp_shard", together)))
+        together *= 4
     return found
+
+
+def tensor_parallel_meshes(world_size: int, machine: Machine) -> list[Axes]:
+    """Two, four and eight ranks of a host that share the work on each sample, and sharding over the others."""
+    together = [size for size in (2, 4, 8) if machine.ranks_per_host % size == 0 and world_size % size == 0]
+    return [(("dp_shard", world_size // size), ("tp", size)) for size in together]
 
 
 def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str, ...] | None]:
@@ -80,7 +95,7 @@ def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str,
 
 
 def candidates(
-    base: Policies, wraps: list[tuple[str, ...] | None], over: list[tuple[tuple[str, int], ...]], micro_batch: int
+    base: Policies, wraps: list[tuple[str, ...] | None], over: list[Axes], micro_batch: int
 ) -> list[Candidate]:
     """Every combination of mesh, wrapping, reshard policy and recomputation."""
     return [

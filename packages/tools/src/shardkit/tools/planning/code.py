@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shardkit.tools.estimating.job import TensorParallel
 from shardkit.tools.estimating.policies import Policies
+from shardkit.tools.estimating.tensor_parallel import COLUMNS, ROWS, cut_llama
 from shardkit.tools.planning.proposals import Proposal
 
 __all__ = ["code_of"]
@@ -16,6 +18,19 @@ def recompute(block: nn.Module) -> None:
     """Makes a block compute its activations again in backward."""
     forward = block.forward
     block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+'''
+
+
+_CUT = f'''\
+def cut(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts attention heads and feed-forward features of every layer over `mesh`."""
+    styles = {{name: ColwiseParallel() for name in {list(COLUMNS)}}}
+    styles |= {{name: RowwiseParallel() for name in {list(ROWS)}}}
+    for block in model.modules():
+        if hasattr(block, "self_attn") and hasattr(block, "mlp"):
+            parallelize_module(block, mesh, styles)
 
 
 '''
@@ -33,17 +48,44 @@ def code_of(proposal: Proposal) -> str:
     loop.append(f"        fully_shard(block, {', '.join([keywords[0], reshard, *keywords[1:]])})")
     lines = [
         _docstring(proposal),
-        *_imports(policies),
+        *_imports(proposal),
         "\n",
-        (_RECOMPUTE if policies.checkpoint else "") + "def shard(model: nn.Module) -> nn.Module:",
+        (_RECOMPUTE if policies.checkpoint else "")
+        + (_CUT if _cut_with(proposal) is cut_llama else "")
+        + "def shard(model: nn.Module) -> nn.Module:",
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
         f"    mesh = init_device_mesh({device!r}, {sizes!r}, mesh_dim_names={names!r})",
+        *_tensor_parallel(proposal),
         *(loop if proposal.blocks else []),
         f"    fully_shard(model, {', '.join(keywords)})",
-        f"    model.set_prefetch_depth({policies.prefetch_depth})",
+        f"    model.set_prefetch_depth({policies.prefetch_depth})"
+        if policies.prefetch_budget is None
+        else f"    model.set_prefetch_budget({policies.prefetch_budget})",
         "    return model",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _cut_with(proposal: Proposal) -> TensorParallel | None:
+    """What cuts the model over the axis "tp", if the proposal has one."""
+    return proposal.tensor_parallel if any(name == "tp" for name, _ in proposal.candidate.axes) else None
+
+
+def _tensor_parallel(proposal: Proposal) -> list[str]:
+    plan = _cut_with(proposal)
+    if plan is None:
+        return []
+    cut = "cut" if plan is cut_llama else _name_of(plan)[1]
+    lines = [f'    {cut}(model, mesh["tp"])  # needs shardkit-tp-adapter']
+    if proposal.candidate.samplers > 1:
+        lines.append("    # Ranks that differ only in the axis 'tp' need the same samples.")
+    rest = ", ".join(repr(name) for name, _ in proposal.candidate.axes if name != "tp")
+    return [*lines, f"    mesh = mesh[{rest}]"]
+
+
+def _name_of(plan: TensorParallel) -> tuple[str, str]:
+    """Module and name to import a plan by."""
+    return plan.__module__, plan.__name__
 
 
 def _docstring(proposal: Proposal) -> str:
@@ -51,16 +93,23 @@ def _docstring(proposal: Proposal) -> str:
     return f'"""{proposal.candidate.describe()}\n\n{text}\n"""\n'
 
 
-def _imports(policies: Policies) -> list[str]:
+def _imports(proposal: Proposal) -> list[str]:
+    policies, plan = proposal.candidate.policies, _cut_with(proposal)
     core = ["fully_shard"]
     if policies.offload:
         core.append("CPUOffloadPolicy")
     if policies.param_dtype or policies.reduce_dtype:
         core.append("MixedPrecisionPolicy")
     torch_lines = ["import torch"] if policies.param_dtype or policies.reduce_dtype else []
-    torch_lines += ["from torch import nn", "from torch.distributed.device_mesh import init_device_mesh"]
+    torch_lines.append("from torch import nn")
+    mesh_names = "init_device_mesh" if plan is not cut_llama else "DeviceMesh, init_device_mesh"
+    torch_lines.append(f"from torch.distributed.device_mesh import {mesh_names}")
+    if plan is cut_llama:
+        styles = "ColwiseParallel, RowwiseParallel, parallelize_module"
+        torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
     torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
-    return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}"]
+    own = [] if plan is None or plan is cut_llama else ["", "from {} import {}".format(*_name_of(plan))]
+    return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
 
 
 def _keywords(policies: Policies) -> list[str]:

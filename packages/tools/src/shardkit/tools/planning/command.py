@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from shardkit.tools.estimating.command import add_job_arguments, job_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.render import size, time
-from shardkit.tools.estimating.targets import costs_for, machine_named
+from shardkit.tools.estimating.targets import bytes_of, costs_for, machine_named
 from shardkit.tools.machine import MachineError
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import Proposal, propose
@@ -23,21 +22,10 @@ from shardkit.tools.planning.proposals import Proposal, propose
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Tries meshes (sharding over all ranks, or over hosts with replicas), wrappings, reshard policies, recomputation,
-micro-batches and prefetching; estimates each; and proposes those that stay below the limit, fastest per sample first.
+Tries meshes (sharding over all ranks, or over hosts with replicas; tensor parallelism where there is a plan for it),
+wrappings, reshard policies, recomputation, micro-batches and prefetching by number of groups and by bytes; estimates
+each; and proposes those that stay below the limit, fastest per sample first.
 """
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,18 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", type=Path, help="writes the best proposal's code to this file")
     parser.add_argument("--json", type=Path, help="writes all proposals to this file")
     return parser
-
-
-def bytes_of(text: str) -> int:
-    """Bytes of `80GiB`, `24 GB`, `1000000`.
-
-    Raises:
-        EstimateError: for anything else.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise EstimateError(f"'{text}' is no amount of memory; expected a number with a unit, such as 80GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,11 +10,18 @@ from torch import nn
 
 from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError
-from shardkit.tools.estimating.job import TrainingJob
+from shardkit.tools.estimating.job import TensorParallel, TrainingJob
 from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.machine import Machine
-from shardkit.tools.planning.candidates import Candidate, candidates, meshes, with_setting, wrappings
+from shardkit.tools.planning.candidates import (
+    Candidate,
+    candidates,
+    meshes,
+    tensor_parallel_meshes,
+    with_setting,
+    wrappings,
+)
 from shardkit.tools.torch_compat import FakeTensors
 
 __all__ = ["NothingFits", "Proposal", "propose"]
@@ -21,6 +29,9 @@ __all__ = ["NothingFits", "Proposal", "propose"]
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
+_CUT = 2
+_LEAST_FREE = 0.02
+_MIB = 2**20
 
 
 class NothingFits(EstimateError):
@@ -35,6 +46,7 @@ class Proposal:
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
         sample_seconds: predicted time of a step divided by the samples of all ranks.
         reasons: sentences.
+        tensor_parallel: what cuts the model over an axis "tp", if the mesh has one.
     """
 
     candidate: Candidate
@@ -42,6 +54,7 @@ class Proposal:
     blocks: tuple[str, ...]
     sample_seconds: float
     reasons: tuple[str, ...]
+    tensor_parallel: TensorParallel | None = None
 
 
 class _Search:
@@ -57,20 +70,28 @@ class _Search:
     ) -> None:
         self.limit = limit
         self.known: dict[Candidate, Estimate] = {}
-        self._job, self._machine, self._costs, self._progress = job, machine, costs, progress
+        self.machine = machine
+        self.job, self._costs, self._progress = job, costs, progress
 
     def run(self, candidate: Candidate) -> Estimate:
         if candidate not in self.known:
             self._progress(candidate.describe())
-            job = candidate.job(self._job)
-            self.known[candidate] = estimate_job(job, dict(candidate.axes), self._machine, costs=self._costs)
+            job = candidate.job(self.job)
+            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
         return self.known[candidate]
+
+    def attempt(self, candidate: Candidate) -> None:
+        """Estimates one that may turn out to be impossible, which is told."""
+        try:
+            self.run(candidate)
+        except EstimateError as error:
+            self._progress(f"gave up: {error}")
 
     def fits(self, candidate: Candidate) -> bool:
         return self.run(candidate).reserved_bytes <= self.limit
 
     def sample_seconds(self, candidate: Candidate) -> float:
-        samples = candidate.micro_batch * candidate.policies.accumulate * candidate.world_size
+        samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.run(candidate).timeline.step / samples
 
     def ranked(self) -> list[Candidate]:
@@ -91,8 +112,9 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
-    Every combination of mesh, wrapping, reshard policy and recomputation is estimated with the smallest micro-batch.
-    The best of those that fit get larger micro-batches as long as they fit, and the best of these more prefetching.
+    Every combination of mesh, wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
+    the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
+    micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes.
 
     Raises:
         NothingFits: with the candidate that comes closest.
@@ -104,6 +126,7 @@ def propose(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
         search.run(candidate)
+    _cut_further(search, job, world_size)
     if not search.ranked():
         raise NothingFits(_closest(search))
     for candidate in search.ranked()[:_GROWN]:
@@ -111,10 +134,34 @@ def propose(
         while grown.micro_batch <= most_micro_batch and search.fits(grown):
             grown = replace(grown, micro_batch=2 * grown.micro_batch)
     for candidate in search.ranked()[:_PREFETCHED]:
-        line = search.run(candidate).timeline
-        if line.exposed > _EXPOSED * line.step:
-            search.run(with_setting(candidate, prefetch_depth=candidate.policies.prefetch_depth + 1))
+        _prefetch_more(search, candidate)
     return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
+
+
+def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
+    """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
+    if job.tensor_parallel is None:
+        return
+    smallest = sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
+    for candidate in (search.ranked() or smallest)[:_CUT]:
+        for axes in tensor_parallel_meshes(world_size, search.machine):
+            search.attempt(replace(candidate, axes=axes))
+
+
+def _prefetch_more(search: _Search, candidate: Candidate) -> None:
+    """One group more ahead; and a budget of what the limit leaves, which also decides what stays for backward."""
+    found = search.run(candidate)
+    if found.timeline.exposed <= _EXPOSED * found.timeline.step:
+        return
+    search.run(with_setting(candidate, prefetch_depth=candidate.policies.prefetch_depth + 1))
+    free = search.limit - found.reserved_bytes
+    while free > _LEAST_FREE * search.limit:
+        budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
+        within = with_setting(candidate, prefetch_budget=budget, prefetch_depth=1, reshard_after_forward=None)
+        search.attempt(within)
+        if within in search.known and search.fits(within):
+            return
+        free //= 2
 
 
 def _build(job: TrainingJob) -> nn.Module:
@@ -133,7 +180,12 @@ def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Propos
 
     blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
     return Proposal(
-        candidate, search.run(candidate), blocks, search.sample_seconds(candidate), tuple(_reasons(search, candidate))
+        candidate,
+        search.run(candidate),
+        blocks,
+        search.sample_seconds(candidate),
+        tuple(_reasons(search, candidate)),
+        search.job.tensor_parallel,
     )
 
 
@@ -156,11 +208,26 @@ def _reasons(search: _Search, candidate: Candidate) -> list[str]:
         (f"prefetching {policies.prefetch_depth} groups", with_setting(candidate, prefetch_depth=1))
         if policies.prefetch_depth != 1
         else None,
+        *_other_ways(search, candidate),
     ]
     for what, other in filter(None, flips):
         if other in search.known and other != candidate:
             reasons.append(_difference(what, found, search.known[other], search.limit))
     return reasons
+
+
+def _other_ways(search: _Search, candidate: Candidate) -> list[tuple[str, Candidate]]:
+    """The candidates without its budget, and without its tensor parallelism."""
+    policies, ways = candidate.policies, []
+    if policies.prefetch_budget is not None:
+        for reshard in (True, False):
+            plain = with_setting(candidate, prefetch_budget=None, reshard_after_forward=reshard)
+            ways.append((f"prefetching within {size(policies.prefetch_budget)}", plain))
+    if any(name == "tp" for name, _ in candidate.axes):
+        world_size = math.prod(length for _, length in candidate.axes)
+        what = f"tensor parallelism (with 1/{world_size // candidate.samplers} of the samples in a step)"
+        ways.append((what, replace(candidate, axes=(("dp_shard", world_size),))))
+    return ways
 
 
 def _difference(what: str, this: Estimate, other: Estimate, limit: int) -> str:
