@@ -55,21 +55,12 @@ def _one_case(rank, world_size, recorded):
 
 def steps_in_turn(rank, world_size):
     """Seconds of a step without and with a recorder, in turn, after warm-up."""
-    torch.manual_seed(0)
-    model = _GPT()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    tokens = torch.randint(_VOCABULARY, (_BATCH // world_size, _CONTEXT))
+    model, optimizer, step = training_step(world_size)
 
     def steps(count):
         begin = time.perf_counter()
         for _ in range(count):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
         return (time.perf_counter() - begin) / count
 
     steps(2)
@@ -79,3 +70,22 @@ def steps_in_turn(rank, world_size):
         with profile(model, optimizer):
             times[True].append(steps(_STEPS))
     return times
+
+
+def training_step(world_size):
+    """A sharded GPT, its optimizer, and a function that runs one step."""
+    torch.manual_seed(0)
+    model = _GPT()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    tokens = torch.randint(_VOCABULARY, (_BATCH // world_size, _CONTEXT))
+
+    def step():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step

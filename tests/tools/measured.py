@@ -57,10 +57,10 @@ class Meter(TorchDispatchMode):
     def keep(self, tensor: torch.Tensor) -> None:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return
-        if tensor.numel() and segment.locate(tensor) is not None:
-            return
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self.mapped:
+        address = storage.data_ptr()
+        # By the storage: an empty tensor at the end of shared memory has no address of its own.
+        if address in self.mapped or any(0 <= address - one.address < one.nbytes for one in segment._segments):
             return
         self.storages.setdefault(storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.drop(key)))
 

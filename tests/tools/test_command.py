@@ -82,6 +82,11 @@ def _gathers(estimate: dict) -> int:
         (["tests.tools.jobs:GPT", "--vocabulary", "9", "--world-size", "dp=x"], "is no mesh"),
         (["tests.tools.jobs:GPT", "--vocabulary", "9", "--sweep", "colour"], "'colour' cannot be swept"),
         (["tests.tools.jobs:GPT", "--vocabulary", "9", "--optimizer", "newton"], "no optimizer 'newton'"),
+        ([":GPT"], "':GPT' names no function"),
+        ([".jobs:GPT"], "'.jobs:GPT' names no function"),
+        (["--hf-config", "no-such.json"], "no-such.json cannot be read as a Hugging Face config"),
+        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--json", "no/such/place.json"], "there is no directory"),
+        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--sweep", "dtype", "--plot", "x.doc"], "no drawings of this"),
     ],
 )
 def test_bad_arguments_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -91,7 +96,11 @@ def test_bad_arguments_are_explained(arguments: list[str], message: str, capsys:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model_type": "rwkv"}, "install transformers"), ({"hidden_size": None}, "lacks hidden_size")],
+    [
+        ({"model_type": "rwkv"}, "install transformers"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"vocab_size": None}, 'has no "vocab_size" at its top'),
+    ],
 )
 def test_configs_of_other_models_are_refused(change: dict, message: str, tmp_path: Path, capsys):
     path = tmp_path / "config.json"
@@ -111,3 +120,36 @@ def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.Capture
 def test_nothing_fits_a_tiny_limit(capsys: pytest.CaptureFixture[str]):
     assert plan(["tests.tools.test_planning:JOB", "--world-size", "2", "--memory", "10kB"]) == 1
     assert "ways fits" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--count", "0"], "--count is 0; expected a number from 1 on"),
+        (["--micro-batch", "0"], "--micro-batch is 0"),
+        (["--reshard", "true"], "a plan chooses --reshard itself"),
+        (["--write", "no/such/place.py"], "there is no directory"),
+    ],
+)
+def test_bad_arguments_of_a_plan_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert plan(["tests.tools.test_planning:JOB", "--world-size", "2", *arguments]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def broken() -> None:
+    """A factory that fails."""
+    raise FileNotFoundError("weights.bin")
+
+
+def test_a_factory_that_fails_is_told(capsys: pytest.CaptureFixture[str]):
+    for command_of in (estimate, plan):
+        assert command_of(["tests.tools.test_command:broken", "--vocabulary", "9", "--world-size", "2"]) == 1
+        assert "FileNotFoundError: weights.bin" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_sweep_goes_on_where_the_machine_has_holes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "sweep.json"
+    arguments = ["--hf-config", config, "--sequence", "16", "--machine", "v100", "--sweep", "dtype", "--json", str(out)]
+    assert estimate(arguments) == 0
+    assert "nothing of FLOP/s in bfloat16" in " ".join(capsys.readouterr().out.split())
+    assert [one["estimate"] is None for one in json.loads(out.read_text())] == [False, True]

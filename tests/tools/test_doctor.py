@@ -217,3 +217,14 @@ def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
     write_report(report(rank(0, [], steps=[])), path)
     assert main([str(path)]) == 2
     assert "holds no whole step" in capsys.readouterr().err
+
+
+def test_stages_of_a_pipeline_are_not_uneven() -> None:
+    stages = [replace(rank(number), shard_bytes={f"stage{number}": 40 * MIB}) for number in (0, 1)]
+    assert "uneven-shards" not in rules(report(*stages))
+
+
+def test_padding_counts_for_groups_that_are_unsharded_at_once() -> None:
+    padded = [{"fqn": f"blocks.{index}", "padding_bytes": MIB} for index in range(20)]
+    one = found(report(*(rank(number, operations(*padded)) for number in (0, 1))), "padding")
+    assert one.cost == 3 * MIB

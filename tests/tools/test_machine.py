@@ -45,6 +45,10 @@ def test_every_hole_is_named(tmp_path: Path):
         ({"flops": {"bfloat16": -1}}, '"flops.bfloat16" is -1'),
         ({"inside": {"bandwidth": 1e9}}, '"inside" is'),
         ({"transport": "infiniband"}, "expected one of nccl, shared, pairwise"),
+        ({"ranks_per_host": 8.0}, '"ranks_per_host" is 8.0; expected a positive whole number'),
+        ({"memory_bandwidth": float("nan")}, '"memory_bandwidth" is nan'),
+        ({"efficiency": 60}, '"efficiency" is 60; expected a part of the peak numbers, from 0 to 1'),
+        ({"name": 7}, '"name" is 7; expected a text'),
         ({"colour": "green"}, '"colour" is no attribute'),
     ],
 )

@@ -193,6 +193,39 @@ def test_meshes_shard_over_hosts_with_replicas():
     ]
 
 
+class Stack(nn.Sequential):
+    """Blocks and a head in one list, or blocks in a list that has a number for a name."""
+
+    def __init__(self, nested: bool) -> None:
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+        super().__init__(*([nn.Sequential(*blocks)] if nested else blocks), nn.Linear(8, 3))
+
+
+def make_stack(nested: bool) -> nn.Module:
+    return Stack(nested)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_code_names_the_blocks_that_were_estimated(nested: bool):
+    job = TrainingJob(partial(make_stack, nested), lambda: torch.rand(2, 8))
+    (best, *_) = propose(job, 1, MACHINE, MACHINE.memory, most_micro_batch=2, count=1)
+    assert best.blocks == (("0.0", "0.1") if nested else ("0", "1"))
+    pasted: dict[str, Any] = {}
+    exec(compile(code_of(best), "pasted", "exec"), pasted)
+    made: list[nn.Module] = []
+    model = make_stack(nested)
+    pasted["fully_shard"] = lambda module, **_: made.append(module)
+    pasted["init_device_mesh"] = lambda *_, **__: None
+    model.set_prefetch_depth = model.set_prefetch_budget = lambda _: None
+    pasted["shard"](model)
+    assert made == [*(model.get_submodule(name) for name in best.blocks), model]
+
+
+def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):
+    sizes = {proposal.candidate.micro_batch for proposal in propose(JOB, 1, MACHINE, MACHINE.memory, count=100)}
+    assert sizes == {2, 4, 8, 16}
+
+
 @pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("1000", 1000)])
 def test_amounts_of_memory(text: str, nbytes: int):
     assert bytes_of(text) == nbytes

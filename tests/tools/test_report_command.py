@@ -45,9 +45,11 @@ def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str
         "schema": 1,
         "peak": {"bytes": 990, "by_category": {"activations": 3}, "fqn": "", "phase": "forward"},
         "reserved_bytes": 5000,
+        "machine": {"device": "cpu", "process_bytes": 1000},
         "traffic": [
             {
                 "collective": "all-gather",
+                "of_core": True,
                 "calls": 2,
                 "inside": 5,
                 "between": 7,
@@ -56,7 +58,8 @@ def test_the_page_the_trace_and_the_estimate_are_written(reports: tuple[str, str
                 "bytes": 9,
             },
             {
-                "collective": "broadcast",
+                "collective": "all-reduce",
+                "of_core": False,
                 "calls": 1,
                 "inside": 1,
                 "between": 1,

@@ -1,6 +1,7 @@
 """The trace: what the viewers need is there, for every rank."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,3 +22,14 @@ def test_slices_have_names_and_lengths_and_ranks_are_processes() -> None:
     assert {(one["pid"], one["tid"]) for one in slices} <= threads
     counters = [one for one in trace["traceEvents"] if one["ph"] == "C"]
     assert {one["name"] for one in counters} == {"memory: sharded_parameters", "memory: communication"}
+
+
+def test_gathers_under_way_at_once_lie_on_threads_of_their_own() -> None:
+    one = rank(0)
+    first, second = one.operations[:2]
+    second = replace(second, kind="all-gather", start=first.start + 0.001, end=first.end + 0.001)
+    trace = json.loads(trace_json(merge([record(replace(one, operations=[first, second]))])))
+    gathers = [slice for slice in trace["traceEvents"] if slice["ph"] == "X" and slice["cat"] == "all-gather"]
+    assert len({slice["tid"] for slice in gathers}) == 2
+    names = [slice["args"]["name"] for slice in trace["traceEvents"] if slice["name"] == "thread_name"]
+    assert names.count("all-gather") == 1 and names.count("all-gather 2") == 1

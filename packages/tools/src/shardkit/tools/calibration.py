@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from shardkit.core import fully_shard
 from shardkit.core.runtime.transport import SharedTransport, transport_for
 from shardkit.core.torch_compat import TorchDispatchMode
 from shardkit.tools.estimating.trace import dtensors_among
-from shardkit.tools.machine import Link, Machine
+from shardkit.tools.machine import Link, Machine, MachineError, threads_of_each
 
 __all__ = ["calibrate"]
 
@@ -40,11 +40,14 @@ def calibrate(ranks: int | None = None) -> Machine:
     The result describes one host. Other programs that run meanwhile make it slower than it is.
 
     Raises:
-        RuntimeError: if the ranks cannot be started.
+        MachineError: if the ranks cannot be started.
     """
     ranks = ranks or max(2, len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="shardkit-calibration-") as directory:
-        spawn(_rank, (ranks, directory), nprocs=ranks)
+        try:
+            spawn(_rank, (ranks, directory), nprocs=ranks)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise MachineError(f"measuring this machine with {ranks} ranks failed: {error}") from error
         found: dict[str, Any] = torch.load(Path(directory) / "found.pt")
     return Machine(
         name=f"this machine ({platform.machine()}, {ranks} ranks)",
@@ -63,13 +66,13 @@ def calibrate(ranks: int | None = None) -> Machine:
         storage_bandwidth=found["storage_bandwidth"],
         process_bytes=found["process_bytes"],
         sources={
-            "all": f"measured on {ranks} ranks at once, torch {torch.__version__}, {torch.get_num_threads()} threads"
+            "all": f"measured, {ranks} ranks at once, {threads_of_each(ranks)} threads each, torch {torch.__version__}"
         },
     )
 
 
 def _rank(rank: int, ranks: int, directory: str) -> None:
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(threads_of_each(ranks))
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     try:
         found = _measure(Path(directory) / f"probe-{rank}")

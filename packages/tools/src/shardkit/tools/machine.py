@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-__all__ = ["Link", "Machine", "MachineError", "Transport", "load_machine", "preset", "preset_names"]
+__all__ = ["Link", "Machine", "MachineError", "Transport", "load_machine", "preset", "preset_names", "threads_of_each"]
 
 Transport: TypeAlias = Literal["nccl", "shared", "pairwise"]
 """How core moves bytes there: NCCL in place, gloo through shared memory, gloo between pairs of ranks."""
@@ -140,7 +142,7 @@ def load_machine(path: Path) -> Machine:
     """
     try:
         described = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MachineError(f"{path} cannot be read as a machine description: {error}") from error
     if not isinstance(described, dict):
         raise MachineError(
@@ -197,9 +199,17 @@ def _wrong_numbers(described: Mapping[str, Any]) -> list[str]:
         numbers |= {f"{level}.{name}": value for name, value in link.items()}
     for name, value in numbers.items():
         may_be_zero = name.endswith("latency") or name in _MAY_BE_ZERO
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or not (value or may_be_zero):
-            problems.append(f'"{name}" is {value!r}; expected a positive number')
+        kind = "positive whole number" if _NUMBERS.get(name) is int else "positive number"
+        if not _is_number(value, _NUMBERS.get(name, float)) or value < 0 or not (value or may_be_zero):
+            problems.append(f'"{name}" is {value!r}; expected a {kind}')
+        elif name == "efficiency" and value > 1:
+            problems.append(f'"efficiency" is {value!r}; expected a part of the peak numbers, from 0 to 1')
     return problems
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole or (kind is float and isinstance(value, float) and math.isfinite(value))
 
 
 def _wrong_names(described: Mapping[str, Any]) -> list[str]:
@@ -207,6 +217,10 @@ def _wrong_names(described: Mapping[str, Any]) -> list[str]:
         f'"{name}" is {described[name]!r}; expected one of {", ".join(choices)}'
         for name, choices in _NAMES.items()
         if name in described and described[name] not in choices
+    ] + [
+        f'"{name}" is {described[name]!r}; expected {what}'
+        for name, kind, what in (("name", str, "a text"), ("sources", dict, "texts by attribute"))
+        if name in described and not isinstance(described[name], kind)
     ]
 
 
@@ -294,6 +308,11 @@ _PRESETS = {
         "B200 SXM", {"bfloat16": 2250, "float16": 2250, "float32": 75}, 7700e9, 180, _nvlink(900), _network(400)
     ),
 }
+
+
+def threads_of_each(ranks: int) -> int:
+    """Threads that each of so many ranks of this host computes with, if they share its cores."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def preset_names() -> tuple[str, ...]:

@@ -53,6 +53,8 @@ def gathered_too_often(facts: Facts) -> Iterator[Finding]:
         if times <= 2.05:
             continue
         cost = sum(one.exposed for one in gathers) * (times - 2) / times
+        if cost < _LEAST * facts.step:
+            continue
         wire = sum(one.wire_bytes * one.count for one in gathers) / facts.steps * (times - 2) / times
         yield Finding(
             "gathered-often",
@@ -95,7 +97,7 @@ def embeddings_gathered_for_backward(facts: Facts) -> Iterator[Finding]:
         if not kinds or any(kind not in ("Embedding", "EmbeddingBag") for kind in kinds):
             continue
         for one in gathers:
-            if one.phase != "backward":
+            if one.phase != "backward" or one.exposed < _LEAST * facts.step:
                 continue
             yield Finding(
                 "embedding",

@@ -32,7 +32,9 @@ def diagnose(report: Report) -> list[Finding]:
     Raises:
         ValueError: for a report without steps: nothing can be put in proportion.
     """
-    if not any(rank.steps for rank in report.ranks):
-        raise ValueError("the report holds no whole step; record at least one, with an optimizer step in it")
+    if not all(rank.steps for rank in report.ranks):
+        raise ValueError(
+            "the report holds no whole step of some rank; record at least one behind the warm-up, of a sharded model"
+        )
     facts = Facts(report)
     return sorted((finding for rule in _RULES for finding in rule(facts)), key=lambda one: -one.share)

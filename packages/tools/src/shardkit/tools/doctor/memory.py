@@ -11,6 +11,7 @@ from shardkit.tools.report.quantities import show
 __all__ = ["buffers_that_double", "dominant_category", "padding"]
 
 _LEAST = 0.02
+_UNSHARDED = 3
 
 _ADVICE = {
     "activations": "recompute them: torch.utils.checkpoint around blocks; or a smaller micro-batch with accumulation",
@@ -49,7 +50,8 @@ def padding(facts: Facts) -> Iterator[Finding]:
     for one in facts.report.collectives:
         if one.kind == "all-gather":
             wasted[one.fqn] = max(wasted.get(one.fqn, 0), one.padding_bytes)
-    cost = sum(wasted.values())
+    # At most so many groups are unsharded at once, unless more is asked for: two blocks, and the root.
+    cost = sum(sorted(wasted.values())[-_UNSHARDED:])
     if cost < _LEAST * facts.peak:
         return
     worst = max(wasted, key=lambda name: wasted[name])
@@ -58,8 +60,8 @@ def padding(facts: Facts) -> Iterator[Finding]:
         "bytes",
         cost,
         cost / facts.peak,
-        f"unsharded parameters carry {show(cost, 'bytes')} of padding, most in '{worst}', as their first dim does not "
-        "divide by the ranks",
+        f"the largest groups carry {show(cost, 'bytes')} of padding while they are unsharded, most in "
+        f"'{worst}', as their first dim does not divide by the ranks",
         "shard another dim (shard_placement_fn), or round the size of the layer up",
     )
 

@@ -51,8 +51,9 @@ def uneven_ranks(facts: Facts) -> Iterator[Finding]:
     """Modules whose dims do not divide, so that some ranks hold much more of them."""
     ranks = facts.report.ranks
     uneven: dict[str, float] = {}
-    for module in ranks[0].shard_bytes:
-        held = [rank.shard_bytes.get(module, 0) for rank in ranks]
+    for module in dict.fromkeys(name for rank in ranks for name in rank.shard_bytes):
+        # Stages of a pipeline hold different modules.
+        held = [rank.shard_bytes[module] for rank in ranks if module in rank.shard_bytes]
         excess = max(held) - statistics.fmean(held)
         if excess > 0.1 * max(1.0, statistics.fmean(held)):
             uneven[module] = excess

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardkit.tools.estimating.batches import with_micro_batch
 from shardkit.tools.estimating.costs import OperatorCosts
-from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError, status_of
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.policies import Policies
 from shardkit.tools.estimating.render import render
@@ -23,6 +23,7 @@ from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.sweep import (
     DTYPES,
     changed,
+    check_drawing,
     draw,
     dtype_of,
     number_of,
@@ -42,7 +43,8 @@ from shardkit.tools.estimating.targets import (
     optimizer_named,
     tokens,
 )
-from shardkit.tools.machine import Machine, MachineError, preset_names
+from shardkit.tools.machine import Machine, preset_names
+from shardkit.tools.report.files import check_targets, write_text
 
 __all__ = ["add_job_arguments", "job_of", "main"]
 
@@ -56,11 +58,7 @@ of a checkpoint. Nothing is downloaded and no device is needed.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or 1 after an error, which is printed to stderr."""
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (EstimateError, MachineError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
-        return 1
+    return status_of(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,15 +151,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.show_machine:
         sys.stdout.write(json.dumps(machine_named(options.show_machine).to_json(), indent=2) + "\n")
         return 0
+    check_targets(options.json, options.plot)
+    if options.plot is not None:
+        check_drawing(options.plot)
     machine, console = machine_named(options.machine), Console()
     job = job_of(options)
     with costs_for(options.machine, machine) as costs:
         if options.sweep:
             return _sweep(options, job, machine, costs, console)
         found = estimate_job(job, mesh_of(options.world_size), machine, rank=options.rank, costs=costs)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n")
     render(found, console)
+    if options.json is not None:
+        write_text(options.json, json.dumps(found.to_json(), indent=2) + "\n")
     return 0
 
 
@@ -179,9 +180,9 @@ def _sweep(
 
     points = sweep(values, run, console)
     print_sweep(points, console)
-    if options.plot is not None:
-        draw(points, options.plot)
     if options.json is not None:
         found = [{"settings": dict(p.settings), "estimate": p.estimate and p.estimate.to_json()} for p in points]
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_text(options.json, json.dumps(found, indent=2) + "\n")
+    if options.plot is not None:
+        draw(points, options.plot)
     return 0 if any(point.estimate for point in points) else 1

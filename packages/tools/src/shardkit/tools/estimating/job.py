@@ -49,14 +49,18 @@ class TrainingJob:
     policies: Policies = field(default_factory=Policies)
     tensor_parallel: TensorParallel | None = None
 
-    def build(self, mesh: DeviceMesh) -> nn.Module:
-        """The sharded model."""
-        takes_mesh = any(
+    @property
+    def takes_mesh(self) -> bool:
+        """Whether `model` wants the mesh, and shards what it makes."""
+        return any(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             for parameter in inspect.signature(self.model).parameters.values()
             if parameter.kind is not parameter.VAR_POSITIONAL
         )
-        model = self.model(mesh) if takes_mesh else self.model()
+
+    def build(self, mesh: DeviceMesh) -> nn.Module:
+        """The sharded model."""
+        model = self.model(mesh) if self.takes_mesh else self.model()
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             apply_policies(model, self.policies, self._data_parallel(model, mesh))
         elif replace(self.policies, accumulate=1) != Policies():
@@ -118,5 +122,6 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
 def _first_tensor(batch: Any) -> torch.Tensor:
     values = list(batch.values()) if isinstance(batch, dict) else batch
     first = values[0] if isinstance(values, tuple | list) else values
-    assert isinstance(first, torch.Tensor)
+    if not isinstance(first, torch.Tensor):
+        raise EstimateError(f"a micro-batch begins with a {type(first).__name__}; expected a tensor, or give a loss")
     return first

@@ -3,7 +3,8 @@
 Note [Whose memory]: a storage belongs to the category of the phase that made it, until something better is known. What
 was made in forward and backward is an activation unless it turns out to be a gradient, which a hook on its parameter
 says; what the optimizer makes is the optimizer's; core's events tell which buffers are for communication and which
-storages hold unsharded parameters.
+storages hold unsharded parameters. What is found out later is put right in the peak too: the gradient that makes a
+peak is known to be one a moment after.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class _Entry:
     storage: weakref.ReferenceType[torch.UntypedStorage]
     nbytes: int
     category: Category
+    since: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Ledger:
         self._observers: list[Observer] = []
         self._where = where
         self._most = 0
+        self._moment = self._peak_moment = 0
         self._entries: dict[int, _Entry] = {}
         self._unsharded: dict[str, list[_Entry]] = {}
 
@@ -89,7 +92,8 @@ class Ledger:
         key = id(storage)  # one Python object stands for a storage as long as that lives
         if key in self._entries:
             return
-        entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), category)
+        self._moment += 1
+        entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), category, since=self._moment)
         self._entries[key] = entry
         self._change(key, category, entry.nbytes)
 
@@ -122,12 +126,18 @@ class Ledger:
         assert storage is not None
         change = storage.nbytes() - entry.nbytes
         entry.nbytes += change
+        if change:
+            self._moment += 1
+            entry.since = self._moment
         self._change(id(storage), entry.category, change)
         return bool(change)
 
     def _recategorise(self, entry: _Entry, category: Category) -> None:
         self.by_category[entry.category] -= entry.nbytes
         self.by_category[category] += entry.nbytes
+        if self.peak is not None and entry.since <= self._peak_moment:  # it is part of the peak
+            self.peak.by_category[entry.category] -= entry.nbytes
+            self.peak.by_category[category] += entry.nbytes
         entry.category = category
 
     def _drop(self, key: int) -> None:
@@ -145,6 +155,6 @@ class Ledger:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        self._most = self.total
+        self._most, self._peak_moment = self.total, self._moment
         fqn, phase = self._where()
         self.peak = Peak(self.total, dict(self.by_category), fqn, phase)

@@ -172,18 +172,28 @@ class Llama(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a Hugging Face config.json.
+
+    Raises:
+        EstimateError: for a file that is no config.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EstimateError(f"{path} cannot be read as a Hugging Face config: {error}") from error
+    if not isinstance(config, dict):
+        raise EstimateError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
+
+
 def model_from_hf_config(path: Path) -> nn.Module:
     """Builds the model of a config.json: with transformers if it is installed, else Llama-shaped ones by ourselves.
 
     Raises:
         EstimateError: for a file that is no config, or one of a model that cannot be built.
     """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise EstimateError(f"{path} cannot be read as a Hugging Face config: {error}") from error
-    if not isinstance(config, dict):
-        raise EstimateError(f"{path}: expected an object, got {type(config).__name__}")
+    config = read_config(path)
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -199,5 +209,15 @@ def is_llama_shaped(config: Mapping[str, Any]) -> bool:
 
 
 def vocabulary_of(path: Path) -> int:
-    """How many token ids a config knows."""
-    return int(json.loads(path.read_text())["vocab_size"])
+    """How many token ids a config knows.
+
+    Raises:
+        EstimateError: if it does not say.
+    """
+    size = read_config(path).get("vocab_size")
+    if not isinstance(size, int):
+        raise EstimateError(
+            f'{path} has no "vocab_size" at its top, as configs of several models have not; give a factory instead '
+            "(shardkit estimate pkg.module:function --inputs ...)"
+        )
+    return size

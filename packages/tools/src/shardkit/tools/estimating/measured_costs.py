@@ -12,7 +12,7 @@ import torch
 
 from shardkit.tools.estimating.costs import Roofline
 from shardkit.tools.estimating.trace import Operator, TensorPicture
-from shardkit.tools.machine import Machine
+from shardkit.tools.machine import Machine, threads_of_each
 
 __all__ = ["MeasuredCosts"]
 
@@ -21,10 +21,11 @@ _LEAST_SECONDS = 0.003
 _MOST_BYTES = 2**31
 
 
-# What the other ranks of the host do meanwhile: they keep cores, caches and memory busy.
+# What the other ranks of the host do meanwhile: they keep cores, caches and memory busy, until this process is gone.
 _COMPANY = """
-import torch
-torch.set_num_threads(1)
+import os, sys, threading, torch
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+torch.set_num_threads(int(sys.argv[1]))
 a, b, c = torch.rand(512, 512), torch.rand(512, 512), torch.rand(2**20)
 print("ready", flush=True)
 while True:
@@ -36,7 +37,8 @@ while True:
 class MeasuredCosts:
     """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
 
-    As a context it keeps the machine as busy as the other ranks of a host would: two hardware threads may be one core.
+    As a context it runs with as many threads as a rank would have, and keeps the machine as busy as the other ranks of
+    a host would: two hardware threads may be one core.
     The launch that the machine counts for every operator is taken off, as the measured time contains it.
 
     Attributes:
@@ -49,18 +51,29 @@ class MeasuredCosts:
         self._known: dict[Any, float] = {}
         self.estimated: list[str] = []
         self._company: list[subprocess.Popen[bytes]] = []
+        self._threads_before = torch.get_num_threads()
 
     def __enter__(self) -> MeasuredCosts:
-        self._company = [
-            subprocess.Popen([sys.executable, "-c", _COMPANY], stdout=subprocess.PIPE)
-            for _ in range(self._machine.ranks_per_host - 1)
-        ]
-        for process in self._company:
-            assert process.stdout is not None
-            process.stdout.readline()
+        self._threads_before = torch.get_num_threads()
+        threads = threads_of_each(self._machine.ranks_per_host)
+        try:
+            for _ in range(self._machine.ranks_per_host - 1):
+                command = [sys.executable, "-c", _COMPANY, str(threads)]
+                self._company.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            for process in self._company:
+                assert process.stdout is not None
+                process.stdout.readline()
+        except BaseException:
+            self._send_away()
+            raise
+        torch.set_num_threads(threads)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        torch.set_num_threads(self._threads_before)
+        self._send_away()
+
+    def _send_away(self) -> None:
         for process in self._company:
             process.kill()
             process.communicate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -63,7 +64,7 @@ def _grid(title: str, *columns: str) -> Table:
 def _memory(estimate: Estimate) -> Table:
     peak = estimate.peak
     where = f"{peak.phase} of '{peak.fqn}'" if peak.fqn else peak.phase
-    table = _grid(f"memory at the peak, in {where}", "category", "bytes", "share")
+    table = _grid(escape(f"memory at the peak, in {where}"), "category", "bytes", "share")
     for category in CATEGORIES:
         nbytes = peak.by_category[category]
         table.add_row(category.replace("_", " "), size(nbytes), f"{nbytes / max(1, peak.bytes):.0%}")
@@ -90,11 +91,12 @@ def _traffic(estimate: Estimate) -> Table:
 
 def _sum(rows: Sequence[TrafficRow], name: str) -> TrafficRow:
     calls, nbytes = sum(row.calls for row in rows), sum(row.bytes for row in rows)
-    return TrafficRow(name, "", "", calls, nbytes, sum(row.inside for row in rows), sum(row.between for row in rows))
+    inside, between = sum(row.inside for row in rows), sum(row.between for row in rows)
+    return TrafficRow(name, "", "", calls, nbytes, inside, between, of_core=False)
 
 
 def _cells(row: TrafficRow) -> tuple[str, ...]:
-    return row.collective, row.fqn, row.phase, str(row.calls), size(row.inside), size(row.between)
+    return row.collective, escape(row.fqn), row.phase, str(row.calls), size(row.inside), size(row.between)
 
 
 def _times(estimate: Estimate) -> Table:
@@ -106,7 +108,7 @@ def _times(estimate: Estimate) -> Table:
     table.add_row("exposed communication", time(line.exposed))
     for fqn, seconds in sorted(line.exposed_by_fqn.items(), key=lambda one: -one[1])[:3]:
         if seconds >= 0.01 * line.step:
-            table.add_row(f"  of '{fqn}'", time(seconds))
+            table.add_row(escape(f"  of '{fqn}'"), time(seconds))
     table.add_row(f"checkpoint of {size(saved.whole)}, {size(saved.own)} by this rank", time(saved.seconds))
     return table
 

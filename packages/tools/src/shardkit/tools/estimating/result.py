@@ -36,6 +36,7 @@ class TrafficRow:
         bytes: of the full tensors that are gathered or reduced.
         inside: bytes that this rank sends to ranks of its own host.
         between: bytes that it sends to other hosts.
+        of_core: whether `fully_shard` sends them, or the model itself.
     """
 
     collective: str
@@ -45,6 +46,7 @@ class TrafficRow:
     bytes: int
     inside: int
     between: int
+    of_core: bool
 
 
 @dataclass(frozen=True)
@@ -210,18 +212,21 @@ def assess(
 
 
 def _rows(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
-    by_place: dict[tuple[str, str, str], list[Transfer]] = defaultdict(list)
+    by_place: dict[tuple[str, str, str, bool], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        by_place[transfer.collective, transfer.fqn, transfer.phase].append(transfer)
+        by_place[transfer.collective, transfer.fqn, transfer.phase, transfer.of_core].append(transfer)
     return tuple(
         TrafficRow(
-            *place,
+            collective,
+            fqn,
+            phase,
             calls=len(some),
             bytes=sum(one.bytes for one in some),
             inside=sum(one.inside for one in some),
             between=sum(one.between for one in some),
+            of_core=of_core,
         )
-        for place, some in by_place.items()
+        for (collective, fqn, phase, of_core), some in by_place.items()
     )
 
 

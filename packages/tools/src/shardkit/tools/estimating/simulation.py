@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
 from shardkit.core.torch_compat import local_of
-from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.errors import explained
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.observer import Observer
@@ -104,7 +103,7 @@ def _run(
 ) -> Recording:
     heap = Heap()
     observer.ledger.watch(heap.changed)
-    with _explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
+    with explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
     observer.adopt(model)
     lent_bytes = 0
@@ -114,18 +113,18 @@ def _run(
             heap.changed(key, 0)
     allocator = CachingAllocator()
     observer.ledger.watch(allocator.changed)
-    with _explained("making the optimizer failed", "it gets the parameters of the sharded model"):
+    with explained("making the optimizer failed", "it gets the parameters of the sharded model"):
         optimizer = job.optimizer(model.parameters())
     for recording in (False, True):
         observer.where.set_phase = "inputs"
-        with _explained("making the inputs failed", "the function is called without arguments"):
+        with explained("making the inputs failed", "the function is called without arguments"):
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
         observer.where.set_phase = "between"
         if recording:
             idle = observer.ledger.total
             observer.start()
             heap.start()
-        with _explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
+        with explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
             job.run(model, optimizer, batches)
         del batches
     assert observer.ledger.peak is not None
@@ -144,22 +143,6 @@ def _run(
         groups=tuple(dict.fromkeys(group.label for group in groups)),
         values_read=tuple(observer.values_read),
     )
-
-
-@contextlib.contextmanager
-def _explained(what: str, hint: str) -> Iterator[None]:
-    """Turns what the user's functions raise into an `EstimateError` that says in which of them."""
-    try:
-        yield
-    except EstimateError:
-        raise
-    except Exception as error:
-        cause: BaseException = error
-        while isinstance(cause.__cause__, EstimateError | RuntimeError):
-            cause = cause.__cause__
-            if isinstance(cause, EstimateError):
-                raise cause from error
-        raise EstimateError(f"{what}: {type(error).__name__}: {error} ({hint})") from error
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.policies import Policies
 from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.result import Estimate
+from shardkit.tools.machine import MachineError
 
 __all__ = ["DTYPES", "SETTINGS", "Point", "draw", "print_sweep", "settings_of", "sweep"]
 
@@ -106,7 +107,7 @@ def sweep(
         settings = dict(zip(values, combination, strict=True))
         try:
             points.append(Point(settings, run(settings)))
-        except EstimateError as error:
+        except (EstimateError, MachineError) as error:
             points.append(Point(settings, None, str(error)))
             console.print(f"{settings}: {error}", markup=False)
     return points
@@ -137,19 +138,34 @@ def print_sweep(points: Sequence[Point], console: Console) -> None:
     console.print(table)
 
 
+def check_drawing(path: Path) -> None:
+    """Before minutes of work: whether `draw` can write this file.
+
+    Raises:
+        EstimateError: without matplotlib, or for a suffix that it does not know.
+    """
+    known = _figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise EstimateError(f"{path}: there are no drawings of this kind; expected one of {', '.join(sorted(known))}")
+
+
+def _figure(**layout: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EstimateError("drawings need matplotlib; install shardkit-tools[plot]") from error
+    return Figure(**layout)
+
+
 def draw(points: Sequence[Point], path: Path) -> None:
     """Draws memory by category and step time of each point to an image file (needs matplotlib).
 
     Raises:
         EstimateError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EstimateError("drawings need matplotlib; install shardkit-tools[plot]") from error
     shown = [(point, point.estimate) for point in points if point.estimate is not None]
     labels = ["\n".join(f"{name} {value}" for name, value in point.settings.items()) for point, _ in shown]
-    figure = Figure(figsize=(max(6.0, 1.1 * len(shown) + 2), 7.0), layout="constrained")
+    figure = _figure(figsize=(max(6.0, 1.1 * len(shown) + 2), 7.0), layout="constrained")
     memory, times = figure.subplots(2, 1)
     _stack(memory, labels, [_gibibytes(found) for _, found in shown], "GiB of tensors at the peak")
     _stack(times, labels, [_milliseconds(found) for _, found in shown], "ms of a step")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardkit.tools.estimating.costs import OperatorCosts
-from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError, explained
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.llama import model_from_hf_config, vocabulary_of
 from shardkit.tools.estimating.policies import Policies
@@ -62,13 +62,13 @@ def load(name: str) -> Any:
         EstimateError: if there is no such thing, saying which part is missing.
     """
     module_name, colon, attribute = name.partition(":")
-    if not colon or not attribute:
+    if not colon or not attribute or not module_name or module_name.startswith("."):
         raise EstimateError(f"'{name}' names no function; expected pkg.module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise EstimateError(f"module '{module_name}' of '{name}' cannot be imported: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -94,7 +94,8 @@ def job_from_name(
     if not isinstance(found, TrainingJob) and callable(found):
         returns = inspect.signature(found).return_annotation
         if returns is TrainingJob or str(returns).rpartition(".")[2] == "TrainingJob":
-            found = found()
+            with explained(f"'{name}' failed", "it is called without arguments"):
+                found = found()
     if isinstance(found, TrainingJob):
         return found if policies is None else replace(found, policies=policies)
     if not callable(found):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.job import TensorParallel
-from shardkit.tools.estimating.llama import is_llama_shaped
+from shardkit.tools.estimating.llama import is_llama_shaped, read_config
 
 __all__ = ["COLUMNS", "ROWS", "cut_llama", "plan_of_config"]
 
@@ -56,5 +55,4 @@ def _check(fqn: str, block: nn.Module, head_dim: int, ranks: int) -> None:
 
 def plan_of_config(path: Path) -> TensorParallel | None:
     """How the model of a Hugging Face config is cut; None for one whose projections have other names."""
-    config = json.loads(path.read_text())
-    return cut_llama if is_llama_shaped(config) else None
+    return cut_llama if is_llama_shaped(read_config(path)) else None

@@ -65,11 +65,11 @@ class Whereabouts:
     @property
     def phase(self) -> Phase:
         """What the rank is doing."""
-        if self._stepping:
-            return "optimizer"
+        if self._running:  # with closures the optimizer's step runs forward and backward
+            return "backward" if in_backward() else "forward"
         if in_backward():
             return "backward"
-        return "forward" if self._running else self.set_phase
+        return "optimizer" if self._stepping else self.set_phase
 
     def here(self) -> tuple[str, str]:
         """(FQN, phase)."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from shardkit.tools.estimating.job import TensorParallel
@@ -42,7 +40,7 @@ def code_of(proposal: Proposal) -> str:
     device = "cuda" if proposal.estimate.machine.device == "cuda" else "cpu"
     sizes, names = (tuple(column) for column in zip(*((size, name) for name, size in candidate.axes), strict=True))
     keywords = ["mesh=mesh", *_keywords(policies)]
-    loop = [f"    for block in {_blocks(proposal.blocks)}:"]
+    loop = [f"    for block in {_blocks(proposal)}:"]
     loop += ["        recompute(block)"] if policies.checkpoint else []
     reshard = f"reshard_after_forward={policies.reshard_after_forward}"
     loop.append(f"        fully_shard(block, {', '.join([keywords[0], reshard, *keywords[1:]])})")
@@ -122,11 +120,10 @@ def _keywords(policies: Policies) -> list[str]:
     return [*keywords, "offload_policy=CPUOffloadPolicy()"] if policies.offload else keywords
 
 
-def _blocks(blocks: Sequence[str]) -> str:
-    """The blocks as an expression: a whole list of the model where it is one, else by name."""
-    parents = {fqn.rpartition(".")[0] for fqn in blocks}
-    numbers = [fqn.rpartition(".")[2] for fqn in blocks]
-    if len(parents) == 1 and numbers == [str(i) for i in range(len(blocks))]:
-        (parent,) = parents
-        return f"model.{parent}" if parent else "model"
-    return f"map(model.get_submodule, {list(blocks)!r})"
+def _blocks(proposal: Proposal) -> str:
+    """The blocks as an expression: a whole list of the model where they are one, else by name."""
+    if proposal.container is None:
+        return f"map(model.get_submodule, {list(proposal.blocks)!r})"
+    if all(part.isidentifier() for part in proposal.container.split(".") if part):
+        return ".".join(["model", *filter(None, [proposal.container])])
+    return f"model.get_submodule({proposal.container!r})"

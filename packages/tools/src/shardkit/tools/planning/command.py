@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shardkit.tools.estimating.command import add_job_arguments, job_of
-from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError, status_of
 from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.targets import bytes_of, costs_for, machine_named
-from shardkit.tools.machine import MachineError
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import Proposal, propose
+from shardkit.tools.report.files import check_targets, write_text
 
 __all__ = ["main"]
 
@@ -31,19 +31,15 @@ each; and proposes those that stay below the limit, fastest per sample first.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or 1 after an error or if nothing fits."""
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (EstimateError, MachineError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
-        return 1
+    return status_of(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardkit plan", description=_DESCRIPTION)
     add_job_arguments(parser)
     parser.add_argument("--memory", help="limit for each rank, such as 80GiB (default: the machine's memory)")
-    parser.add_argument("--micro-batch", type=int, default=1, help="samples of the smallest micro-batch (default 1)")
-    parser.add_argument("--most-micro-batch", type=int, default=8, help="and of the largest (default 8)")
+    parser.add_argument("--micro-batch", type=int, help="samples of the smallest micro-batch (default: the job's own)")
+    parser.add_argument("--most-micro-batch", type=int, help="and of the largest (default: eight times the smallest)")
     parser.add_argument("--count", type=int, default=5, help="how many proposals (default 5)")
     parser.add_argument("--write", type=Path, help="writes the best proposal's code to this file")
     parser.add_argument("--json", type=Path, help="writes all proposals to this file")
@@ -53,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if not options.world_size.isdigit():
         raise EstimateError(f"a plan chooses the mesh; expected --world-size as a number, got '{options.world_size}'")
+    for name in ("count", "micro_batch", "most_micro_batch"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise EstimateError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected a number from 1 on")
+    if chosen := [name for name in ("reshard", "prefetch_budget") if getattr(options, name) is not None]:
+        raise EstimateError(f"a plan chooses --{chosen[0].replace('_', '-')} itself; leave it out")
+    check_targets(options.write, options.json)
     machine, console, progress = machine_named(options.machine), Console(), Console(stderr=True)
     limit = bytes_of(options.memory) if options.memory else machine.memory
     with costs_for(options.machine, machine) as costs:
@@ -69,11 +71,11 @@ def _run(options: argparse.Namespace) -> int:
         )
     _print(found, limit, console)
     if options.write is not None:
-        options.write.write_text(code_of(found[0]))
+        write_text(options.write, code_of(found[0]))
     else:
         sys.stdout.write(f"\n{code_of(found[0])}")
     if options.json is not None:
-        options.json.write_text(json.dumps([_to_json(proposal) for proposal in found], indent=2) + "\n")
+        write_text(options.json, json.dumps([_to_json(proposal) for proposal in found], indent=2) + "\n")
     return 0
 
 
@@ -93,6 +95,8 @@ def _print(proposals: Sequence[Proposal], limit: int, console: Console) -> None:
     console.print(table)
     for reason in proposals[0].reasons:
         console.print(f"the first {reason}", markup=False, highlight=False)
+    for note in proposals[0].estimate.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
 
 
 def _to_json(proposal: Proposal) -> dict[str, object]:

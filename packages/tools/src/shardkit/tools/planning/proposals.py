@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from shardkit.tools.estimating.batches import micro_batch_of
 from shardkit.tools.estimating.costs import OperatorCosts
-from shardkit.tools.estimating.errors import EstimateError
+from shardkit.tools.estimating.errors import EstimateError, explained
 from shardkit.tools.estimating.job import TensorParallel, TrainingJob
+from shardkit.tools.estimating.policies import blocks_of
 from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.machine import Machine
+from shardkit.tools.machine import Machine, MachineError
 from shardkit.tools.planning.candidates import (
     Candidate,
     candidates,
@@ -29,6 +31,7 @@ __all__ = ["NothingFits", "Proposal", "propose"]
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
+_MOST_TIMES = 8
 _CUT = 2
 _LEAST_FREE = 0.02
 _MIB = 2**20
@@ -44,6 +47,7 @@ class Proposal:
 
     Attributes:
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
+        container: FQN of the list whose modules, all of them, the blocks are; None if there is none.
         sample_seconds: predicted time of a step divided by the samples of all ranks.
         reasons: sentences.
         tensor_parallel: what cuts the model over an axis "tp", if the mesh has one.
@@ -52,6 +56,7 @@ class Proposal:
     candidate: Candidate
     estimate: Estimate
     blocks: tuple[str, ...]
+    container: str | None
     sample_seconds: float
     reasons: tuple[str, ...]
     tensor_parallel: TensorParallel | None = None
@@ -71,6 +76,7 @@ class _Search:
         self.limit = limit
         self.known: dict[Candidate, Estimate] = {}
         self.machine = machine
+        self.problem = ""
         self.job, self._costs, self._progress = job, costs, progress
 
     def run(self, candidate: Candidate) -> Estimate:
@@ -84,11 +90,14 @@ class _Search:
         """Estimates one that may turn out to be impossible, which is told."""
         try:
             self.run(candidate)
-        except EstimateError as error:
+        except (EstimateError, MachineError) as error:
+            self.problem = str(error)
             self._progress(f"gave up: {error}")
 
     def fits(self, candidate: Candidate) -> bool:
-        return self.run(candidate).reserved_bytes <= self.limit
+        """Whether it stays below the limit; one that cannot be estimated does not."""
+        self.attempt(candidate)
+        return candidate in self.known and self.known[candidate].reserved_bytes <= self.limit
 
     def sample_seconds(self, candidate: Candidate) -> float:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
@@ -104,8 +113,8 @@ def propose(
     machine: Machine,
     limit: int,
     *,
-    micro_batch: int = 1,
-    most_micro_batch: int = 8,
+    micro_batch: int | None = None,
+    most_micro_batch: int | None = None,
     count: int = 5,
     costs: OperatorCosts | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -114,18 +123,23 @@ def propose(
 
     Every combination of mesh, wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
     the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
-    micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes.
+    micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes. The
+    smallest micro-batch is the job's own, the largest eight times that, unless told otherwise.
 
     Raises:
         NothingFits: with the candidate that comes closest.
         EstimateError: if the job cannot be estimated, or comes sharded.
     """
     plain = _build(job)
+    micro_batch = micro_batch or micro_batch_of(job)
+    most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, limit, costs, progress)
     for candidate in candidates(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
-        search.run(candidate)
+        search.attempt(candidate)
+    if not search.known:
+        raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, job, world_size)
     if not search.ranked():
         raise NothingFits(_closest(search))
@@ -153,40 +167,44 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
     found = search.run(candidate)
     if found.timeline.exposed <= _EXPOSED * found.timeline.step:
         return
-    search.run(with_setting(candidate, prefetch_depth=candidate.policies.prefetch_depth + 1))
+    search.attempt(with_setting(candidate, prefetch_depth=candidate.policies.prefetch_depth + 1))
     free = search.limit - found.reserved_bytes
     while free > _LEAST_FREE * search.limit:
         budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
         within = with_setting(candidate, prefetch_budget=budget, prefetch_depth=1, reshard_after_forward=None)
-        search.attempt(within)
-        if within in search.known and search.fits(within):
+        if search.fits(within):
             return
         free //= 2
 
 
 def _build(job: TrainingJob) -> nn.Module:
-    with FakeTensors():
-        try:
-            model = job.model()
-        except TypeError as error:
-            raise EstimateError(
-                f"a plan shards the model itself, so its factory must not ask for the mesh: {error}"
-            ) from error
-    return model
+    if job.takes_mesh:
+        raise EstimateError("a plan shards the model itself, so its factory must not ask for the mesh")
+    with FakeTensors(), explained("building the model failed", "the factory runs with tensors that have no data"):
+        return job.model()
 
 
 def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Proposal:
-    from shardkit.tools.estimating.policies import blocks_of
-
     blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
     return Proposal(
         candidate,
         search.run(candidate),
         blocks,
+        _container(plain, blocks),
         search.sample_seconds(candidate),
         tuple(_reasons(search, candidate)),
         search.job.tensor_parallel,
     )
+
+
+def _container(model: nn.Module, blocks: tuple[str, ...]) -> str | None:
+    parents = {fqn.rpartition(".")[0] for fqn in blocks}
+    if len(parents) != 1:
+        return None
+    (parent,) = parents
+    module = model.get_submodule(parent)
+    inside = [f"{parent}.{name}" if parent else name for name, _ in module.named_children()]
+    return parent if isinstance(module, nn.ModuleList | nn.Sequential) and inside == list(blocks) else None
 
 
 def _reasons(search: _Search, candidate: Candidate) -> list[str]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from shardkit.tools.launching import run_command
 from shardkit.tools.profiling.observer import ACTIVATIONS, DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
 from shardkit.tools.profiling.recorder import Extent
-from shardkit.tools.report.files import ReportError, write_report, write_text
+from shardkit.tools.report.files import ReportError, check_targets, write_report, write_text
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.page import page_html
 from shardkit.tools.report.record import read_records
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 "no command was given; write it behind the options: shardkit profile torchrun ... train.py"
             )
+        check_targets(options.out, options.html, options.trace)
     except ValueError as error:
         errors.print(f"error: {error}", markup=False)
         return 2
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_text(options.trace, trace_json(report))
         except (ReportError, OSError) as error:
             errors.print(f"error: {error}", markup=False, soft_wrap=True)
-            errors.print("a rank records from its first fully_shard call on; does the command call it?", markup=False)
+            if not list(records.glob("rank-*.json")):
+                hint = "a rank records from its first fully_shard call on; does the command call it?"
+                errors.print(hint, markup=False, soft_wrap=True)
             return status or 2
     print_report(report, Console())
     Console().print(f"\nwritten to {options.out}", markup=False)

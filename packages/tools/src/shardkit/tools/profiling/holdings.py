@@ -50,7 +50,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Residence:
-    """Reads what the process holds: resident memory on a CPU, allocated memory of the device elsewhere."""
+    """Reads what the process holds: resident memory on a CPU, elsewhere what the allocator has taken of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class Residence:
     def read(self) -> int:
         """Bytes that are held now."""
         if self._module is not None:
-            return int(self._module.memory_allocated(self._device))
+            return int(self._module.memory_reserved(self._device))
         return int(os.pread(self._file, 64, 0).split()[1]) * self._page
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ _OF_KIND: dict[StorageKind, str] = {
     "outbox": "communication",
     "reduce_input": "communication",
     "reduce_output": "communication",
+    "residual": "communication",
     "gradient": "gradients",
 }
 _OF_COUNT = {"sharded_gradients": "gradients"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import traceback
 import warnings
 from pathlib import Path
 
@@ -62,8 +63,11 @@ class _Recording:
         self._recorder.stop()
         try:
             write_record(record_of(self._recorder, activations=self._activations), self._directory)
-        except OSError as error:  # a run that trains well must not end because a record cannot be written
+        except OSError as error:
             warnings.warn(f"the profile cannot be written to {self._directory}: {error.strerror}", stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - a run that trains well must not end because its log cannot be read
+            where = "".join(traceback.format_exception(error))
+            warnings.warn(f"this rank has no profile, because its log could not be read:\n{where}", stacklevel=2)
 
 
 def _device() -> torch.device:

@@ -107,7 +107,7 @@ class Recorder:
         self._gradients: list[tuple[weakref.ref[nn.Parameter], int]] = []
         self._counted: dict[str, int] = {}
         self._stepped = False
-        self._steps = 0
+        self._steps = self._states = 0
         self._reactions: dict[type, Callable[[Any], None]] = {
             events.ModuleBegan: self._module_began,
             events.ModuleEnded: self._module_ended,
@@ -168,6 +168,11 @@ class Recorder:
             event.synchronize()
             self.anchor = (time.perf_counter(), event)
         self.began = time.perf_counter()
+
+    @property
+    def warm(self) -> bool:
+        """Whether the steps that were to be left out are over."""
+        return self._steps >= self._extent.warmup
 
     @property
     def overhead(self) -> float:
@@ -262,7 +267,9 @@ class Recorder:
         began = time.perf_counter()
         self._write(OptimizerEnded())
         self._stepped = True
-        if not self._counted.get("optimizer"):
+        states = sum(len(one.state) for one in self._optimizers)
+        if states != self._states:  # each optimizer makes its state in its own first step
+            self._states = states
             self._count("optimizer", optimizer_bytes(self._optimizers))
         self._write(ResidentBytes(self._residence.read()))
         self.seconds += time.perf_counter() - began

@@ -30,7 +30,8 @@ __all__ = ["record_of"]
 def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
     """What a recorder that has stopped makes known. Not collective.
 
-    What comes after the last optimizer step is left out: it is no whole step.
+    What comes after the last optimizer step is left out: it is no whole step. There are no steps if the recording ended
+    within its warm-up, or before a root's forward had ended.
     """
     overhead = recorder.overhead
     entries = recorder.entries
@@ -42,7 +43,7 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
     clock = None if recorder.anchor is None else DeviceClock(recorder.anchor)
     operations, spans, memory = Operations(clock, recorder.groups), Spans(), Memory(entry for _, entry in entries)
     prefetches = _replay(entries, complete is not None, operations, spans, memory)
-    steps = spans.steps(0.0, recorder.began, end, operations.launches)
+    steps = spans.steps(0.0, recorder.began, end, operations.launches) if recorder.warm else []
     rank = Rank(
         rank=recorder.world.rank,
         place=_place(),

@@ -50,10 +50,16 @@ class Profile:
         self._recorder.leave()
         if error is not None:  # the other ranks may be anywhere: nothing collective
             return
-        record = record_of(self._recorder, activations=self._activations)
-        self.report = merge(_everyone(record))
-        if self._path is not None and record.rank.rank == 0:
+        self.report = merge(_everyone(self._record()))
+        if self._path is not None and self._recorder.world.rank == 0:
             write_report(self.report, self._path)
+
+    def _record(self) -> RankRecord | Exception:
+        """This rank's record, or why there is none: the other ranks wait to hear it."""
+        try:
+            return record_of(self._recorder, activations=self._activations)
+        except Exception as error:  # noqa: BLE001 - raised on every rank, below
+            return error
 
     def _stop(self) -> None:
         self._recorder.stop()
@@ -82,6 +88,7 @@ def profile(
 
     Raises:
         ValueError: for a negative `warmup` or `steps` below 1.
+        RuntimeError: on leaving, on every rank, if the log of one cannot be read.
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     where = Path(path) if path is not None else None
@@ -100,9 +107,14 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _everyone(record: RankRecord) -> list[RankRecord]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [record]
-    records: list[RankRecord | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, record)
-    return [one for one in records if one is not None]
+def _everyone(own: RankRecord | Exception) -> list[RankRecord]:
+    found: list[RankRecord | Exception | None] = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own if isinstance(own, RankRecord) else RuntimeError(repr(own)))
+    for rank, one in enumerate(found):
+        if isinstance(one, Exception):
+            raise RuntimeError(f"the log of rank {rank} cannot be read: {one}") from (
+                own if isinstance(own, Exception) else None
+            )
+    return [one for one in found if isinstance(one, RankRecord)]

@@ -19,6 +19,7 @@ class Spans:
         self.spans: list[Span] = []
         self._open: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         self._borders: list[float] = []
+        self._forwards = 0
         self._backward: tuple[float, int] | None = None
         self._parts: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._exposed: dict[int, float] = defaultdict(float)
@@ -33,7 +34,9 @@ class Spans:
             if entry.phase == "backward" and self._backward is None:
                 self._backward = (time, where.step)
         elif isinstance(entry, ModuleEnded):
-            self._close(entry.fqn, entry.phase, time, "forward" if entry.root and entry.phase == "forward" else "")
+            outermost = entry.root and entry.phase == "forward"
+            self._forwards += outermost
+            self._close(entry.fqn, entry.phase, time, "forward" if outermost else "")
         elif isinstance(entry, BackwardEnded) and self._backward is not None:
             begin, step = self._backward
             self._parts["backward"][step] += time - begin
@@ -48,10 +51,12 @@ class Spans:
             self._blocked[where.step] += seconds if entry.span is not None else entry.blocked
 
     def steps(self, origin: float, begin: float, end: float, launches: list[tuple[int, float]]) -> list[Step]:
-        """The steps between `begin` and `end`, with times since `origin`."""
+        """The steps between `begin` and `end`, with times since `origin`; none if no root has run forward."""
         launch: dict[int, float] = defaultdict(float)
         for step, seconds in launches:
             launch[step] += seconds
+        if not self._forwards:
+            return []
         borders = [begin, *self._borders, end]
         return [
             Step(

@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for limit in limits:
             if limit.needs_base and len(reports) < 2:
                 raise ReportError(f"'{limit.text}' compares with another run; give two reports, the one before first")
+        if limits and not all(report.run.recorded_steps for report in reports):
+            raise ReportError(
+                "a report holds no whole step, so no limit can be checked; record steps behind the warm-up"
+            )
         _write(options, reports[-1])
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)

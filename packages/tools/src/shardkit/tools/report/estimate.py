@@ -28,6 +28,13 @@ class _Row:
     calls: int
     inside: int
     between: int
+    of_core: bool
+
+
+@dataclass(frozen=True)
+class _Machine:
+    device: str
+    process_bytes: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class _Timeline:
 class _Predicted:
     """What of an estimate has a counterpart in a report."""
 
+    machine: _Machine
     peak: _Peak
     reserved_bytes: int
     traffic: list[_Row]
@@ -65,11 +73,13 @@ def read_estimate(path: Path) -> Estimate:
         found = decode(_Predicted, value)
     except ValueError as error:
         raise ReportError(f"{path} is a damaged estimate: {error}") from error
-    collectives = [row for row in found.traffic if row.collective in ("all-gather", "reduce-scatter", "all-reduce")]
+    collectives = [row for row in found.traffic if row.of_core]
+    # What a device's allocator counts leaves out the context.
+    beside = 0 if found.machine.device == "cpu" else found.machine.process_bytes
     return Estimate(
         source=str(path),
         peak_memory=found.peak.bytes,
-        resident_memory=found.reserved_bytes,
+        resident_memory=found.reserved_bytes - beside,
         step_time=found.timeline.step,
         exposed=found.timeline.exposed,
         wire_bytes=sum(row.inside + row.between for row in collectives),

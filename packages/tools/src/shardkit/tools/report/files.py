@@ -11,11 +11,24 @@ from typing import Any
 from shardkit.tools.report.decoding import decode
 from shardkit.tools.report.schema import SCHEMA, VERSION, Report
 
-__all__ = ["ReportError", "read_report", "write_report", "write_text"]
+__all__ = ["ReportError", "check_targets", "read_report", "write_report", "write_text"]
 
 
 class ReportError(ValueError):
     """A file that is no report this version can read; the text says why and what to do."""
+
+
+def check_targets(*paths: Path | None) -> None:
+    """Before a long run: whether files can be written where they are asked for.
+
+    Raises:
+        ReportError: for a directory that does not exist.
+    """
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ReportError(
+                f"{path} cannot be written: there is no directory {path.absolute().parent}; make it first"
+            )
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -105,7 +105,7 @@ def _mean(values: list[float]) -> float:
 MEASURES: tuple[Measure, ...] = (
     Measure("step_time", "seconds", "a step, median over the steps of the slowest rank", _step_time),
     Measure("peak_memory", "bytes", "counted tensors at their peak, most of any rank", _peak),
-    Measure("resident_memory", "bytes", "resident (CPU) or allocated (device) memory, most of any rank", _resident),
+    Measure("resident_memory", "bytes", "resident (CPU) or reserved (device) memory, most of any rank", _resident),
     Measure("exposed", "seconds", "communication that nothing hid, a step, most of any rank", _exposed),
     Measure("exposed_share", "share", "the same as a share of the step", _exposed_share),
     Measure("skew", "seconds", "the part of it spent before the last rank came", _skew),

@@ -208,6 +208,11 @@ def _bandwidth(meetings: list[_Meeting]) -> float | None:
 
 def _notes(run: Run, ranks: list[Rank]) -> list[str]:
     notes = []
+    if not run.recorded_steps:
+        notes.append(
+            "no whole step was recorded, so there are no figures of a step: the run ended within its warm-up, or no "
+            "forward of a sharded model was heard"
+        )
     if run.missing_ranks:
         notes.append(f"no record of ranks {', '.join(map(str, run.missing_ranks))}: they did not end their recording")
     if any(rank.truncated for rank in ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardkit.tools.report.measures import MEASURES, Unit
-from shardkit.tools.report.schema import Estimate, Report
+from shardkit.tools.report.schema import CATEGORIES, Estimate, Report
 
 __all__ = ["Comparison", "compare_with_estimate"]
 
@@ -43,4 +43,5 @@ def _categories(report: Report, estimate: Estimate) -> list[Comparison]:
     return [
         Comparison(f"at the peak: {name}", "bytes", float(size), float(worst.memory.peak_categories.get(name, 0)))
         for name, size in estimate.categories.items()
+        if name in CATEGORIES  # inputs are predicted, and not measured
     ]

@@ -5,6 +5,7 @@ SHARDKIT_WATCH_SECONDS    how long a wait may take before the ranks report (defa
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ def start() -> None:
     store = own_store_connection("shardkit_watch")
     watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limit)
     watcher.begin()
+    atexit.register(watcher.end)  # before the interpreter goes, under a thread that is in the store
     events.subscribe(watcher.witness.hear)
     register_optimizer_step_pre_hook(watcher.witness.before_step)
     register_optimizer_step_post_hook(watcher.witness.after_step)

@@ -10,6 +10,7 @@ store itself is gone (it lives in rank 0's process unless torchrun holds it), th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -83,10 +84,10 @@ class Watcher:
         self._thread.start()
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stops watching; a thread that is stuck in the store is left to itself."""
         self._ended = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_GRACE)
 
     # -- the main thread -----------------------------------------------------------------------------------------------
 
@@ -105,8 +106,10 @@ class Watcher:
             self._wake.clear()
             try:
                 self._look()
-            except RuntimeError as error:  # what c10d raises is one
-                self._tell_alone(error)
+            except Exception as error:  # noqa: BLE001 - c10d's RuntimeError; whatever else must not end the watch
+                with contextlib.suppress(OSError, ValueError):  # nobody reads standard error any more
+                    self._tell_alone(error)
+                self._told.set()
 
     def _look(self) -> None:
         failure = self._failure
