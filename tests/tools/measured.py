@@ -28,6 +28,7 @@ class Meter(TorchDispatchMode):
         self.peak = 0
         self.at = ""
         self.slow = False
+        self.looking = True
         self.outbox = self.outbox_at_peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -45,8 +46,7 @@ class Meter(TorchDispatchMode):
         for tensor in [*args, *(out if isinstance(out, tuple | list) else (out,))]:
             if isinstance(tensor, torch.Tensor):
                 self.keep(tensor)
-        now = self.now()
-        if now > self.peak:
+        if self.looking and (now := self.now()) > self.peak:
             self.peak, self.at, self.outbox_at_peak = now, str(function), self.outbox
         return out
 
@@ -111,8 +111,8 @@ def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int
         for number in range(iterations):
             meter.slow = shared and world_size > 1 and (rank + number) % 2 == 1
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
-            if number == iterations - 1:
-                meter.peak = 0
+            meter.looking = number == iterations - 1
+            if meter.looking:
                 with events.subscribe(lambda event: found.append(describe(event))):
                     job.run(model, optimizer, batches)
             else:
