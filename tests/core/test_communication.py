@@ -4,6 +4,7 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -323,7 +324,7 @@ RECURSIVE = [
     ("set_requires_all_reduce", False, "all_reduce_grads"),
     ("set_reduce_scatter_unused_params", True, "reduce_unused_params"),
     ("set_reduce_scatter_max_input_buffers", 3, "max_reduce_inputs"),
-    ("set_separate_reduce_scatter_group", True, "_reduce_group"),
+    ("set_separate_reduce_scatter_group", True, "communication.reduce_group"),
     ("set_reshard_after_forward", False, "reshard_after_forward"),
     ("set_reshard_after_backward", False, "reshard_after_backward"),
 ]
@@ -342,9 +343,9 @@ def recursion(rank: int, world_size: int) -> None:
     cases += [(case, {}, False) for case in NOT_RECURSIVE]
     for (setter, value, attribute), arguments, below in cases:
         model = _model(shardkit, mesh=rank_mesh((world_size,)))
-        before = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+        before = [attrgetter(attribute)(group) for module in _sharded(model) for group in module._groups()]
         getattr(model, setter)(value, **arguments)
-        after = [getattr(group, attribute) for module in _sharded(model) for group in module._groups()]
+        after = [attrgetter(attribute)(group) for module in _sharded(model) for group in module._groups()]
         changed = [one != two for one, two in zip(before, after, strict=True)]
         assert changed == [True, below, below], f"{setter} with {arguments}"
 

@@ -163,7 +163,7 @@ class FSDPModule(StockFSDPModule):
             ranks = () if shard is None else tuple(dist.get_process_group_ranks(shard))
             if enable and ranks and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group.set_reduce_group(made[ranks] if enable and ranks else None)
+            group.communication = group.communication.reducing_on(made[ranks] if enable and ranks else None)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -275,11 +275,13 @@ class FSDPModule(StockFSDPModule):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """Gathers this module's parameters through `comm`, from and into the buffers that it allocates."""
-        self._only_group("set_custom_all_gather").set_custom_all_gather(comm)
+        group = self._only_group("set_custom_all_gather")
+        group.communication = group.communication.gathering_through(comm, group.label)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduces this module's gradients through `comm`, from and into the buffers that it allocates."""
-        self._only_group("set_custom_reduce_scatter").set_custom_reduce_scatter(comm)
+        group = self._only_group("set_custom_reduce_scatter")
+        group.communication = group.communication.reducing_through(comm, group.label)
 
     def _only_group(self, method: str) -> FSDPParamGroup:
         sharded = [group for group in self._groups() if group.mesh.shard_group is not None]
@@ -291,7 +293,8 @@ class FSDPModule(StockFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether communication buffers come from the process group's own allocator, if its backend has one."""
         for group in self._groups():
-            group.set_process_group_buffers(enable)
+            shard = group.mesh.shard_group if enable else None
+            group.communication = group.communication.with_buffers_of(shard, group.label)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Communication buffers come from memory that is registered with the network.

@@ -20,14 +20,14 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from shardkit.core import events
+from shardkit.core.communication import Communication
 from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck, agree
 from shardkit.core.param import FSDPParam
-from shardkit.core.policies import AllGather, CompressionPolicy, MixedPrecisionPolicy, ReduceScatter
+from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
 from shardkit.core.runtime.gather import gather, gather_buffer_bytes
@@ -35,8 +35,7 @@ from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
-from shardkit.core.runtime.transport.choice import Transports, choose_transports
-from shardkit.core.runtime.transport.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
+from shardkit.core.runtime.transport.choice import Transports
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
@@ -78,9 +77,6 @@ _SETTINGS = (
     "native_all_reduce",
     "all_reduce_hook",
     "all_reduce_hook_stream",
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "_reduce_group",
 )
 
 
@@ -115,7 +111,6 @@ class FSDPParamGroup:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.post_forward_mesh = post_forward_mesh
-        self.compression = compression
         self.label = ", ".join(param.fqn for param in params[:1])
         self.context = CommContext(device)
         self.users: WeakSet[GroupUser] = WeakSet()
@@ -144,9 +139,7 @@ class FSDPParamGroup:
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._partial_in_flight = False
-        self._all_gather_comm: AllGather | None = None
-        self._reduce_scatter_comm: ReduceScatter | None = None
-        self._reduce_group: dist.ProcessGroup | None = None
+        self._communication = Communication(compression)
         self._reduction = GradientReduction(mesh)
         self._ticket: Ticket | None = None
         self._plan: GatherPlan | None = None
@@ -155,7 +148,6 @@ class FSDPParamGroup:
         self._transports: Transports | None = None
         self._buffer_bytes: int | None = None
         self._parameter_bytes: int | None = None
-        self._choose_transports()
         self._share_shards()
 
     @staticmethod
@@ -178,18 +170,24 @@ class FSDPParamGroup:
             self.mp_policy,
             self.reshard_after_forward,
             self.post_forward_mesh,
-            self.compression,
         )
         for setting in _SETTINGS:
             setattr(group, setting, getattr(self, setting))
-        group._choose_transports()
+        group.communication = self.communication
         return group
 
     # -- what moves the bytes ------------------------------------------------------------------------------------------
 
-    def _choose_transports(self) -> None:
+    @property
+    def communication(self) -> Communication:
+        """How its bytes are to travel; a change takes effect at the next gather and reduction."""
+        return self._communication
+
+    @communication.setter
+    def communication(self, communication: Communication) -> None:
         if self._transports is not None:
             self._transports.forget_residuals()
+        self._communication = communication
         self._transports = None
         self._forget_plans()
 
@@ -198,15 +196,7 @@ class FSDPParamGroup:
         """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
         if self._transports is None:
             with events.Waiting(self.label, "set-up"):
-                self._transports = choose_transports(
-                    self.mesh.shard_group,
-                    self._reduce_group,
-                    self.device,
-                    self._all_gather_comm,
-                    self._reduce_scatter_comm,
-                    self.compression,
-                    self.label,
-                )
+                self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
         return self._transports
 
     def _share_shards(self) -> None:
@@ -217,53 +207,6 @@ class FSDPParamGroup:
         shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """From now on gathers go through `comm` and its buffers."""
-        self._refuse_compression(comm)
-        self._all_gather_comm = comm
-        self._choose_transports()
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """From now on reduce-scatters go through `comm` and its buffers."""
-        self._refuse_compression(comm)
-        self._reduce_scatter_comm = comm
-        self._choose_transports()
-
-    def _refuse_compression(self, other: object) -> None:
-        if self.compression is not None:
-            name = other if isinstance(other, str) else type(other).__name__
-            raise ValueError(
-                f"group '{self.label}' has a {self.compression}, which makes rows of bytes of its own and cannot go "
-                f"through {name}; shard it without compression_policy"
-            )
-
-    def set_process_group_buffers(self, enable: bool) -> None:
-        """Takes communication buffers from the process group's own allocator.
-
-        Raises:
-            ValueError: if custom communication is set, or the process group has no allocator.
-        """
-        ours = (ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter)
-        for comm in (self._all_gather_comm, self._reduce_scatter_comm):
-            if comm is not None and not isinstance(comm, ours):
-                raise ValueError(
-                    f"group '{self.label}' has custom communication ({type(comm).__name__}), which brings its own "
-                    "buffers"
-                )
-        group = self.mesh.shard_group
-        if enable and group is not None:
-            self._refuse_compression("buffers of the process group")
-            self._all_gather_comm = ProcessGroupAllocatedAllGather(group)
-            self._reduce_scatter_comm = ProcessGroupAllocatedReduceScatter(group)
-        else:
-            self._all_gather_comm = self._reduce_scatter_comm = None
-        self._choose_transports()
-
-    def set_reduce_group(self, group: dist.ProcessGroup | None) -> None:
-        """Reductions run on `group`, which has the ranks of the shard group; None: on the shard group itself."""
-        self._reduce_group = group
-        self._choose_transports()
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""

@@ -23,7 +23,8 @@ def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable
     for group in groups:
         group.gradient_divide_factor = 1.0
         if group.mesh.shard_group is not None:
-            group.set_custom_reduce_scatter(_HookedReduceScatter(state, hook))
+            hooked = _HookedReduceScatter(state, hook)
+            group.communication = group.communication.reducing_through(hooked, group.label)
         elif group.mesh.shard_axis is None and not _is_scalar_companion(group, groups):
             group.native_all_reduce = False
             group.all_reduce_hook = lambda gradient: _call(hook, state, gradient)
