@@ -384,6 +384,33 @@ def test_reshard_to_neighbours() -> None:
     run_ranks(4, _kept_on_neighbours)
 
 
+def _residuals_go(rank: int, world_size: int) -> None:
+    """Errors are kept while they can come back, and no longer; events say so."""
+    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
+    model = _net(networked_mesh((world_size,)), compression_policy=policy)
+    held: list[int] = []
+
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.StorageAllocated | events.StorageFreed) and event.kind == "residual":
+            held.append(event.bytes if isinstance(event, events.StorageAllocated) else -event.bytes)
+
+    with events.subscribe(listen):
+        _gradients(model, rank)
+        kept = sum(held)
+        block = fully_shard.state(model.blocks[0])
+        sent = sum(p.numel() - p.to_local().numel() for p in model.blocks[0].parameters() if p.ndim > 1)
+        for group in block.groups:
+            group.set_mixed_precision(MixedPrecisionPolicy(reduce_dtype=BF16))  # which needs no rounding
+        _gradients(model, rank)
+        assert kept - sum(held) == 4 * sent > 0
+        del model, block, group
+    assert sum(held) == 0
+
+
+def test_errors_that_cannot_come_back_are_dropped() -> None:
+    run_ranks(2, _residuals_go)
+
+
 def _only_one_side(rank: int, world_size: int) -> None:
     """Each side is compressed by itself, and a group of nothing but vectors is not at all."""
     mesh = networked_mesh((world_size,))

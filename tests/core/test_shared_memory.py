@@ -536,7 +536,7 @@ def _meets_nobody(rank: int, world_size: int) -> list[str]:
 def test_ranks_that_do_not_meet_are_told_where() -> None:
     (meeting, comparing), _ = run_ranks(2, _meets_nobody, isolated=True)
     assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
-    assert comparing.startswith("Linear: set-up failed (comparing models with the other ranks)")
+    assert comparing.startswith("FSDPLinear: set-up failed (comparing models with the other ranks)")
 
 
 # -- when a peer is not there ------------------------------------------------------------------------------------------

@@ -259,18 +259,12 @@ def plan_reduce(
     grad_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> ReducePlan:
-    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items.
-
-    Where the owner sums (`sums_locally`), gradients that are narrower than `reduce_dtype` travel as they are: half the
-    bytes for bf16 gradients, and still a sum in fp32. Others are cast first, and a collective, which sums on the way,
-    needs `reduce_dtype` on the wire in any case.
-    """
+    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items."""
     if isinstance(transport, CompressedTransport):
-        transport = transport.for_reduction(items, grad_dtype, reduce_dtype)
+        transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype))
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
-    keeps_dtype = transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize
-    wire_dtype = grad_dtype if keeps_dtype else reduce_dtype
+    wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)
     direct = [
         i
         for i, layout in enumerate(layouts)
@@ -293,6 +287,16 @@ def plan_reduce(
         output_sizes=sizes,
         places=places,
     )
+
+
+def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
+    """What gradients travel in, before any compression.
+
+    Where the owner sums (`sums_locally`), those that are narrower than `reduce_dtype` travel as they are: half the
+    bytes for bf16 gradients, and still a sum in fp32. Others are cast first, and a collective, which sums on the way,
+    needs `reduce_dtype` on the wire in any case.
+    """
+    return grad_dtype if transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
 
 def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: str) -> None:

@@ -126,10 +126,9 @@ def _pack(
 def _residual(plan: ReducePlan, transport: CompressedTransport, item: int, rank: int, numel: int) -> torch.Tensor:
     """What rounding has kept back so far of the gradient of `item` that goes to `rank`: 1-D, fp32."""
     fqn = plan.items[item].fqn
-    key = f"{fqn} to {rank}"
-    residual = transport.residuals.get(key)
+    residual = transport.residuals.get((fqn, rank))
     if residual is None:
-        residual = transport.residuals[key] = torch.zeros(numel, dtype=torch.float32, device=transport.device)
+        residual = transport.residuals[fqn, rank] = torch.zeros(numel, dtype=torch.float32, device=transport.device)
         note_allocated(residual, fqn, "residual")
     return residual
 
@@ -152,12 +151,15 @@ def _sum(
         mine = own[item].view(-1)
         if before is not None:
             mine.div_(before)
-        earlier, term = mine.new_zeros(numel), mine.new_empty(numel)
+        earlier, term = mine.new_empty(numel if plan.rank else 0), mine.new_empty(numel)
         for rank, wire in enumerate(received):
             if rank == plan.rank:
-                mine.add_(earlier)
+                if rank:
+                    mine.add_(earlier)
                 continue
-            rows.formats[item].read(wire[start : start + nbytes], term)
+            target = term if rank else earlier  # where the sum of the earlier terms begins
+            rows.formats[item].read(wire[start : start + nbytes], target)
             if before is not None:
-                term.div_(before)
-            (earlier if rank < plan.rank else mine).add_(term)
+                target.div_(before)
+            if rank:
+                (earlier if rank < plan.rank else mine).add_(term)

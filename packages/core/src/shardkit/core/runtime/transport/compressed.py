@@ -5,7 +5,8 @@ It belongs to one parameter group, whose rounding errors it keeps when they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class CompressedTransport:
     """Sends rows through `over`: pairwise straight to whom they are for, else by one collective on bytes.
 
-    `gathers` and `reductions` are what plans have prepared.
+    `gathers` and `reductions` are what plans have prepared; `residuals` belong to an FQN and the rank it is sent to.
     """
 
     direct = True
@@ -42,16 +43,19 @@ class CompressedTransport:
         self.world_size = over.world_size
         self.policy = policy
         self.padded_rows = over.padded
-        self.residuals: dict[str, torch.Tensor] = {}
+        self.residuals: dict[tuple[str, int], torch.Tensor] = {}
+        weakref.finalize(self, _note_gone, self.residuals).atexit = False
         self.gathers: WeakKeyDictionary[GatherPlan, GatherRows] = WeakKeyDictionary()
         self.reductions: WeakKeyDictionary[ReducePlan, ReduceRows] = WeakKeyDictionary()
         self._over = over
 
     def forget_residuals(self) -> None:
         """Drops the errors that wait to be fed back: they belong to gradients of an iteration that failed."""
-        for key, residual in self.residuals.items():
-            note_freed(residual, key.rpartition(" to ")[0], "residual")
-        self.residuals.clear()
+        self._forget({fqn for fqn, _ in self.residuals})
+
+    def _forget(self, fqns: Set[str]) -> None:
+        for key in [key for key in self.residuals if key[0] in fqns]:
+            note_freed(self.residuals.pop(key), key[0], "residual")
 
     def share(self, buffer: torch.Tensor, slots: Slots) -> Sequence[dist.Work]:
         """Fills every rank's slot of `buffer` with what that rank has in its own."""
@@ -76,19 +80,24 @@ class CompressedTransport:
         formats = [format_of(self.policy.gather, self.policy.block, item.layout, item.dtype) for item in items]
         return self._over if all(form.lossless for form in formats) else self
 
-    def for_reduction(
-        self, items: Sequence[ReduceItem], grad_dtype: torch.dtype, reduce_dtype: torch.dtype
-    ) -> Transport:
-        """Likewise for gradients that come in `grad_dtype` and are summed in `reduce_dtype`."""
-        dtype = min(grad_dtype, reduce_dtype, key=lambda dtype: dtype.itemsize)
-        formats = [format_of(self.policy.reduce, self.policy.block, item.layout, dtype) for item in items]
-        return self._over if all(form.lossless for form in formats) else self
+    def for_reduction(self, items: Sequence[ReduceItem], wire_dtype: torch.dtype) -> Transport:
+        """Likewise for gradients that would travel in `wire_dtype` uncompressed; then no error of theirs comes back."""
+        formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
+        if not all(form.lossless for form in formats):
+            return self
+        self._forget({item.fqn for item in items})
+        return self._over
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._over.gather_buffer(numel, dtype, label)
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._over.reduce_buffer(numel, dtype, label)
+
+
+def _note_gone(residuals: dict[tuple[str, int], torch.Tensor]) -> None:
+    for (fqn, _), residual in residuals.items():
+        note_freed(residual, fqn, "residual")
 
 
 def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
