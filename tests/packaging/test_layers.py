@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
         "adapters",
         "events",
         "observers",
+        "on_stack",
         "ranges",
         "region",
         "residency",
