@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -380,7 +379,7 @@ def _pair(timeout: float) -> tuple[Neighbours, Neighbours]:
 
 
 def _one_that_does_not_read(rank: int, world_size: int) -> None:
-    sender, receiver = _pair(0.5)
+    sender, receiver = _pair(1.0)
     tables = [Table("block", segment.shared_copies([torch.ones(4)])) for _ in range(2)]
     operations = []
     for _ in range(_FAR):
@@ -414,7 +413,7 @@ def _too_many_descriptors(rank: int, world_size: int) -> str:
     (values,) = segment.shared_copies([torch.ones(4)])
     soft = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
-    sender, receiver = _pair(0.5)
+    sender, receiver = _pair(1.0)
     tables = [Table(str(number), [values]) for number in range(soft // 2 + 20)]  # two descriptors each
     operations = [sender.post(Channel.GATHER, table) for table in tables]
     with pytest.raises(OSError, match=r"more than \d+ descriptors") as error:
@@ -517,24 +516,23 @@ def test_shards_stay_in_private_memory_where_files_are_used_up() -> None:
         assert "ulimit -n" in message
 
 
-def _meets_nobody(rank: int, world_size: int) -> list[str]:
-    groups = [dist.new_group(timeout=timedelta(seconds=0.3)) for _ in range(2)]
+def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
+    groups = [dist.new_group() for _ in range(2)]
     model = fully_shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(groups[1], "cpu"))
-    said = []
-    if rank == 0:
-        with pytest.raises(RuntimeError) as error:
-            choose_transports(groups[0], None, CPU, None, None, None, "blocks.0")
-        said.append(str(error.value))
-        with pytest.raises(RuntimeError) as error:
-            model(torch.ones(1, 2))
-        said.append(str(error.value))
-    else:
-        time.sleep(1.5)
-    return said
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as meeting:
+        choose_transports(groups[0], None, CPU, None, None, None, "blocks.0")
+    with pytest.raises(RuntimeError) as comparing:
+        model(torch.ones(1, 2))
+    Path(directory, "said").write_text(f"{meeting.value}\n{comparing.value}")
 
 
-def test_ranks_that_do_not_meet_are_told_where() -> None:
-    (meeting, comparing), _ = run_ranks(2, _meets_nobody, isolated=True)
+def test_a_rank_that_does_not_come_to_the_set_up_is_an_error_with_a_name(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _meets_nobody, str(tmp_path), isolated=True)
+    meeting, comparing = (tmp_path / "said").read_text().splitlines()
     assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
     assert comparing.startswith("FSDPLinear: set-up failed (comparing models with the other ranks)")
 
