@@ -188,7 +188,7 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
 
     Raises RuntimeError if it is not done after so many attempts.
     """
-    start_server("tests.faults.campaign")  # which every rank imports if it is the command
+    start_server("tests.faults.damage")  # which every rank imports if the campaign is the command
     path.mkdir(parents=True, exist_ok=True)
     reports: list[str] = []
     hung = 0

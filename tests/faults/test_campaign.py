@@ -1,14 +1,15 @@
 """A short campaign: a fault of every kind, at an instant that a seed chooses. `tests.faults.campaign` has long ones."""
 
 import dataclasses
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import KINDS, Undisturbed, table, try_one, undisturbed, verdict
-from tests.faults.damage import can_mount
+from tests.faults.campaign import KINDS, Undisturbed, pristine, table, try_one, undisturbed, verdict
+from tests.faults.damage import FILE_KINDS, can_mount, try_file
 from tests.faults.injection import Fault
 
 _SEED = 17
@@ -45,3 +46,10 @@ def test_a_run_that_goes_on_wrongly_is_noticed(tmp_path: Path, expected: Undistu
     other = dataclasses.replace(expected, final=[("", "")] * 2)
     wrong = verdict(tmp_path, Fault("slow", 0, 3), other).wrong
     assert wrong is not None and "ended otherwise than the undisturbed run: rank 0: state, rank 0: own" in wrong
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_files_that_restore_otherwise_are_noticed(tmp_path: Path, expected: Undisturbed, kind: str):
+    known = pristine(expected.path, expected.final[0][0])
+    wrong = try_file(kind, random.Random(1), dataclasses.replace(known, older="", newer=""), tmp_path / "copy").wrong
+    assert wrong is not None and "restored" in wrong and "otherwise" in wrong
