@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,9 +43,16 @@ def main(argv: Sequence[str]) -> None:
         train(settings, device, corpus, found)
 
 
+def seed_generators(seed: int) -> None:
+    """All that a checkpoint keeps, for what a model may draw, such as dropout."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 def train(settings: Settings, device: torch.device, corpus: Corpus, found: checkpointing.Checkpoint | None) -> None:
     """Build the sharded model, take the steps that are left, report. Collective."""
-    torch.manual_seed(settings.seed + dist.get_rank())  # for what a model may draw, such as dropout
+    seed_generators(settings.seed + dist.get_rank())
     mesh = process_mesh(settings, device)
     model = build_model(settings, device, mesh)
     optimizer = build_optimizer(model, settings)
