@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.legacy_fsdp_compat.both import (
     OURS,
@@ -320,3 +320,90 @@ def partial_state(rank: int, world_size: int) -> None:
 
 def test_rank0_only_and_disagreement():
     run_ranks(2, partial_state)
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps a row and a column of a matrix, as Adafactor does; torch's own does not step on sharded DTensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, squares = self.state[parameter], parameter.grad * parameter.grad
+            if parameter.ndim < 2:
+                state["variance"] = state.get("variance", torch.zeros_like(parameter)) + squares
+                parameter.sub_(parameter.grad, alpha=0.1)
+                continue
+            for name, dim in (("row_var", -1), ("col_var", -2)):
+                total = squares.sum(dim, keepdim=True)
+                if isinstance(total, DTensor):
+                    total = total.redistribute(placements=[Replicate()])
+                state[name] = state[name] + total if name in state else total
+            scale = sum(float(whole_value(state[name]).sum()) for name in ("row_var", "col_var"))
+            parameter.sub_(parameter.grad, alpha=0.1 / (1 + scale))
+
+
+def whole_value(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> dict[str, Any]:
+    """State of another shape than its parameter is whole in every state dict, and is loaded as it was."""
+    names = api(OURS)
+    setting = Setting(use_orig_params=use_orig_params)
+    model = wrap(OURS, setting)
+    optimizer = Factored(model.parameters())
+    train(model, optimizer, rank, range(2))
+    weights = whole_state(OURS, model)
+    with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+        state = names.FSDP.optim_state_dict(model, optimizer)
+    full = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    found = {key: tuple(one.shape) for key, one in state["state"]["inp.weight"].items()}
+    assert found == {"row_var": (5, 1), "col_var": (1, 4)}
+    # Of the last layer, one row of five, the column has the shape of the parameter, but is not cut like it.
+    assert tuple(full["state"]["out.weight"]["col_var"].shape) == (1, 5)
+    losses = train(model, optimizer, rank, range(2, 4))
+    again = wrap(OURS, setting, build(1))
+    again.load_state_dict(weights)
+    loaded = Factored(again.parameters())
+    with names.FSDP.state_dict_type(again, names.StateDictType[f"{kind}_STATE_DICT"]):
+        loaded.load_state_dict(names.FSDP.optim_state_dict_to_load(again, loaded, state))
+        state["state"]["inp.weight"]["row_var"] = torch.zeros(4, 1)
+        with pytest.raises(ValueError, match=r"'inp.weight: row_var' has shape \(4, 1\)"):
+            names.FSDP.optim_state_dict_to_load(again, loaded, state)
+    torch.testing.assert_close(train(again, loaded, rank, range(2, 4)), losses, rtol=0, atol=0)
+    return full["state"]
+
+
+def factored_alone(world_size: int) -> dict[str, Any]:
+    """The same state in one process."""
+    model = build()
+    optimizer = Factored(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
+        optimizer.step()
+    return {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("use_orig_params", "kind"), [(True, "FULL"), (False, "SHARDED"), (True, "SHARDED")])
+def test_factored_state(use_orig_params: bool, kind: str):
+    seen = run_ranks(2, factored, use_orig_params, kind)[0]
+    expected = factored_alone(2)
+    assert seen.keys() == expected.keys()
+    for name, values in expected.items():
+        assert_same_tensors(values, seen[name], **TOLERANCE)
+
+
+def torchs_adafactor(rank: int, world_size: int) -> None:
+    """Should this pass one day, the documentation is to be changed."""
+    model = wrap(OURS, Setting())
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+        torch.optim.Adafactor(model.parameters()).step()
+
+
+def test_torchs_adafactor_refuses_sharded_matrices():
+    run_ranks(2, torchs_adafactor)

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core.torch_compat import local_of
+from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.optimizer_names import NamedParameter, ParameterNames, key_of_each
 from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor
@@ -80,13 +80,14 @@ def named_state(
     if "param_groups" in state_dict:
         fqn_of = {key: fqn for fqn, key in keys.items()}
         named_dict["param_groups"] = [
-            {
-                **copy.deepcopy({k: v for k, v in one.items() if k != "params"}),
-                "params": [fqn_of[key] for key in one["params"]],
-            }
+            {**_hyper_parameters(one), "params": [fqn_of[key] for key in one["params"]]}
             for one in state_dict["param_groups"]
         ]
     return named_dict
+
+
+def _hyper_parameters(group: State) -> State:
+    return copy.deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
 def _check_ranks_agree(names: ParameterNames, states: dict[str, State], group: dist.ProcessGroup | None) -> None:
@@ -112,12 +113,18 @@ def _fill_flat_units(names: ParameterNames, keys: Mapping[str, object], states: 
         if named.unit is not None and not named.unit.use_orig_params and named.fqn in keys:
             by_unit.setdefault(id(named.unit), []).append(named)
     for members in by_unit.values():
-        model = next((states[one.fqn] for one in members if one.fqn in states), None)
-        if model is None:
+        example = next((one for one in members if one.fqn in states), None)
+        if example is None or not _is_elementwise(states[example.fqn], example):
             continue
         for one in members:
             if one.fqn not in states:
-                states[one.fqn] = {name: _zeros_like(value, one) for name, value in model.items()}
+                states[one.fqn] = {name: _zeros_like(value, one) for name, value in states[example.fqn].items()}
+
+
+def _is_elementwise(state: State, named: NamedParameter) -> bool:
+    """Whether the state has a value for each element; factored state, as Adafactor's, has not."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+    return all(tensor.shape == named.parameter.shape for tensor in tensors)
 
 
 def _zeros_like(value: Any, named: NamedParameter) -> Any:
@@ -130,13 +137,18 @@ def _value(named: NamedParameter, value: Any, shape: Shape) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     unit, managed = named.unit, named.managed
-    if unit is None or managed is None or not isinstance(value, DTensor) or value.shape != managed.shape:
+    if unit is None or managed is None or not isinstance(value, DTensor) or not _is_cut_like(managed, value):
         whole = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
         return whole.cpu() if shape.offload else whole
     if not shape.full:
         return to_sharded(unit, managed, value, as_dtensor=shape.as_dtensor, offload=shape.offload)
     full = unit.full(managed, value, everywhere=not shape.rank0_only)
     return full.cpu() if full is not None and shape.offload else full
+
+
+def _is_cut_like(managed: UnitParameter, value: DTensor) -> bool:
+    own = cast(DTensor, managed.sharded)
+    return value.shape == own.shape and tuple(value.placements) == tuple(own.placements)
 
 
 @torch.no_grad()
@@ -192,7 +204,7 @@ def _group_to_load(names: ParameterNames, keys: Mapping[str, int | str], group: 
                 f"a parameter group of the optimizer state dict lists '{fqn}', which is not in the {where}"
             )
         numbers.add(keys[named.fqn])
-    return {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": sorted(numbers)}
+    return {**_hyper_parameters(group), "params": sorted(numbers)}
 
 
 def _loaded(named: NamedParameter, name: str, value: Any, full: bool) -> Any:
@@ -202,6 +214,8 @@ def _loaded(named: NamedParameter, name: str, value: Any, full: bool) -> Any:
     what = f"{named.fqn}: {name}"
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return _scalar(managed, name, value)
+    if isinstance(value, torch.Tensor) and _is_factor(value.shape, managed.shape):
+        return _factor(managed, value)
     if not full or isinstance(value, DTensor | ShardedTensor):
         rows = from_sharded(unit, managed, value, what)
     elif tuple(value.shape) != tuple(managed.shape):
@@ -215,6 +229,22 @@ def _scalar(managed: UnitParameter, name: str, value: torch.Tensor) -> torch.Ten
     """State of a 0-dim parameter is a DTensor like it; a counter of steps is a plain tensor whatever the parameter."""
     plain = local_of(value) if isinstance(value, DTensor) else value
     return plain.detach().clone() if managed.shape or name == "step" else _like(managed, plain)
+
+
+def _is_factor(shape: torch.Size, of: torch.Size) -> bool:
+    """Whether this is what Adafactor keeps for the rows or columns of a parameter: its shape, but for one 1."""
+    if len(shape) != len(of) or len(of) < 2:
+        return False
+    other = [dim for dim, (mine, theirs) in enumerate(zip(shape, of, strict=True)) if mine != theirs]
+    return len(other) == 1 and other[0] >= len(of) - 2 and shape[other[0]] == 1
+
+
+def _factor(managed: UnitParameter, value: torch.Tensor) -> DTensor:
+    """Every rank has all of a factor, as of one that DTensor operators make."""
+    own = cast(DTensor, managed.sharded)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    copied = whole.detach().to(local_of(own).device).clone(memory_format=torch.contiguous_format)
+    return new_dtensor(copied, own.device_mesh, [Replicate()] * own.device_mesh.ndim, copied.shape)
 
 
 def _like(managed: UnitParameter, rows: torch.Tensor) -> torch.Tensor:
