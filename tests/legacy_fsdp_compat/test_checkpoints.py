@@ -104,8 +104,8 @@ def test_files_go_both_ways(world_size: int, case: Case, tmp_path: Path):
     run_ranks(world_size, goes_on_alike, case, tmp_path)
 
 
-@pytest.mark.parametrize(("number", "kind"), enumerate(TYPES), ids=str)
-@pytest.mark.parametrize(("other", "optimizer"), enumerate(["sgd", "adam", "adagrad"]), ids=str)
+@pytest.mark.parametrize(("number", "kind"), list(enumerate(TYPES)), ids=str)
+@pytest.mark.parametrize(("other", "optimizer"), list(enumerate(["sgd", "adam", "adagrad"])), ids=str)
 def test_other_optimizers(number: int, kind: str, other: int, optimizer: str, tmp_path: Path):
     """With both layouts, each written by the other engine, in turn."""
     for flip, use_orig in enumerate([True, False]):

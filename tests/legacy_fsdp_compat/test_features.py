@@ -407,6 +407,13 @@ def test_freezing_after_wrapping():
 # -- whole parameters --------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def fill_and_fail(model: nn.Module) -> None:
+    with api(OURS).FSDP.summon_full_params(model):
+        model.inp.weight.fill_(5.0)
+        raise ZeroDivisionError
+
+
 def summon(rank: int, world_size: int) -> None:
     names = api(OURS)
     model, plain = wrap(OURS, Setting()), build()
@@ -441,9 +448,14 @@ def summon(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="change values, not shapes"), names.FSDP.summon_full_params(model):
         model.inp.weight = nn.Parameter(torch.zeros(2, 2))
     assert isinstance(model.inp.weight, DTensor)
-    with pytest.raises(ZeroDivisionError), names.FSDP.summon_full_params(model):
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        fill_and_fail(model)
     assert isinstance(model.inp.weight, DTensor)
+    assert torch.all(model.inp.weight.to_local() == 3.0), "what was half done is not written back"
+    with names.FSDP.summon_full_params(model):
+        model.inp.weight.requires_grad_(False)
+    assert not model.inp.weight.requires_grad
+    model.inp.weight.requires_grad_(True)
     train(model, sgd(model), rank, range(1))
 
 

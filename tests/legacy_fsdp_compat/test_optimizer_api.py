@@ -87,7 +87,7 @@ def groups(rank: int, world_size: int) -> None:
     weights = [p for name, p in named.items() if name.endswith("weight") and "out" not in name]
     biases = [p for name, p in named.items() if name.endswith("bias") and "out" not in name]
     optimizer = torch.optim.AdamW([{"params": weights, "lr": 0.02}, {"params": biases, "weight_decay": 0.0}])
-    optimizer.add_param_group({"params": [], "lr": 0.5, "betas": (0.1, 0.2)})
+    optimizer.add_param_group({"params": [], "lr": 0.5, "betas": (0.1, 0.2), "schedule": [1, 2]})
     for parameter in biases:
         parameter.requires_grad_(False)
     loss_of(model, rank, 0).backward()
@@ -97,6 +97,8 @@ def groups(rank: int, world_size: int) -> None:
     assert [group["lr"] for group in saved] == [0.02, 1e-3, 0.5]
     assert saved[2]["params"] == []
     assert saved[2]["betas"] == (0.1, 0.2)
+    optimizer.param_groups[2]["schedule"].append(3)
+    assert saved[2]["schedule"] == [1, 2], "training goes on while a state dict is written"
     assert "inp.bias" in saved[1]["params"]
     assert "inp.bias" not in state["state"]
     assert not any(name.startswith("out") for group in saved for name in group["params"])
@@ -104,6 +106,8 @@ def groups(rank: int, world_size: int) -> None:
     loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
     assert state.keys() == before.keys()
     assert [len(group["params"]) for group in loaded["param_groups"]] == [len(weights), len(biases), 0]
+    optimizer.param_groups[2]["schedule"].append(4)
+    assert state["param_groups"][2]["schedule"] == [1, 2], "and after it was loaded"
     again = names.FSDP.optim_state_dict(model, optimizer)
     for name, values in state["state"].items():
         assert_same_tensors(values, again["state"][name], rtol=0, atol=0)
@@ -320,6 +324,30 @@ def partial_state(rank: int, world_size: int) -> None:
 
 def test_rank0_only_and_disagreement():
     run_ranks(2, partial_state)
+
+
+def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """A flat parameter has state as a whole: of what has none, it has zeros."""
+    names = api(OURS)
+    model = wrap(OURS, Setting(use_orig_params=use_orig_params))
+    optimizer = adam(model)
+    train(model, optimizer, rank, range(2))
+    for name, parameter in model.named_parameters():
+        if name in ("inp.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"):
+            del optimizer.state[parameter]
+    state = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert "inp.bias" in state["param_groups"][0]["params"]
+    assert "blocks.1.up.weight" not in state["state"], "of the whole unit there is none"
+    if use_orig_params:
+        assert "inp.bias" not in state["state"]
+        return
+    expected = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5)}
+    assert_same_tensors(expected, state["state"]["inp.bias"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_without_state(use_orig_params: bool):
+    run_ranks(2, without_state, use_orig_params)
 
 
 class Factored(torch.optim.Optimizer):
