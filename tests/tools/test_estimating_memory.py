@@ -60,3 +60,13 @@ def test_the_peak_is_told_by_what_it_turned_out_to_be():
     # The head's gradient makes the peak, and is found to be one only afterwards.
     assert peak.by_category["gradients"] == 4 * 4096 * 64
     assert sum(peak.by_category.values()) == peak.bytes
+
+
+def long_loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return output.repeat(1, 50).relu_().sum()
+
+
+def test_a_peak_in_the_loss_is_not_told_of_a_module():
+    job = TrainingJob(wide_head, lambda: torch.rand(2, 16), optimizer=torch.optim.SGD, loss=long_loss)
+    peak = estimate_job(job, 2, cpu("pairwise")).recording.peak
+    assert (peak.fqn, peak.phase) == ("", "backward")

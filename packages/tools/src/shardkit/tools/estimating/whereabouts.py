@@ -82,6 +82,8 @@ class Whereabouts:
         fqn = self._names.get(id(module))
         if fqn is None:
             return
+        if not in_backward():
+            self._backward = ""  # the next backward begins outside of all modules, with the loss
         if not in_backward() and torch.is_grad_enabled():
             around = self._running[-1] if self._running else ""
             for tensor in tensors_with_grad(args):
