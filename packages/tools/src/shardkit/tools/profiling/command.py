@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_text(options.trace, trace_json(report))
         except (ReportError, OSError) as error:
             errors.print(f"error: {error}", markup=False, soft_wrap=True)
-            if not list(records.glob("rank-*.json")):
+            if status == 0 and not list(records.glob("rank-*.json")):
                 hint = "a rank records from its first fully_shard call on; does the command call it?"
                 errors.print(hint, markup=False, soft_wrap=True)
             return status or 2
