@@ -14,7 +14,7 @@ from torch import nn
 
 from shardkit.tools.estimating.clock import Timeline, replay
 from shardkit.tools.estimating.costs import OperatorCosts, Roofline
-from shardkit.tools.estimating.job import TrainingJob
+from shardkit.tools.estimating.job import TensorParallel, TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.policies import Policies
 from shardkit.tools.estimating.simulation import Recording, simulate
@@ -138,6 +138,7 @@ def estimate(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     step: Callable[[nn.Module, torch.optim.Optimizer, Any], None] | None = None,
     costs: OperatorCosts | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> Estimate:
     """Runs one iteration with fake tensors as one rank of a world that does not exist, and says what it takes.
 
@@ -152,6 +153,7 @@ def estimate(
         loss: makes a scalar of output and micro-batch; see `TrainingJob`.
         step: runs one iteration, in place of forward, backward and step.
         costs: times of operators; by default from the machine's description.
+        tensor_parallel: cuts the model over the axis "tp" of the mesh; see `TrainingJob`.
 
     Raises:
         EstimateError: if the job cannot run with fake tensors.
@@ -159,7 +161,7 @@ def estimate(
 
     Not collective: it needs a process without a process group.
     """
-    job = TrainingJob(model_factory, inputs, optimizer, loss, step, policies or Policies())
+    job = TrainingJob(model_factory, inputs, optimizer, loss, step, policies or Policies(), tensor_parallel)
     return estimate_job(job, mesh, machine, rank=rank, costs=costs)
 
 
