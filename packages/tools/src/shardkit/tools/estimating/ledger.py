@@ -46,6 +46,13 @@ class Peak:
     fqn: str
     phase: str
 
+    @property
+    def place(self) -> str:
+        """Where the rank was, in words."""
+        if self.fqn:
+            return f"in {self.phase} of '{self.fqn}'"
+        return "outside of the model's modules" if self.phase == "between" else f"in {self.phase}"
+
 
 Observer: TypeAlias = Callable[[int, int], None]
 """Called with (identity of a storage, bytes it has now) whenever one is allocated, resized or freed."""

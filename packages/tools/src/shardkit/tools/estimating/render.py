@@ -63,8 +63,7 @@ def _grid(title: str, *columns: str) -> Table:
 
 def _memory(estimate: Estimate) -> Table:
     peak = estimate.peak
-    where = f"{peak.phase} of '{peak.fqn}'" if peak.fqn else peak.phase
-    table = _grid(escape(f"memory at the peak, in {where}"), "category", "bytes", "share")
+    table = _grid(escape(f"memory at the peak, {peak.place}"), "category", "bytes", "share")
     for category in CATEGORIES:
         nbytes = peak.by_category[category]
         table.add_row(category.replace("_", " "), size(nbytes), f"{nbytes / max(1, peak.bytes):.0%}")

@@ -40,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", help="limit for each rank, such as 80GiB (default: the machine's memory)")
     parser.add_argument("--micro-batch", type=int, help="samples of the smallest micro-batch (default: the job's own)")
     parser.add_argument("--most-micro-batch", type=int, help="and of the largest (default: eight times the smallest)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=6,
+        help="per cent of the limit to keep free, for what estimates miss (default 6)",
+    )
     parser.add_argument("--count", type=int, default=5, help="how many proposals (default 5)")
     parser.add_argument("--write", type=Path, help="writes the best proposal's code to this file")
     parser.add_argument("--json", type=Path, help="writes all proposals to this file")
@@ -54,6 +60,8 @@ def _run(options: argparse.Namespace) -> int:
             raise EstimateError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected a number from 1 on")
     if chosen := [name for name in ("reshard", "prefetch_budget") if getattr(options, name) is not None]:
         raise EstimateError(f"a plan chooses --{chosen[0].replace('_', '-')} itself; leave it out")
+    if not 0 <= options.margin < 100:
+        raise EstimateError(f"--margin is {options.margin}; expected per cent, from 0 to less than 100")
     check_targets(options.write, options.json)
     machine, console, progress = machine_named(options.machine), Console(), Console(stderr=True)
     limit = bytes_of(options.memory) if options.memory else machine.memory
@@ -66,10 +74,11 @@ def _run(options: argparse.Namespace) -> int:
             micro_batch=options.micro_batch,
             most_micro_batch=options.most_micro_batch,
             count=options.count,
+            margin=options.margin / 100,
             costs=costs,
             progress=lambda text: progress.print(f"estimating {text}", markup=False, highlight=False),
         )
-    _print(found, limit, console)
+    _print(found, int(limit * (1 - options.margin / 100)), console)
     if options.write is not None:
         write_text(options.write, code_of(found[0]))
     else:

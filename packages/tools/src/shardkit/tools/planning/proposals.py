@@ -116,6 +116,7 @@ def propose(
     micro_batch: int | None = None,
     most_micro_batch: int | None = None,
     count: int = 5,
+    margin: float = 0.0,
     costs: OperatorCosts | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Proposal]:
@@ -124,7 +125,8 @@ def propose(
     Every combination of mesh, wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
     the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
     micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes. The
-    smallest micro-batch is the job's own, the largest eight times that, unless told otherwise.
+    smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part of
+    the limit that stays free, for what estimates miss.
 
     Raises:
         NothingFits: with the candidate that comes closest.
@@ -133,7 +135,7 @@ def propose(
     plain = _build(job)
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
-    search = _Search(job, machine, limit, costs, progress)
+    search = _Search(job, machine, int(limit * (1 - margin)), costs, progress)
     for candidate in candidates(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
@@ -211,10 +213,9 @@ def _reasons(search: _Search, candidate: Candidate) -> list[str]:
     """What each choice saves and costs against the candidate that differs in nothing else."""
     found = search.run(candidate)
     line = found.timeline
-    peak = [found.peak.phase, *([f"'{found.peak.fqn}'"] if found.peak.fqn else [])]
     share = found.reserved_bytes / search.limit
     reasons = [
-        f"takes {size(found.reserved_bytes)}, {share:.0%} of the limit; the peak is in {' of '.join(peak)}",
+        f"takes {size(found.reserved_bytes)}, {share:.0%} of the limit; the peak is {found.peak.place}",
         f"waits {time(line.exposed)} of a {time(line.step)} step for communication",
     ]
     policies = candidate.policies
@@ -238,9 +239,9 @@ def _other_ways(search: _Search, candidate: Candidate) -> list[tuple[str, Candid
     """The candidates without its budget, and without its tensor parallelism."""
     policies, ways = candidate.policies, []
     if policies.prefetch_budget is not None:
-        for reshard in (True, False):
+        for reshard, what in ((True, "resharding always"), (False, "keeping all parameters for backward")):
             plain = with_setting(candidate, prefetch_budget=None, reshard_after_forward=reshard)
-            ways.append((f"prefetching within {size(policies.prefetch_budget)}", plain))
+            ways.append((f"prefetching within {size(policies.prefetch_budget)}, in place of {what},", plain))
     if any(name == "tp" for name, _ in candidate.axes):
         world_size = math.prod(length for _, length in candidate.axes)
         what = f"tensor parallelism (with 1/{world_size // candidate.samplers} of the samples in a step)"
