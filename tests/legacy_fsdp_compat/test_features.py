@@ -68,6 +68,10 @@ def mixed_precision(rank: int, world_size: int, options: dict[str, Any]) -> None
         buffers = {name.replace("_fsdp_wrapped_module.", ""): value.dtype for name, value in model.named_buffers()}
         seen[engine] = (losses, whole_state(engine, model), buffers)
     torch.testing.assert_close(seen[OURS][0], seen[STOCK][0], rtol=2e-2, atol=1e-2)
+    gradients = [parameter.grad.to_local() for parameter in model.parameters()]
+    reduced_in = options.get("reduce_dtype") or options.get("param_dtype")
+    rounded = all(torch.equal(one, one.bfloat16().float()) for one in gradients)
+    assert rounded == (reduced_in == torch.bfloat16), "what was added up in bfloat16 has its few digits"
     assert_same_tensors(seen[STOCK][1], seen[OURS][1], rtol=2e-2, atol=1e-2)
     assert seen[OURS][2] == seen[STOCK][2]
 
@@ -85,6 +89,48 @@ def mixed_precision(rank: int, world_size: int, options: dict[str, Any]) -> None
 )
 def test_mixed_precision(options: dict[str, Any]):
     run_ranks(2, mixed_precision, options)
+
+
+class Sees(nn.Module):
+    """Keeps the dtypes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        self.seen.append(extra.dtype)
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class Passes(nn.Module):
+    """Gives the unit below it an input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.out = Sees(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.below(x, torch.ones(1)).to(self.out.weight.dtype))
+
+
+def which_inputs_are_cast(rank: int, world_size: int) -> None:
+    seen: dict[str, list[torch.dtype]] = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        seen[engine] = []
+        for cast in (False, True):
+            mixed = names.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+            policy = names.ModuleWrapPolicy({Sees})
+            model = wrap(engine, Setting(), Passes(), mixed_precision=mixed, auto_wrap_policy=policy)
+            model(torch.ones(2, 4)).sum().backward()
+            seen[engine] += model.below.seen
+    assert seen[OURS] == seen[STOCK] == [torch.float32, torch.bfloat16]
+
+
+def test_which_inputs_are_cast():
+    run_ranks(2, which_inputs_are_cast)
 
 
 class Norms(nn.Module):
@@ -251,6 +297,8 @@ def accumulation(rank: int, world_size: int, use_orig_params: bool) -> None:
         for step, sync in enumerate([False, True, False, False, True]):
             with contextlib.nullcontext() if sync else model.no_sync():
                 loss_of(model, rank, step).backward()
+            reduced = any(parameter.grad is not None for parameter in model.parameters())
+            assert engine == STOCK or reduced == (step > 0), "the first backward leaves nothing behind but on its rank"
         optimizer.step()
         seen[engine] = whole_state(engine, model)
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
@@ -478,6 +526,39 @@ def applied(rank: int, world_size: int) -> None:
 
 def test_apply_sees_whole_parameters():
     run_ranks(2, applied)
+
+
+def replicated_state(rank: int, world_size: int) -> None:
+    """What is not sharded has whole state dicts, whatever is asked for; what was asked for ends with the context."""
+    names = api(OURS)
+    model = wrap(OURS, Setting("NO_SHARD"))
+    for kind in ("SHARDED", "LOCAL"):
+        with names.FSDP.state_dict_type(model, names.StateDictType[f"{kind}_STATE_DICT"]):
+            assert_same_tensors(dict(build().state_dict()), model.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ZeroDivisionError), names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        raise ZeroDivisionError
+    assert names.FSDP.get_state_dict_type(model).state_dict_type is names.StateDictType.FULL_STATE_DICT
+
+
+def test_state_dicts_of_what_is_not_sharded():
+    run_ranks(2, replicated_state)
+
+
+def sharded_copies(rank: int, world_size: int) -> None:
+    """Training may go on while a SHARDED state dict is written."""
+    names = api(OURS)
+    model = wrap(OURS, Setting())
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    held = {name: value.local_shards() for name, value in state.items() if hasattr(value, "local_shards")}
+    before = {name: shards[0].tensor.clone() for name, shards in held.items() if shards}
+    train(model, sgd(model), rank, range(1))
+    assert before
+    assert_same_tensors(before, {name: held[name][0].tensor for name in before}, rtol=0, atol=0)
+
+
+def test_sharded_state_dicts_are_copies():
+    run_ranks(2, sharded_copies)
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
