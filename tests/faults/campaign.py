@@ -219,10 +219,11 @@ def run(options: argparse.Namespace, root: Path) -> dict[tuple[str, int, int], R
                     print(f"NOT SURVIVED: {one.kind} {one.number}: {one.wrong}", flush=True)
                 if number % 50 == 49:
                     print(f"{number + 1} of {len(todo)}", flush=True)
-        finally:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
+            raise
     return {key: results[key] for key in wanted}
 
 
