@@ -1039,7 +1039,7 @@ def _grouped(rank: int, world_size: int) -> None:
             gathered: list[str] = []
             with events.subscribe(lambda e: gathered.append(e.fqn) if isinstance(e, events.GatherStarted) else None):  # noqa: B023
                 twins.sharded(batch(rank, 6, 4))
-            assert gathered
+            assert gathered or world_size == 1
             assert len(set(gathered)) == len(gathered), "modules of one call are gathered once, not each for itself"
 
 
