@@ -239,7 +239,6 @@ def main() -> None:
     if "full" in options.kinds and not can_mount():
         parser.error("only root can make the small file systems that 'full' needs; name other --kinds")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        Path(name).chmod(0o755)  # 'read-only' is tried as a user without privileges
         try:
             results = run(options, Path(name))
         except (_Ended, KeyboardInterrupt):

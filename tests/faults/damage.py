@@ -22,13 +22,13 @@ from shardkit.core.checkpoint import CheckpointError, CheckpointManager, Damaged
 from shardkit.core.checkpoint.command import main as checkpoint_command
 from tests.core.checkpoint_cases import ElasticLoader, Trainee
 from tests.faults.job import STEPS, digest
+from tests.faults.privileges import permissions_hold
 
 FILE_KINDS = ("truncated", "flipped", "missing", "swapped")
 DISK_KINDS = ("read-only", "full")
 
 _READING = ("open", "fstat", "preadv", "lstat", "scandir")
 _WRITING = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
-_NOBODY = 65534
 _OLDER, _NEWER = f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"
 
 
@@ -185,20 +185,17 @@ class Disk:
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[None]:
-        """A file system of 1 MiB for disks that are to be full; an unprivileged user for those that are read-only."""
+        """A file system of 1 MiB for disks that are to be full; no root's privileges for those that are read-only."""
         self.path.mkdir()
-        if self.kind == "full":
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(self.path)], check=True)
-        elif os.geteuid() == 0:
-            os.chown(self.path, _NOBODY, _NOBODY)
-            os.seteuid(_NOBODY)  # permissions mean nothing to root
+        if self.kind == "read-only":
+            with permissions_hold():
+                yield
+            return
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(self.path)], check=True)
         try:
             yield
         finally:
-            if self.kind == "full":
-                subprocess.run(["umount", str(self.path)], check=True)
-            elif os.getuid() == 0:
-                os.seteuid(0)
+            subprocess.run(["umount", str(self.path)], check=True)
 
     def strike(self, room: int) -> None:
         """Leaves so many bytes of room, or no permission to write."""

@@ -2,8 +2,6 @@
 
 import dataclasses
 import random
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,24 +18,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return undisturbed(tmp_path_factory.mktemp("faults") / "undisturbed")
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Not below pytest's directory, which the user without privileges that "read-only" needs cannot enter."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_survived(root: Path, expected: Undisturbed, kind: str):
+def test_a_fault_is_survived(tmp_path: Path, expected: Undisturbed, kind: str):
     if kind == "full" and not can_mount():
         pytest.skip("only root can make a small file system")
-    result = try_one(kind, 0, _SEED, expected, root)
+    result = try_one(kind, 0, _SEED, expected, tmp_path)
     assert result.wrong is None
     assert result.struck is not None, "the job ended before the fault"
     assert f"{kind} | 1 | 1 | 0" in table([result])
-    assert list(root.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(120)

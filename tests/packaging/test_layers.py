@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
         "torch_compat",
     },
     {"runtime"},
-    {"budget", "context", "managed", "order_check", "param", "param_group", "reduction"},
+    {"budget", "communication", "context", "managed", "order_check", "param", "param_group", "reduction"},
     {"iteration", "lazy_init", "state"},
     {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize", "optimizers", "shard_steps"},
     {"__init__", "__main__"},
