@@ -2,15 +2,25 @@
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults.campaign import KINDS, Undisturbed, pristine, table, try_one, undisturbed, verdict
 from tests.faults.damage import FILE_KINDS, can_mount, try_file
 from tests.faults.injection import Fault
 
 _SEED = 17
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_stays() -> Iterator[None]:
+    """Files are tried in this process, in a process group of one rank."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
