@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import events
+from shardkit.core.runtime import transport
 from shardkit.core.runtime.shared import meeting, segment
 from tests.tools.jobs import JOBS, mesh_of
 
@@ -84,14 +84,22 @@ class Measured:
 
 @contextlib.contextmanager
 def shared_memory(allowed: bool):
-    """Whether ranks share memory, within this context: they decide it anew, whatever ran in these processes before."""
+    """Whether ranks share memory, within this context: they decide it anew, whatever ran in these processes before.
+
+    A model of another test that is still alive may hold a transport of the same group.
+    """
     os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if allowed else "0"
-    meeting._known.pop(dist.group.WORLD, None)
+    caches = (meeting._known, transport._cache)
+    before = [dict(cache) for cache in caches]
+    for cache in caches:
+        cache.clear()
     try:
         yield
     finally:
         del os.environ["SHARDKIT_SHARED_MEMORY"]
-        meeting._known.pop(dist.group.WORLD, None)
+        for cache, known in zip(caches, before, strict=True):
+            cache.clear()
+            cache.update(known)
 
 
 def describe(event: Any) -> tuple[Any, ...] | None:
