@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardkit.core as shardkit
 from shardkit.core import events
+from shardkit.core.runtime.transport import C10dTransport, transport_for
 from tests.support import rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
@@ -552,6 +553,13 @@ def _run_threads(world_size: int, body: Callable[[int], Any]) -> list[Any]:
     return results
 
 
+def _runs_in_place(mesh: DeviceMesh) -> bool:
+    """Whether a list of buffers goes in one launch, as only backends can that say so."""
+    transport = transport_for(mesh["shard"].get_group(), torch.device("cpu"))
+    assert isinstance(transport, C10dTransport)
+    return transport.direct
+
+
 def threaded_group(rank: int, world_size: int, ranks: int, hsdp: bool) -> list[Any]:
     torch.manual_seed(0)
     models = [nn.Sequential(Block(7, 13), Block(7, 5), nn.Linear(7, 3)) for _ in range(ranks)]
@@ -561,6 +569,7 @@ def threaded_group(rank: int, world_size: int, ranks: int, hsdp: bool) -> list[A
     def body(thread: int) -> Any:
         shape, names = ((2, ranks // 2), ("replicate", "shard")) if hsdp else ((ranks,), ("shard",))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        assert not _runs_in_place(mesh)
         return _train_model(models[thread], mesh, thread, 3)
 
     return _run_threads(ranks, body)
@@ -590,7 +599,9 @@ def fake_group(rank: int, world_size: int, fake_rank: int, fake_world: int, hsdp
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=fake_rank, world_size=fake_world)
     shape, names = ((2, fake_world // 2), ("replicate", "shard")) if hsdp else ((fake_world,), ("shard",))
-    losses, shards = _train(init_device_mesh("cpu", shape, mesh_dim_names=names), fake_rank)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    assert not _runs_in_place(mesh)
+    losses, shards = _train(mesh, fake_rank)
     return losses, {fqn: tuple(shard.shape) for fqn, shard in shards.items()}
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardkit.core import MixedPrecisionPolicy, fully_shard
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
@@ -173,6 +173,89 @@ def test_checkpoints_of_tied_parameters(world_size: int) -> None:
     run_ranks(world_size, _tied_checkpoints)
 
 
+class Pair(nn.Module):
+    """Two layers of two weights each, one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4)) for _ in range(3))
+        self.layers[1][1].weight = self.layers[0][1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _tied_settings(rank: int, world_size: int) -> None:
+    """What was set before another call found the tie holds for the tied parameter as well."""
+    factor = 0.5
+
+    def shard(model: Any) -> None:
+        fully_shard(model.layers[0])
+        model.layers[0].set_gradient_divide_factor(factor)
+        fully_shard(model.layers[1])
+        fully_shard(model)
+
+    twins = Twins.of(rank, world_size, Pair, shard)
+    twins.backward(_vector_loss)
+    expected = twins.whole.layers[0][1].weight.grad * (world_size / factor)
+    assert_close(twins.sharded.layers[0][1].weight.grad, expected, "tied")
+
+
+def test_settings_of_a_tied_parameter() -> None:
+    run_ranks(2, _tied_settings)
+
+
+def _tied_traffic(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """The reductions of one backward, and what the forward of a second iteration had not prefetched."""
+    torch.manual_seed(0)
+    model = Pair()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    loss = _vector_loss(model, rank)
+    backward: list[events.Event] = []
+    with events.subscribe(backward.append):
+        loss.backward()
+    forward: list[events.Event] = []
+    with events.subscribe(forward.append):
+        model(batch(rank, 3, 4))
+    reductions = [one.fqn for one in backward if isinstance(one, events.ReduceStarted)]
+    return reductions, [one.fqn for one in forward if isinstance(one, events.PrefetchMiss)]
+
+
+def test_a_tied_parameter_is_reduced_once_and_prefetched_with_the_others() -> None:
+    for reductions, missed in run_ranks(2, _tied_traffic):
+        assert len(reductions) == len(set(reductions)) == 4, reductions  # the layers' own, and the tied one
+        assert {fqn for fqn in missed if fqn.startswith("layers.")} <= {"layers.0", "layers.0.1.weight"}, missed
+
+
+class Around(nn.Module):
+    """Uses a weight itself, and then has a child use it: in backward the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.child = nn.Linear(4, 4)
+        self.child.weight = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(torch.tanh(nn.functional.linear(self.first(x), self.weight)))
+
+
+def _around(rank: int, world_size: int) -> None:
+    def shard(model: Any) -> None:
+        fully_shard(model.child)
+        fully_shard(model, reshard_after_forward=True)
+
+    _steps(Twins.of(rank, world_size, Around, shard), _vector_loss)
+
+
+def test_a_tied_parameter_stays_while_anybody_needs_it() -> None:
+    run_ranks(2, _around)
+
+
 # -- 0-dim parameters --------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +380,42 @@ def _mixed_loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mixed_dtypes_in_a_group(world_size: int) -> None:
     run_ranks(world_size, _mixed)
+
+
+class Branches(nn.Module):
+    """Parameters of three dtypes whose gradients do not meet, and an integer one that a cast would spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(4, 7)
+        self.wide = nn.Linear(4, 5).double()
+        self.narrow = nn.Linear(4, 3).bfloat16()
+        self.large = nn.Parameter(torch.arange(4) + 2**24 + 1, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.equal(self.large, torch.arange(4) + 2**24 + 1)
+        branches = (self.single, self.wide, self.narrow)
+        return sum(layer(x.to(layer.weight.dtype)).double().square().mean() for layer in branches)  # type: ignore[return-value]
+
+
+def _branches(rank: int, world_size: int) -> None:
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return model(batch(rank, 3, 4))
+
+    twins = Twins.of(rank, world_size, Branches, fully_shard)
+    twins.backward(loss)
+    expected = dict(twins.whole.named_parameters())
+    for fqn, parameter in twins.sharded.named_parameters():
+        if parameter.grad is not None:
+            within = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[parameter.dtype]
+            seen = parameter.grad.full_tensor()
+            torch.testing.assert_close(seen, expected[fqn].grad, rtol=within, atol=within)
+    loss(fully_shard(Branches(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), rank).backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_dtype_is_reduced_as_it_is(world_size: int) -> None:
+    run_ranks(world_size, _branches)
 
 
 # -- other dims, other layouts -----------------------------------------------------------------------------------------

@@ -306,9 +306,13 @@ class Iteration:
             if self.context.unsharded > self.depth:
                 return
             for group in state.groups:
-                if not group.is_unsharded and not (in_backward and not group.unshard_in_backward):
+                if in_backward and not group.unshard_in_backward:
+                    continue
+                if not group.is_unsharded:
                     group.unshard(in_backward=in_backward)
-                    self._note_prefetched([group], in_backward)
+                elif in_backward or not group.in_use:
+                    continue
+                self._note_prefetched([group], in_backward)  # in use: of a tied or repeated module, it stays for that
 
     def note_use(self, group: FSDPParamGroup) -> None:
         """Tells tools whether a group that is needed now had been prefetched."""

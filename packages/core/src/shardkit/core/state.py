@@ -214,7 +214,7 @@ class FSDPState:
             self.iteration.left(self)
         kept = self.iteration.worth_keeping()
         for group in self.groups:
-            if group.forward_users or group.backward_users or group in kept:
+            if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
             # A root that keeps its parameters for a backward has no reason to when none can follow.
             if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
