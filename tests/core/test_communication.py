@@ -605,6 +605,23 @@ def fake_group(rank: int, world_size: int, fake_rank: int, fake_world: int, hsdp
     return losses, {fqn: tuple(shard.shape) for fqn, shard in shards.items()}
 
 
+def fake_layout(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    convolution = nn.Conv2d(3, 6, (3, 2)).to(memory_format=torch.channels_last)
+    half = convolution.weight.detach()[3:].contiguous()
+    shardkit.fully_shard(convolution, mesh=init_device_mesh("cpu", (2,)))
+    local = convolution.weight.to_local()
+    assert local.is_contiguous()
+    assert torch.equal(local, half)
+
+
+def test_shards_are_contiguous_where_they_are_not_moved_to_shared_memory() -> None:
+    run_ranks(1, fake_layout, isolated=True)
+
+
 @pytest.mark.parametrize(("fake_rank", "fake_world", "hsdp"), [(0, 4, False), (7, 8, False), (5, 16, True)])
 def test_fake_group(fake_rank: int, fake_world: int, hsdp: bool) -> None:
     ((losses, shapes),) = run_ranks(1, fake_group, fake_rank, fake_world, hsdp, isolated=True)

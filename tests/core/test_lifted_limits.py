@@ -162,6 +162,7 @@ def _tied_checkpoints(rank: int, world_size: int) -> None:
         _both_sharded(loaded)
         loaded.load_state_dict(state, assign=assign)
         resumed = Twins(loaded, twins.whole, rank, world_size)
+        _check_ties(resumed)
         resumed.backward(_tied_loss("eh"))
         resumed.check_gradients()
         _check_ties(resumed)

@@ -143,6 +143,25 @@ def test_a_state_dict_in_midstep_changes_nothing(world_size: int) -> None:
     run_ranks(world_size, midstep)
 
 
+def within_forward(rank: int, world_size: int) -> None:
+    """A state dict that a hook takes while modules run (as averaging may) frees nothing that they still read."""
+    losses = []
+    for take in (False, True):
+        module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
+        for inner in module.modules():
+            if take:
+                inner.register_forward_pre_hook(lambda *unused, root=module: root.state_dict() and None)
+        loss = _loss(module, "mlp", 0)
+        loss.backward()
+        losses.append((loss.item(), [parameter.grad.to_local() for parameter in module.parameters()]))
+    assert losses[0][0] == losses[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(losses[0][1], losses[1][1], strict=True))
+
+
+def test_a_state_dict_within_forward_changes_nothing() -> None:
+    run_ranks(2, within_forward)
+
+
 def interchange(rank: int, world_size: int, kind: str, model: str, assign: bool) -> None:
     """Ours -> stock -> ours, by load_state_dict; the models then train alike."""
     mesh = _mesh(world_size, kind)

@@ -149,12 +149,13 @@ class FSDPParam:
     def refresh(self) -> bool:
         """Takes over what the user put in place since the last use; returns whether plans must be made anew.
 
-        That is a cast, a move, `load_state_dict(assign=True)`, an assignment to the module. Two identity tests when
+        That is a cast, a move, `load_state_dict(assign=True)`, an assignment to the module. Three identity tests when
         nothing changed.
         """
-        current = self.slots[0].get()
-        if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
-            self._adopt_parameter(current)
+        for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
+            current = slot.get()
+            if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
+                self._adopt_parameter(current)
         local = local_of(self.sharded_param)
         if local is self._held:
             return False
