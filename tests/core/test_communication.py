@@ -406,8 +406,11 @@ def unused_on_some_ranks(rank: int, world_size: int) -> None:
         whole.zero_grad()
 
 
-def partial_gradient_alone(rank: int, world_size: int) -> None:
-    """What waits for its all-reduce is all-reduced by the next backward that does, also if that leaves it out."""
+def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
+    """What waits for its all-reduce is all-reduced by the next backward that does, also if that leaves it out.
+
+    Whether or not the end of the first backward waits for what it has begun.
+    """
     torch.manual_seed(0)
     model, whole = Sides(), Sides()
     whole.load_state_dict(model.state_dict())
@@ -416,13 +419,15 @@ def partial_gradient_alone(rank: int, world_size: int) -> None:
         for one in range(world_size):
             (whole(_batch(one, step)[:, :3], side).square().mean() / world_size).backward()
         model.set_requires_all_reduce(side == "right")
+        model.set_is_last_backward(waits or side == "right")
         model(_batch(rank, step)[:, :3], side).square().mean().backward()
     _assert_full_or_none(model, whole)
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(world_size: int) -> None:
-    run_ranks(world_size, partial_gradient_alone)
+def test_partial_gradients_of_parameters_that_the_last_backward_leaves_out(world_size: int, waits: bool) -> None:
+    run_ranks(world_size, partial_gradient_alone, waits)
 
 
 def accumulated_unlike(rank: int, world_size: int) -> None:

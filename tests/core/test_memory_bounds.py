@@ -156,6 +156,25 @@ def _changing_order(rank: int, world_size: int) -> None:
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
 
 
+def _without_backward(rank: int, world_size: int) -> list[str]:
+    """What a backward gathers, where the iteration before had a block that backward did not reach."""
+    model = _chain()
+    x = torch.randn(2, WIDTH)
+    detached, last = model.blocks[0], model.blocks[1]
+    model.forward = lambda x, both=True: model.out(last(detached(x).detach() if both else x))
+    model(x).sum().backward()
+    loss = model(x, both=False).sum()
+    seen: list[events.Event] = []
+    with events.subscribe(seen.append):
+        loss.backward()
+    return [one.fqn for one in seen if isinstance(one, events.GatherStarted)]
+
+
+def test_each_iteration_forgets_what_backward_did_not_reach() -> None:
+    for gathered in run_ranks(2, _without_backward):
+        assert gathered == ["blocks.1"]
+
+
 def _run_through(modules: list[nn.Module], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)

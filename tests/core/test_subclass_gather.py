@@ -310,12 +310,21 @@ class PaddedOnTheWire(WireWeight):
         return data[:metadata], (data[:metadata],)
 
 
-def padded_by_the_hook(rank: int, world_size: int) -> None:
+class PaddingLeftOn(PaddedOnTheWire):
+    """The other hook leaves the tail on: it is cut off for it."""
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        return None if out is not None else (gathered[0], gathered)
+
+
+def padded_by_the_hook(rank: int, world_size: int, kind: type[PaddedOnTheWire]) -> None:
     """Rows 5 over 2, 3 and 4 ranks: the last rank holds less than the others, or nothing."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 5, bias=False)
     full = linear.weight.detach().clone()
-    linear.weight = nn.Parameter(PaddedOnTheWire(full.clone()))
+    linear.weight = nn.Parameter(kind(full.clone()))
     shardkit.fully_shard(linear, mesh=rank_mesh((world_size,)))
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.5)
     for step in range(3):
@@ -325,12 +334,13 @@ def padded_by_the_hook(rank: int, world_size: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         full -= 0.5
-    assert isinstance(linear.weight.to_local(), PaddedOnTheWire)
+    assert isinstance(linear.weight.to_local(), kind)
 
 
+@pytest.mark.parametrize("kind", [PaddedOnTheWire, PaddingLeftOn])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_uneven_padded_by_the_hook(world_size: int) -> None:
-    run_ranks(world_size, padded_by_the_hook)
+def test_uneven_padded_by_the_hook(world_size: int, kind: type[PaddedOnTheWire]) -> None:
+    run_ranks(world_size, padded_by_the_hook, kind)
 
 
 class UnpaddedOnTheWire(WireWeight):
