@@ -169,6 +169,12 @@ def _tied_checkpoints(rank: int, world_size: int) -> None:
         twins.whole.zero_grad()
 
 
+    _both_sharded(alone := Tied())
+    alone.load_state_dict({"embedding.weight": state["embedding.weight"]}, strict=False, assign=True)
+    assert alone.head.weight is alone.embedding.weight
+    assert torch.equal(alone.head.weight.to_local(), state["embedding.weight"].to_local())
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpoints_of_tied_parameters(world_size: int) -> None:
     run_ranks(world_size, _tied_checkpoints)
@@ -394,7 +400,7 @@ class Branches(nn.Module):
         self.large = nn.Parameter(torch.arange(4) + 2**24 + 1, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert torch.equal(self.large, torch.arange(4) + 2**24 + 1)
+        assert self.large.tolist() == [2**24 + 1 + index for index in range(4)]
         branches = (self.single, self.wide, self.narrow)
         return sum(layer(x.to(layer.weight.dtype)).double().square().mean() for layer in branches)  # type: ignore[return-value]
 
