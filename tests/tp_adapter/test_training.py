@@ -145,6 +145,28 @@ def test_a_smaller_group_after_forward():
     run_ranks(4, compare_kept_parts)
 
 
+def train_after_inference(rank: int, world_size: int) -> None:
+    """What a first forward in inference mode leaves behind can be trained, and gives what stock gives."""
+    case = Case("tensor", (2, 2))
+    gradients = []
+    for api in (shardkit, stock):
+        model = sharded(case, api)
+        if api is shardkit:
+            with torch.inference_mode():
+                SPECS[case.model].loss(model, 0)
+        else:
+            sum_in_rank_order(model)
+        SPECS[case.model].loss(model, rank // 2).backward()
+        trace = Trace()
+        trace.add_gradients("after inference", model, full=True)
+        gradients.append(trace)
+    assert_same(*gradients)
+
+
+def test_a_first_forward_in_inference_mode():
+    run_ranks(4, train_after_inference)
+
+
 def train_with_loss_parallel(rank: int, api: Any) -> Trace:
     """The logits stay cut over the vocabulary up to the loss; a block's input is gathered on the way in."""
     mesh, model = rank_mesh((2, 2), NAMES[2]), build("language")
