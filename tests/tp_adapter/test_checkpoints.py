@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -25,6 +26,7 @@ import shardkit.core as shardkit
 from shardkit.tp_adapter import CheckedLoadPlanner
 from tests.support import rank_mesh, run_ranks
 from tests.tp_adapter.models import SPECS, shard
+from tests.tp_adapter.test_meshes import Mixture
 from tests.tp_adapter.test_training import NAMES, OPTIMIZERS
 
 
@@ -133,6 +135,42 @@ def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str, chain: 
     for number, shape in enumerate(chain):
         again = tmp_path / str(number + 1)
         for seen in run_ranks(math.prod(shape), load, tmp_path / str(number), again, name, shape, how):
+            assert_equal(expected, seen)
+
+
+def experts_of(shape: tuple[int, ...], seed: int) -> Trainee:
+    """Experts over "ep" and then over the other axis, dense parameters over both."""
+    mesh = rank_mesh(shape, ("dp_mod_ep", "ep"))
+    torch.manual_seed(seed)
+    model = Mixture()
+    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
+    shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
+    shardkit.fully_shard(model, mesh=mesh)
+    trainee = Trainee(model, OPTIMIZERS["adamw"](model.parameters()))
+    model(torch.randn(2, 3)).square().mean().backward()
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    return trainee
+
+
+def save_experts(rank: int, world_size: int, path: Path, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    trainee = experts_of(shape, 1)
+    trainee.save(path)
+    return trainee.full()
+
+
+def load_experts(rank: int, world_size: int, path: Path, again: Path, shape: Any) -> dict[str, torch.Tensor]:
+    trainee = experts_of(shape, 2)
+    trainee.load(path)
+    trainee.save(again)
+    return trainee.full()
+
+
+def test_any_change_of_expert_parallelism(tmp_path: Path):
+    expected = run_ranks(4, save_experts, tmp_path / "0", (2, 2))[0]
+    for number, shape in enumerate([(4, 1), (1, 4), (1, 2), (3, 1), (1, 1), (2, 2)]):
+        paths = (tmp_path / str(number), tmp_path / str(number + 1))
+        for seen in run_ranks(math.prod(shape), load_experts, *paths, shape):
             assert_equal(expected, seen)
 
 
