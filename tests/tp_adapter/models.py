@@ -219,24 +219,78 @@ def parallelize_packed_model(model: nn.Module, tp: DeviceMesh) -> None:
     parallelize_module(model, tp, {"qkv": FusedColwiseParallel("q", "k", "v"), "out": RowwiseParallel()})
 
 
-class GroupedModel(nn.Module):
-    """Two groups of queries that share a key and a value, packed group by group."""
+@dataclass(frozen=True)
+class Heads:
+    """Queries in groups that share a key and a value."""
 
-    def __init__(self, heads: int = 3, size: int = 2) -> None:
+    groups: int = 6
+    ratio: int = 3
+    size: int = 3
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows of a group: its queries, its key, its value."""
+        return (self.ratio * self.size, self.size, self.size)
+
+
+HEADS = Heads()
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention, its projections packed group by group; or as layers of their own, all of a kind stacked.
+
+    The latter repeats keys and values for the queries that share them, as checkpoints of separate layers mean it.
+    """
+
+    def __init__(self, packed: bool, width: int, heads: Heads) -> None:
         super().__init__()
-        self.heads, self.size = heads, size
-        self.qkv = nn.Linear(6, 2 * (heads + 2) * size)
-        self.blocks = nn.ModuleList()
-        self.out = nn.Linear(2 * heads * size, 6)
+        self.heads = heads
+        if packed:
+            self.qkv_proj = nn.Linear(width, heads.groups * sum(heads.sizes))
+        else:
+            for name, rows in zip(PROJECTIONS, heads.sizes, strict=True):
+                setattr(self, name, nn.Linear(width, heads.groups * rows))
+        self.o_proj = nn.Linear(heads.groups * heads.sizes[0], width)
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = self.qkv(x).unflatten(-1, (-1, self.heads + 2, self.size))
-        q, k, v = grouped.split((self.heads, 1, 1), dim=-2)
-        return self.out((q * k.sigmoid() + v).flatten(-3))
+        q, k, v = self.packed(x) if hasattr(self, "qkv_proj") else self.stacked(x)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def packed(self, x: Tensor) -> tuple[Tensor, ...]:
+        groups = self.qkv_proj(x).unflatten(-1, (-1, self.heads.ratio + 2, self.heads.size))
+        parts = groups.split((self.heads.ratio, 1, 1), dim=-2)
+        return tuple(part.expand(-1, -1, -1, self.heads.ratio, -1).flatten(2, 3).transpose(1, 2) for part in parts)
+
+    def stacked(self, x: Tensor) -> tuple[Tensor, ...]:
+        layers = (getattr(self, name) for name in PROJECTIONS)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.heads.size)).transpose(1, 2) for layer in layers)
+        return q, k.repeat_interleave(self.heads.ratio, 1), v.repeat_interleave(self.heads.ratio, 1)
+
+
+class GroupedModel(nn.Module):
+    """Two blocks of grouped-query attention."""
+
+    def __init__(self, packed: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GroupedAttention(packed, 6, HEADS) for _ in range(2))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def parallelize_grouped_model(model: nn.Module, tp: DeviceMesh) -> None:
-    parallelize_module(model, tp, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+    plan: dict[str, Any] = {}
+    for index in range(len(model.blocks)):
+        plan |= {
+            f"blocks.{index}.qkv_proj": FusedColwiseParallel(*PROJECTIONS, sizes=HEADS.sizes),
+            f"blocks.{index}.o_proj": RowwiseParallel(),
+        }
+    parallelize_module(model, tp, plan)
 
 
 SPECS["grouped"] = TPSpec(GroupedModel, parallelize_grouped_model, _features)

@@ -84,13 +84,22 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# Rows 0-1 and 4-5 with others around and between them, as logical tensors lie in a weight that is packed in groups.
+AMID_OTHERS = Boxes(WHOLE.shape, REGION, Region((((1, 3), (4, 6)), ((0, 3),))))
+
+
 # `_create_cpu_state_dict` makes copies of plain local tensors with torch.empty, which no subclass hears of.
 @pytest.mark.parametrize(
-    ("kind", "how"), [(BoxedTensor, how) for how in COPIES if how != "cpu"] + [(LogicalTensor, how) for how in COPIES]
+    ("kind", "boxes", "how"),
+    [(BoxedTensor, BOXES, how) for how in COPIES if how != "cpu"]
+    + [(LogicalTensor, boxes, how) for how in COPIES for boxes in (BOXES, AMID_OTHERS)],
+    ids=lambda value: None if isinstance(value, Boxes) else getattr(value, "__name__", value),
 )
-def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], how: str):
-    source = torch.cat([torch.zeros(1, 3), REGION.take(WHOLE)])[1:]  # a view, as logical tensors are
-    original = kind.of(source, BOXES)
+def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], boxes: Boxes, how: str):
+    other = torch.zeros(1, 3)
+    rows = [other, *WHOLE[:2].split(1), *([other] if boxes is AMID_OTHERS else []), *WHOLE[4:6].split(1)]
+    source = torch.cat(rows)[0 if boxes is AMID_OTHERS else 1 :]  # a view, as logical tensors are
+    original = kind.of(source, boxes)
     copied = COPIES[how]({"w": original})["w"]
     source.fill_(-1)
     assert type(copied) is kind
@@ -99,6 +108,27 @@ def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], how: s
     for chunk in chunks:
         part = copied.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
         assert torch.equal(part, WHOLE[chunk.offsets[0] : chunk.offsets[0] + 2])
+
+
+def test_copies_hold_nothing_else():
+    local = torch.zeros(7, 3)
+    for step in (copy.deepcopy, torch.clone, torch.empty_like, torch.zeros_like, lambda one: one.to(torch.float64)):
+        copied = step(LogicalTensor.of(local, AMID_OTHERS))
+        assert copied.local.shape == (4, 3) and copied.boxes == BOXES
+
+
+def test_a_logical_tensor_amid_others_is_filled_alone():
+    local = torch.zeros(7, 3)
+    logical = LogicalTensor.of(local, AMID_OTHERS)
+    logical.copy_(LogicalTensor.of(REGION.take(WHOLE), BOXES))
+    assert torch.equal(
+        local, torch.cat([torch.zeros(1, 3), WHOLE[:2], torch.zeros(1, 3), WHOLE[4:6], torch.zeros(1, 3)])
+    )
+    assert torch.equal(logical.packed(), REGION.take(WHOLE))
+    logical.detach().fill_(1.0)
+    assert local.sum(1).tolist() == [0, 3, 3, 0, 3, 3, 0]
+    logical.zero_()
+    assert not local.any()
 
 
 def test_a_logical_tensor_has_its_whole_size_and_no_arithmetic():

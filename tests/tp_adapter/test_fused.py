@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import shardkit.core as shardkit
 from shardkit.core.runtime.shared import segment
-from shardkit.tp_adapter import CheckedLoadPlanner, logical_state_dict
+from shardkit.tp_adapter import CheckedLoadPlanner, SubBlocks, logical_state_dict
 from shardkit.tp_adapter.boxes import BoxedTensor
 from tests.core.single_process import assert_close
 from tests.support import rank_mesh, run_ranks
-from tests.tp_adapter.models import SPECS, FusedModel, build, shard
+from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, FusedModel, build, shard
 from tests.tp_adapter.test_checkpoints import Trainee
 from tests.tp_adapter.test_training import NAMES
 
@@ -34,9 +34,12 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (whole, model)]
     theirs = dict(whole.named_parameters())
     for step in range(2):
-        for seed in range(len(ranks)):
-            (spec.loss(whole, 10 * step + seed) / len(ranks)).backward()
-        spec.loss(model, 10 * step + ranks.index(rank)).backward()
+        losses = [spec.loss(whole, 10 * step + seed) for seed in range(len(ranks))]
+        (sum(losses) / len(ranks)).backward()
+        mine = ranks.index(rank)
+        loss = spec.loss(model, 10 * step + mine)
+        assert_close(loss, losses[mine], "loss")
+        loss.backward()
         for fqn, parameter in model.named_parameters():
             assert_close(parameter.grad, theirs[fqn].grad, f"gradient of {fqn}")
         for optimizer in optimizers:
@@ -60,7 +63,15 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("fused", (2, 2)), ("packed", (2, 2)), ("packed", (4, 1)), ("fused", (1, 2, 2)), ("grouped", (2, 2))],
+    [
+        ("fused", (2, 2)),
+        ("packed", (2, 2)),
+        ("packed", (4, 1)),
+        ("fused", (1, 2, 2)),
+        ("grouped", (2, 2)),
+        ("grouped", (4, 1)),
+        ("grouped", (1, 2, 2)),
+    ],
     ids=str,
 )
 def test_trains_like_one_process(name: str, shape: tuple[int, ...]):
@@ -225,14 +236,14 @@ def test_every_kind_of_state_dict():
     run_ranks(1, full_state_dicts)
 
 
-def save_asynchronously(rank: int, world_size: int, path: Path) -> None:
+def save_asynchronously(rank: int, world_size: int, path: Path, name: str) -> None:
     """As soon as async_save returns, training may go on."""
 
     def state_of(trainee: Trainee, logical: bool) -> dict[str, Any]:
         state = trainee.state()
         return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state} if logical else state
 
-    trainee = Trainee.of("packed", (2, 2), 1)
+    trainee = Trainee.of(name, (2, 2), 1)
     expected = trainee.full()
     locals_of = [parameter.to_local().detach() for parameter in trainee.model.parameters()]
     before = [local.clone() for local in locals_of]
@@ -244,15 +255,16 @@ def save_asynchronously(rank: int, world_size: int, path: Path) -> None:
         for local, value in zip(locals_of, before, strict=True):
             local.copy_(value)
     for logical in (False, True):
-        other = Trainee.of("packed", (2, 2), 2)
+        other = Trainee.of(name, (2, 2), 2)
         state = state_of(other, logical)
         dcp.load(state, checkpoint_id=path / str(logical), planner=CheckedLoadPlanner())
         seen = other.full()
         assert not [name for name in expected if not torch.equal(seen[name], expected[name])], logical
 
 
-def test_asynchronous_saves(tmp_path: Path):
-    run_ranks(4, save_asynchronously, tmp_path)
+@pytest.mark.parametrize("name", ["packed", "grouped"])
+def test_asynchronous_saves(tmp_path: Path, name: str):
+    run_ranks(4, save_asynchronously, tmp_path, name)
 
 
 def reassigned_and_gathered(rank: int, world_size: int) -> None:
@@ -287,3 +299,26 @@ def reassigned_and_gathered(rank: int, world_size: int) -> None:
 
 def test_assigned_tensors_are_gathered_right():
     run_ranks(4, reassigned_and_gathered)
+
+
+def not_yet_sharded(rank: int, world_size: int) -> None:
+    """Before fully_shard a stack's placements are those of computing: they would be saved as other rows."""
+    mesh, model = rank_mesh((1, 2), NAMES[2]), build("fused")
+    SPECS["fused"].parallelize(model, mesh["tp"])
+    with pytest.raises(
+        ValueError, match=r"'blocks\.0\.gate_up\.weight' has placements \(Shard\(dim=0\),\).*fully_shard"
+    ):
+        logical_state_dict(model, model.state_dict())
+    shard(model, shardkit, mesh["dp"])
+    assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict())
+    # Whole groups are what the placements say.
+    model = build("grouped")
+    whole = model.state_dict()["blocks.0.qkv_proj.weight"].clone()
+    SPECS["grouped"].parallelize(model, mesh["tp"])
+    state = logical_state_dict(model, model.state_dict())
+    rows = SubBlocks(PROJECTIONS, sizes=HEADS.sizes).split(whole)[0].chunk(2)[rank]
+    assert torch.equal(state["blocks.0.q_proj.weight"].packed(), rows)
+
+
+def test_a_stack_that_is_not_yet_sharded_is_refused():
+    run_ranks(2, not_yet_sharded)

@@ -39,6 +39,7 @@ def norms(rank: int, world_size: int, model: str, shape: tuple[int, ...], norm_t
         ("uneven_language", (2, 2), 2.0),
         ("uneven", (2, 2), 2.0),
         ("packed", (2, 2), 2.0),
+        ("grouped", (2, 2), 2.0),
     ],
     ids=str,
 )

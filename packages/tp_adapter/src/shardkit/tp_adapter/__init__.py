@@ -6,9 +6,10 @@ for checkpoints.
 
 from shardkit.core.version import __version__
 from shardkit.tp_adapter.coverage import CheckedLoadPlanner
+from shardkit.tp_adapter.declared import declare_sub_blocks
 from shardkit.tp_adapter.fused import FusedColwiseParallel
 from shardkit.tp_adapter.logical import logical_state_dict
-from shardkit.tp_adapter.sub_blocks import SubBlocks, declare_sub_blocks
+from shardkit.tp_adapter.sub_blocks import SubBlocks
 
 __all__ = [
     "CheckedLoadPlanner",

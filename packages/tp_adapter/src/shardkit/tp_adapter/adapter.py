@@ -15,9 +15,9 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.region import region_at
 from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
+from shardkit.tp_adapter.declared import declared_of, placements_in_whole
 from shardkit.tp_adapter.joint_mesh import joint_mesh
 from shardkit.tp_adapter.placing import order_of_cuts, region_held, torch_reads_truly
-from shardkit.tp_adapter.sub_blocks import placements_in_whole, sub_blocks_of
 from shardkit.tp_adapter.torch_compat import arrived_local_of
 
 __all__ = ["TensorParallelAdapter", "TensorParallelForm", "adapter"]
@@ -107,14 +107,15 @@ class TensorParallelAdapter:
                 tensor that is not what its placements say; with the FQN and the placements.
         """
         shape, cut = parameter.shape, 0 if dim is None else dim
-        blocks = sub_blocks_of(holders)
-        placements = tuple(parameter.placements) if blocks is None else placements_in_whole(parameter, blocks, fqn)
+        placements = tuple(parameter.placements)
+        if (declared := declared_of(holders)) is not None:
+            placements = placements_in_whole(parameter, declared.blocks, fqn)
         joint = joint_mesh(parameter, placements, fqn, mesh)
         order, in_order = order_of_cuts(shape, cut, joint.axes)
         _check_local(parameter, placements, fqn)
         region = region_held(fqn, shape, cut, joint.axes, joint.coordinate)
         several = region.numel > 0 and len(list(region.boxes())) > 1
-        reread = blocks is not None or order != tuple(range(len(order)))
+        reread = placements != tuple(parameter.placements) or order != tuple(range(len(order)))
         return TensorParallelForm(
             fqn,
             shape,

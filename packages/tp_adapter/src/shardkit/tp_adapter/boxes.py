@@ -42,18 +42,32 @@ _SAME_PLACES = frozenset(
 
 @dataclass(frozen=True)
 class Boxes:
-    """Where the elements of a rank's tensor lie in the whole tensor."""
+    """Where the elements of a rank's tensor lie in the whole tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        region: what the rank holds of it.
+        places: where the runs of `region` lie in the rank's tensor, run for run. None: one behind another, and the
+            rank's tensor holds nothing else.
+    """
 
     shape: torch.Size
     region: Region
+    places: Region | None = None
 
     def __iter__(self) -> Iterator[tuple[torch.Size, torch.Size, Box]]:
         """Offset and size of each box in the whole tensor, and where it lies in the rank's tensor."""
         if not self.region.numel:
             return
-        for in_whole, in_local in self.region.boxes():
+        packed = [box for _, box in self.region.boxes()]
+        held = packed if self.places is None else [box for box, _ in self.places.boxes()]
+        for (in_whole, _), in_local in zip(self.region.boxes(), held, strict=True):
             offset = torch.Size(one.start for one in in_whole)
             yield offset, torch.Size(one.stop - one.start for one in in_whole), in_local
+
+    def packed(self) -> Boxes:
+        """The same of a copy that holds nothing else."""
+        return Boxes(self.shape, self.region)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable

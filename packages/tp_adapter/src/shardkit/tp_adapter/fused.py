@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from shardkit.tp_adapter.sub_blocks import SubBlocks, check_sub_blocks, declare_sub_blocks
+from shardkit.tp_adapter.declared import check_whole_groups, declare_sub_blocks
+from shardkit.tp_adapter.sub_blocks import SubBlocks, check_sub_blocks
 
 __all__ = ["FusedColwiseParallel"]
 
 
 class FusedColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for an `nn.Linear` whose output features are several logical tensors of one size, stacked.
+    """`ColwiseParallel` for an `nn.Linear` whose output features are several logical tensors.
 
-    Each rank gets its part of every logical tensor, and its output has these parts, in order, in its last dim::
+    Stacked ones are of one size. Each rank gets its part of every logical tensor, and its output has these parts, in
+    order, in its last dim::
 
         parallelize_module(feed_forward, mesh["tp"], {"gate_up": FusedColwiseParallel("gate", "up"), ...})
         gate, up = feed_forward.gate_up(x).chunk(2, dim=-1)  # of this rank, sizes divided by the ranks of "tp"
 
+    With `sizes` they are packed group by group (see `SubBlocks`), and each rank gets whole groups, as of a plain
+    `ColwiseParallel`::
+
+        sizes = (heads // kv_heads * head_size, head_size, head_size)
+        parallelize_module(attention, mesh["tp"], {"qkv": FusedColwiseParallel("q", "k", "v", sizes=sizes), ...})
+        groups = attention.qkv(x).unflatten(-1, (-1, sum(sizes)))  # of this rank
+        q, k, v = groups.split(sizes, dim=-1)
+
     Apply it before `fully_shard`, which then sees to it that sharded parameters, state dicts and checkpoints have the
     weight whole and in its own order (see Note [Fused weights] in `sub_blocks`). The DTensor that the layer computes
-    with, which the module holds while it is gathered and before it is sharded, is no such: its `full_tensor()` has the
-    parts in the order of ranks. Read `state_dict()`, or the weight after `reshard()`.
+    with, which the module holds while it is gathered and before it is sharded, is no such for a stack: its
+    `full_tensor()` has the parts in the order of ranks. Read `state_dict()`, or the weight after `reshard()`.
 
     Args:
-        names: of the logical tensors, in the order in which they are stacked.
+        names: of the logical tensors, in the order in which they are stacked, or lie in a group.
+        sizes: output features of each in one group.
         input_layouts: as for `ColwiseParallel`.
+        output_layouts, use_local_output: likewise, with `sizes`.
 
     Raises:
-        ValueError: when applied, if the output features are not so many equal parts that the ranks divide. At once for
-            `output_layouts` or `use_local_output`: the output of the ranks together is in the order of ranks, so as a
-            DTensor, or gathered, it would mix the logical tensors.
+        ValueError: when applied, if the output features are not so many equal parts that the ranks divide, or so many
+            groups. At once for `output_layouts` or `use_local_output` of a stack: the output of the ranks together is
+            in the order of ranks, so as a DTensor, or gathered, it would mix the logical tensors.
         TypeError: when applied to another module than `nn.Linear`.
     """
 
     def __init__(
         self,
         *names: str,
+        sizes: Sequence[int] | None = None,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        if output_layouts not in (None, Shard(-1)) or not use_local_output:
+        if sizes is None and (output_layouts not in (None, Shard(-1)) or not use_local_output):
             raise ValueError(
                 f"FusedColwiseParallel{names} got {output_layouts=}, {use_local_output=}; its output is a plain "
                 "tensor, this rank's part of each logical tensor, and gathered they would be mixed. Take them apart "
                 "with chunk and gather each, or keep them as layers of their own under ColwiseParallel"
             )
-        super().__init__(input_layouts=input_layouts)
-        self.sub_blocks = SubBlocks(names)
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.sub_blocks = SubBlocks(names, sizes=None if sizes is None else tuple(sizes))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             raise TypeError(f"FusedColwiseParallel is for nn.Linear, got {type(module).__name__}")
-        ranks, parts = device_mesh.size(), len(self.sub_blocks.names)
-        described = f"FusedColwiseParallel{self.sub_blocks.names} of {module}: "  # torch tells a style no name
+        ranks, blocks = device_mesh.size(), self.sub_blocks
         for name, parameter in list(module.named_parameters(recurse=False)):
-            check_sub_blocks(parameter, f"{described}'{name}'", self.sub_blocks)
-            if parameter.shape[0] % (parts * ranks):
-                raise ValueError(
-                    f"{described}'{name}' of shape {tuple(parameter.shape)} is made of {self.sub_blocks.names}, each "
-                    f"of {parameter.shape[0] // parts} on dim 0, which {ranks} ranks do not divide"
-                )
+            described = f"FusedColwiseParallel{blocks.names} of {module}: '{name}'"  # torch tells a style no name
+            check_sub_blocks(parameter, described, blocks)
+            if blocks.sizes is not None:
+                check_whole_groups(described, parameter.shape, blocks, [(ranks, Shard(0))])
+                continue
+            described += f" of shape {tuple(parameter.shape)}"
             with torch.no_grad():
-                grouped = nn.Parameter(_by_rank(parameter, parts, ranks), requires_grad=parameter.requires_grad)
-            module.register_parameter(name, grouped)
+                grouped = _by_rank(described, parameter, blocks, ranks)
+            module.register_parameter(name, nn.Parameter(grouped, requires_grad=parameter.requires_grad))
         result: nn.Module = super()._apply(module, device_mesh)
         for name, _ in result.named_parameters(recurse=False):
-            declare_sub_blocks(result, name, self.sub_blocks)
+            declare_sub_blocks(result, name, blocks)
         return result
 
 
-def _by_rank(whole: torch.Tensor, parts: int, ranks: int) -> torch.Tensor:
+def _by_rank(described: str, whole: torch.Tensor, blocks: SubBlocks, ranks: int) -> torch.Tensor:
     """Rows reordered so that equal chunks have every rank's rows of each part: g0 g1 u0 u1 becomes g0 u0 g1 u1."""
+    parts = len(blocks.names)
+    if whole.shape[0] % (parts * ranks):
+        raise ValueError(
+            f"{described} is made of {blocks.names}, each of {whole.shape[0] // parts} on dim 0, which {ranks} ranks "
+            "do not divide"
+        )
     grouped = whole.reshape(parts, ranks, -1, *whole.shape[1:]).transpose(0, 1)
     return grouped.reshape(whole.shape).contiguous()

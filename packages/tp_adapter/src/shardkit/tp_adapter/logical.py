@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.region import Region, Run, region_of
 from shardkit.core.torch_compat import local_of
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
+from shardkit.tp_adapter.declared import Declared, declared_of
 from shardkit.tp_adapter.logical_tensor import LogicalTensor
-from shardkit.tp_adapter.sub_blocks import SubBlocks, sub_blocks_of
+from shardkit.tp_adapter.sub_blocks import SubBlocks
 
 __all__ = ["logical_state_dict"]
 
@@ -26,8 +28,12 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 class _Fused:
     """A fused parameter: what it is made of, and its whole shape."""
 
-    blocks: SubBlocks
+    declared: Declared
     shape: torch.Size
+
+    @property
+    def blocks(self) -> SubBlocks:
+        return self.declared.blocks
 
 
 def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +42,8 @@ def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
     The names take the place of the module's: `mlp.gate_up.weight`, made of gate and up, becomes `mlp.gate.weight` and
     `mlp.up.weight`. The entries are views, so `torch.distributed.checkpoint.save` writes the memory of `state_dict`
     and `load` fills it, whatever the mesh that the checkpoint was written on; other entries are passed on as they are.
+    Logical tensors of a plain tensor are plain, too, if they lie in one piece; those of a weight that is packed group
+    by group are `LogicalTensor`s, whose `whole()` copies one.
 
     Args:
         model: sharded; its modules know which of their parameters are fused.
@@ -44,8 +52,9 @@ def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
             (plain tensors), optimizer states nested or flattened.
 
     Raises:
-        ValueError: if a logical name is taken by another entry, and for a tensor of another shape than the fused
-            parameter's, such as a factored optimizer state, which cannot be taken apart.
+        ValueError: if a logical name is taken by another entry; for a tensor of another shape than the fused
+            parameter's, such as a factored optimizer state, which cannot be taken apart; and for a stack that tensor
+            parallelism has cut and fully_shard has not seen.
     """
     fused = dict(_fused_parameters(model))
     if set(state_dict) == {"state", "param_groups"}:
@@ -67,8 +76,8 @@ def _fused_parameters(model: nn.Module) -> Iterator[tuple[str, _Fused]]:
                 holders.setdefault(id(parameter), []).append((module, name))
                 names.setdefault(id(parameter), []).append(_unwrapped(f"{path}.{name}" if path else name))
     for key, parameter in parameters.items():
-        if (blocks := sub_blocks_of(holders[key])) is not None:
-            yield from ((name, _Fused(blocks, parameter.shape)) for name in names[key])
+        if (declared := declared_of(holders[key])) is not None:
+            yield from ((name, _Fused(declared, parameter.shape)) for name in names[key])
 
 
 def _unwrapped(fqn: str) -> str:
@@ -138,26 +147,58 @@ def _part(fqn: str, value: Any, fused: _Fused, number: int) -> Any:
             f"'{fqn}' has shape {tuple(value.shape)}, but the fused parameter {tuple(fused.shape)}, made of "
             f"{blocks.names}: only tensors of its shape can be taken apart. Save this state dict under the fused names"
         )
-    length = fused.shape[blocks.dim] // len(blocks.names)
+    runs = blocks.runs(number, fused.shape[blocks.dim])
+    if not isinstance(value, DTensor) and len(runs) == 1:
+        start, stop = runs[0]
+        return value.detach().narrow(blocks.dim, start, stop - start)
     if isinstance(value, DTensor):
-        return _local_part(fqn, value, blocks.dim, length, number)
-    return value.detach().narrow(blocks.dim, number * length, length)
-
-
-def _local_part(fqn: str, value: DTensor, dim: int, length: int, number: int) -> LogicalTensor:
-    """What this rank holds of rows `number * length` to `(number + 1) * length` of `dim`, as a view."""
-    low, high = number * length, (number + 1) * length
-    region = region_of(fqn, value)
-    before = sum(min(stop, low) - min(start, low) for start, stop in region.runs[dim])
-    runs: tuple[Run, ...] = tuple(
-        (max(start, low) - low, min(stop, high) - low)
-        for start, stop in region.runs[dim]
-        if max(start, low) < min(stop, high)
-    )
-    part = Region((*region.runs[:dim], runs, *region.runs[dim + 1 :]))
-    local = local_of(value)
+        fused.declared.check_placed(value, fqn)
+    local = local_of(value) if isinstance(value, DTensor) else value
     plain = local.plain() if isinstance(local, BoxedTensor) else local.detach()
-    count = sum(stop - start for start, stop in runs) if plain.numel() else 0
-    view = plain.narrow(dim, min(before, plain.shape[dim]), count)
-    shape = torch.Size((*value.shape[:dim], length, *value.shape[dim + 1 :]))
-    return LogicalTensor.of(view, Boxes(shape, part))
+    return logical_part(plain, region_of(fqn, value), fused.shape, blocks, number)
+
+
+def logical_part(
+    plain: torch.Tensor, region: Region, shape: Sequence[int], blocks: SubBlocks, number: int
+) -> LogicalTensor:
+    """What a rank holds of one logical tensor, as a view of what it holds of the fused one.
+
+    Args:
+        plain: the rank's tensor.
+        region: where that lies in the fused tensor.
+        shape: of the fused tensor.
+        blocks: what the fused tensor is made of.
+        number: of the logical tensor.
+    """
+    dim, runs = blocks.dim, blocks.runs(number, shape[blocks.dim])
+    common = list(_common(region.runs[dim], runs))
+    part = Region((*region.runs[:dim], tuple(run for run, _ in common), *region.runs[dim + 1 :]))
+    length = sum(stop - start for start, stop in runs)
+    boxes = Boxes(torch.Size((*shape[:dim], length, *shape[dim + 1 :])), part)
+    if not part.numel:
+        return LogicalTensor.of(plain.new_empty(part.shape), boxes)
+    places = [place for _, place in common]
+    if all(stop == start for (_, stop), (start, _) in itertools.pairwise(places)):
+        return LogicalTensor.of(plain.narrow(dim, places[0][0], part.shape[dim]), boxes)
+    packed = [_packed(one) for one in region.runs]
+    held = Region((*packed[:dim], tuple(places), *packed[dim + 1 :]))
+    return LogicalTensor.of(plain, replace(boxes, places=held))
+
+
+def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    """What two lists of runs share: where it lies in `wanted`, and where in `held`, if each had no gaps."""
+    before = 0
+    for start, stop in held:
+        after = 0
+        for low, high in wanted:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                yield (after + first - low, after + last - low), (before + first - start, before + last - start)
+            after += high - low
+        before += stop - start
+
+
+def _packed(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Where runs lie in a tensor that has one behind another."""
+    ends = itertools.accumulate(stop - start for start, stop in runs)
+    return tuple((end - (stop - start), end) for end, (start, stop) in zip(ends, runs, strict=True))

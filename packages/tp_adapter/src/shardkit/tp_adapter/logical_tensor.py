@@ -1,4 +1,8 @@
-"""`LogicalTensor`: a tensor of a logical tensor's whole size, of which this rank holds some boxes."""
+"""`LogicalTensor`: a tensor of a logical tensor's whole size, of which this rank holds some boxes.
+
+It is a view: in a weight that is packed group by group, the rows of one logical tensor have those of others between
+them, so its memory is the fused tensor's, and its boxes say where in it they lie. A copy has just its own elements.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,10 @@ from shardkit.tp_adapter.torch_compat import no_torch_function, wrapper_of
 
 __all__ = ["LogicalTensor"]
 
-# What copies a state dict, makes room for a copy, or fills one.
-_COPYING = frozenset(
-    {
-        "_pin_memory",
-        "_to_copy",
-        "clone",
-        "copy_",
-        "detach",
-        "empty_like",
-        "fill_",
-        "lift_fresh",
-        "new_empty",
-        "zero_",
-        "zeros_like",
-    }
-)
+# What copies a state dict, or makes room for a copy; fills one; or is the same tensor again.
+_COPYING = frozenset({"_pin_memory", "_to_copy", "clone", "empty_like", "new_empty", "zeros_like"})
+_FILLING = frozenset({"copy_", "fill_", "zero_"})
+_SAME = frozenset({"detach", "lift_fresh"})
 
 
 class LogicalTensor(torch.Tensor):
@@ -40,8 +32,8 @@ class LogicalTensor(torch.Tensor):
     of DTensor would describe it.
 
     Attributes:
-        local: what this rank holds, a plain tensor of shape `boxes.region.shape`.
-        boxes: where that lies.
+        local: a plain tensor, of shape `boxes.region.shape` unless `boxes.places` says where in it this rank's part is.
+        boxes: where that lies in the whole.
     """
 
     local: torch.Tensor
@@ -60,20 +52,52 @@ class LogicalTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a C function that is called like this one
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        first, name = args[0] if args else None, str(func).split(".")[1]
-        if name not in _COPYING or not isinstance(first, LogicalTensor):
+        first, name, kwargs = args[0] if args else None, str(func).split(".")[1], kwargs or {}
+        if name not in _COPYING | _FILLING | _SAME or not isinstance(first, LogicalTensor):
             raise NotImplementedError(
                 f"{func} was called with {[one for one in args if isinstance(one, LogicalTensor)]}, which "
                 "can only be saved, loaded into and copied; compute with the fused parameter"
             )
-        if name == "new_empty":
-            args = (first, list(first.local.shape), *args[2:])
-        result = func(*(one.local if isinstance(one, LogicalTensor) else one for one in args), **(kwargs or {}))
-        return first if result is first.local else cls.of(result, first.boxes)
+        if name in _FILLING:
+            return first._fill(func, args[1:], kwargs)
+        if name in _SAME:
+            return cls.of(func(first.local), first.boxes)
+        shape = [list(first.boxes.region.shape)] if name == "new_empty" else []
+        return cls.of(func(first.packed(), *shape, *args[1 + len(shape) :], **kwargs), first.boxes.packed())
+
+    def packed(self) -> torch.Tensor:
+        """What this rank holds, a plain tensor of shape `boxes.region.shape`: a copy if other elements lie between."""
+        return self.local if self.boxes.places is None else self.boxes.places.take(self.local)
+
+    def whole(self) -> torch.Tensor:
+        """A plain copy of the logical tensor, of which this rank must hold all: in full state dicts. Not collective.
+
+        Raises:
+            ValueError: if this rank holds a part.
+        """
+        if self.boxes.region.shape != tuple(self.shape):
+            raise ValueError(
+                f"{self!r} is held in parts; gather the fused tensors first, as shardkit.core.full_state_dict does, "
+                "and pass what that gives to logical_state_dict"
+            )
+        whole = self.local.new_empty(self.shape)
+        self.boxes.region.put(whole, self.packed())
+        return whole
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """An operator that writes into this tensor, from another or from a number."""
+        plain = [one.packed() if isinstance(one, LogicalTensor) else one for one in args]
+        if self.boxes.places is None:
+            func(self.local, *plain, **kwargs)
+            return self
+        for in_local, in_packed in self.boxes.places.boxes():
+            parts = [one[in_packed] if isinstance(one, torch.Tensor) and one.ndim else one for one in plain]
+            func(self.local[in_local], *parts, **kwargs)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
-            memo[id(self)] = type(self).of(self.local.clone(), self.boxes)
+            memo[id(self)] = self.clone()
         copied: Self = memo[id(self)]
         return copied
 

@@ -1,4 +1,4 @@
-"""Fused weights: a parameter that is several logical tensors, stacked on one dim (SwiGLU's gate and up, packed QKV).
+"""Fused weights: a parameter that is several logical tensors on one dim (SwiGLU's gate and up, packed QKV).
 
 Note [Fused weights]
 A fused weight is computed with as if it were one tensor, so tensor parallelism has to give every rank its part of each
@@ -10,93 +10,121 @@ on the first of two ranks. The module's own DTensor says Shard(0) of that local 
 the outputs of a rank are its part of gate and its part of up. In the whole parameter the same rows are a strided shard,
 and that is what the sharded parameter, its gradient and its optimizer state say. So `full_tensor()`, a full state dict
 and a checkpoint have the fused weight in its own order.
+
+Logical tensors of different sizes, as the queries, keys and values of grouped-query attention, are no strided shards of
+a stack: no placement leaves gaps of several lengths. Packed group by group they need none::
+
+    q q k v | q q k v | q q k v | q q k v
+
+Whole groups are an ordinary Shard. Only where logical tensors are asked for by name do the groups matter: each has some
+rows of every group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.adapters import Holder
-from shardkit.tp_adapter.placing import cuts
-from shardkit.tp_adapter.torch_compat import StridedShard
+from shardkit.core.region import Run
 
-__all__ = ["SubBlocks", "check_sub_blocks", "declare_sub_blocks", "placements_in_whole", "sub_blocks_of"]
-
-_DECLARED = "_shardkit_sub_blocks"
-"""Attribute of a module: SubBlocks of its fused parameters, by name. A note on a parameter itself would get lost, as
-`module.to()` and `load_state_dict(assign=True)` put another tensor in its place."""
+__all__ = ["SubBlocks", "check_sub_blocks"]
 
 
 @dataclass(frozen=True)
 class SubBlocks:
-    """The logical tensors that a parameter is made of, all of one size, stacked on `dim`."""
+    """The logical tensors that a parameter is made of.
+
+    Without `sizes` they are of one size, stacked: all of the first, all of the second. With them the parameter is a
+    number of groups, and each group has that many indices of every logical tensor, in order. For attention whose
+    queries share keys and values, packed group by group::
+
+        SubBlocks(("q", "k", "v"), sizes=(heads // kv_heads * head_size, head_size, head_size))
+
+    A logical tensor is then its parts of all groups, one behind another: what checkpoints of separate layers have.
+
+    Attributes:
+        names: of the logical tensors, in the order of the stack, or of each group.
+        dim: on which they lie.
+        sizes: indices of `dim` in one group, for each name. The whole length is a multiple of their sum; if it is the
+            sum itself there is one group, a stack of logical tensors of different sizes, which tensor parallelism
+            cannot cut.
+
+    Raises:
+        ValueError: when made, for names that are not distinct, sizes that are not one positive number for each, and a
+            negative dim.
+    """
 
     names: tuple[str, ...]
     dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise ValueError(f"{self}: expected distinct names of logical tensors, at least one")
+        if self.sizes is not None and (len(self.sizes) != len(self.names) or min(self.sizes) < 1):
+            raise ValueError(f"{self}: expected one positive size for each of the names")
+        if self.dim < 0:
+            raise ValueError(f"{self}: expected a dim counted from 0")
+
+    def runs(self, number: int, length: int) -> list[Run]:
+        """Where logical tensor `number` lies in a dim of `length` indices, in its own order."""
+        if self.sizes is None:
+            one = length // len(self.names)
+            return [(number * one, (number + 1) * one)]
+        start, size = sum(self.sizes[:number]), self.sizes[number]
+        return [(at + start, at + start + size) for at in range(0, length, sum(self.sizes))]
+
+    def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The logical tensors of a plain fused tensor, in the order of `names`: views where they lie in one piece.
+
+        Concatenated on `dim`, they are the tensor with its logical tensors stacked.
+
+        Raises:
+            ValueError: as `check_sub_blocks`.
+        """
+        check_sub_blocks(fused, "a tensor", self)
+        length, count = fused.shape[self.dim], len(self.names)
+        sizes = (length // count,) * count if self.sizes is None else self.sizes
+        groups = 1 if self.sizes is None else length // sum(sizes)
+        grouped = fused.unflatten(self.dim, (groups, sum(sizes)))
+        return tuple(part.flatten(self.dim, self.dim + 1) for part in grouped.split(sizes, self.dim + 1))
+
+    def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The fused tensor, a new one, of its logical tensors: the way back from `split`.
+
+        Raises:
+            ValueError: for another number of tensors, and for sizes that do not go together.
+        """
+        shapes = [tuple(part.shape) for part in parts]
+        if len(parts) != len(self.names) or not all(self.dim < len(shape) for shape in shapes):
+            raise ValueError(f"{self} got tensors of shapes {shapes}, expected one for each name, with dim {self.dim}")
+        length = shapes[0][self.dim]
+        sizes = (length,) * len(parts) if self.sizes is None else self.sizes
+        groups = 1 if self.sizes is None else length // sizes[0]
+        expected = [(*shapes[0][: self.dim], groups * size, *shapes[0][self.dim + 1 :]) for size in sizes]
+        if shapes != expected:
+            raise ValueError(f"{self} got tensors of shapes {shapes}; after the first, expected {expected}")
+        grouped = [part.unflatten(self.dim, (groups, size)) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(grouped, self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
 def check_sub_blocks(parameter: torch.Tensor, described: str, sub_blocks: SubBlocks) -> None:
-    """Raises if a parameter, `described` in messages, cannot be such a stack.
+    """Raises if a parameter, `described` in messages, cannot be made of these logical tensors.
 
     Raises:
-        ValueError: if the dim cannot be cut into so many equal parts.
+        ValueError: if the dim cannot be cut into so many equal parts, or into whole groups.
     """
-    names, dim = sub_blocks.names, sub_blocks.dim
-    if not names or not 0 <= dim < parameter.ndim or parameter.shape[dim] % len(names):
-        raise ValueError(
-            f"{described} of shape {tuple(parameter.shape)} is not {len(names)} logical tensors {names} of one size "
-            f"stacked on dim {dim}. Keep logical tensors of different sizes as parameters of their own, or, for "
-            "queries that share keys and values, pack them group by group (the queries of a group, its key, its value) "
-            "under ColwiseParallel, which gives every rank whole groups"
-        )
-
-
-def declare_sub_blocks(module: nn.Module, name: str, sub_blocks: SubBlocks) -> None:
-    """Notes on a module that its DTensor parameter `name` is fused, before `fully_shard`, which reads the note.
-
-    Each rank's local tensor must hold its part of every logical tensor, in order, while the placements say Shard:
-    that is what `FusedColwiseParallel` makes. The note stays when the module is moved, cast, or loaded into.
-
-    Raises:
-        AttributeError: if the module has no such parameter.
-        ValueError: as `check_sub_blocks`.
-    """
-    check_sub_blocks(module.get_parameter(name), f"'{type(module).__name__}.{name}'", sub_blocks)
-    module.__dict__[_DECLARED] = {**module.__dict__.get(_DECLARED, {}), name: sub_blocks}
-
-
-def sub_blocks_of(holders: Iterable[Holder]) -> SubBlocks | None:
-    """What `declare_sub_blocks` noted of a parameter on one of the modules that hold it."""
-    for module, name in holders:
-        blocks = module.__dict__.get(_DECLARED, {}).get(name)
-        if isinstance(blocks, SubBlocks):
-            return blocks
-    return None
-
-
-def placements_in_whole(parameter: DTensor, blocks: SubBlocks, fqn: str) -> tuple[Placement, ...]:
-    """Where the local tensor of a fused parameter lies in the whole one: see Note [Fused weights].
-
-    Raises:
-        ValueError: if the ranks do not divide each logical tensor, so that placements could not tell them apart.
-    """
-    ranks = 1
-    placements: list[Placement] = []
-    for axis, placement in enumerate(parameter.placements):
-        if cuts(placement, blocks.dim):
-            ranks *= parameter.device_mesh.size(axis)
-            parts = getattr(placement, "split_factor", 1) * len(blocks.names)
-            placement = StridedShard(blocks.dim, split_factor=parts)
-        placements.append(placement)
-    length = parameter.shape[blocks.dim] // len(blocks.names)
-    if length % ranks:
-        raise ValueError(
-            f"parameter '{fqn}' with placements {tuple(parameter.placements)} is made of {blocks.names}, of {length} "
-            f"each on dim {blocks.dim}, which {ranks} ranks do not divide"
-        )
-    return tuple(placements)
+    names, dim, sizes = sub_blocks.names, sub_blocks.dim, sub_blocks.sizes
+    parts = len(names) if sizes is None else sum(sizes)
+    if 0 <= dim < parameter.ndim and parameter.shape[dim] % parts == 0:
+        return
+    seen = f"{described} of shape {tuple(parameter.shape)} is not "
+    if sizes is not None:
+        raise ValueError(f"{seen}groups of {parts} on dim {dim}, made of {names} with {sizes} in each")
+    raise ValueError(
+        f"{seen}{parts} logical tensors {names} of one size stacked on dim {dim}. For queries that share keys and "
+        "values say what a group has of each, SubBlocks(names, sizes=...), and pack them group by group (the queries "
+        "of a group, its key, its value, then the next group): SubBlocks.fuse does that"
+    )

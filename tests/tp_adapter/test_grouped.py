@@ -1,0 +1,261 @@
+"""Grouped-query attention packed group by group: saved and loaded as separate layers have it, over any mesh."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardkit.core as shardkit
+from shardkit.tp_adapter import (
+    CheckedLoadPlanner,
+    FusedColwiseParallel,
+    SubBlocks,
+    declare_sub_blocks,
+    logical_state_dict,
+)
+from shardkit.tp_adapter.logical_tensor import LogicalTensor
+from tests.support import rank_mesh, run_ranks
+from tests.tp_adapter.models import HEADS, PROJECTIONS, SPECS, GroupedModel
+from tests.tp_adapter.test_checkpoints import Trainee, assert_equal
+from tests.tp_adapter.test_training import NAMES
+
+PACKED = SubBlocks(PROJECTIONS, sizes=HEADS.sizes)
+
+
+def unpacked(full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors under the names, and in the order, of separate layers."""
+    result = {}
+    for fqn, tensor in full.items():
+        if "qkv_proj" in fqn and tensor.ndim:
+            parts = zip(PROJECTIONS, PACKED.split(tensor), strict=True)
+            result |= {fqn.replace("qkv_proj", name): part for name, part in parts}
+        elif "qkv_proj" in fqn:
+            result |= {fqn.replace("qkv_proj", name): tensor for name in PROJECTIONS}
+        else:
+            result[fqn] = tensor
+    return result
+
+
+def trainee_of(shape: tuple[int, ...], seed: int, dim: int | None) -> Trainee:
+    """A model and an optimizer with states; over one axis there is no tensor parallelism at all."""
+    if len(shape) > 1 and dim is None:
+        return Trainee.of("grouped", shape, seed)
+    torch.manual_seed(seed)
+    model, mesh = GroupedModel(), rank_mesh(shape, NAMES.get(len(shape), ("dp",)))
+    if len(shape) > 1:
+        SPECS["grouped"].parallelize(model, mesh["tp"])
+        mesh = mesh["dp"]
+    else:
+        for block, name in itertools.product(model.blocks, ("weight", "bias")):
+            declare_sub_blocks(block.qkv_proj, name, PACKED)
+    placement = None if dim is None else lambda parameter: Shard(min(dim, parameter.ndim - 1))
+    for block in model.blocks:
+        shardkit.fully_shard(block, mesh=mesh, shard_placement_fn=placement)
+    shardkit.fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+    trainee = Trainee(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    SPECS["grouped"].loss(model, seed).backward()
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    return trainee
+
+
+def logical(trainee: Trainee) -> dict[str, Any]:
+    state = trainee.state()
+    return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state}
+
+
+def save(rank: int, world_size: int, path: Path, shape: tuple[int, ...], dim: int | None) -> dict[str, torch.Tensor]:
+    trainee = trainee_of(shape, 1, dim)
+    with CommDebugMode() as communication:
+        state = logical(trainee)
+        dcp.save(state, checkpoint_id=path)
+    functional = [str(op) for op in communication.get_comm_counts() if "functional" in str(op)]
+    assert not functional, f"saving redistributes: {functional}"
+    assert isinstance(state["model"]["blocks.0.k_proj.weight"], LogicalTensor)
+    return trainee.full()
+
+
+def load(rank: int, world_size: int, path: Path, again: Path, shape: Any, dim: int | None) -> dict[str, torch.Tensor]:
+    """Into other weights; then saved `again`, and trained on."""
+    trainee = trainee_of(shape, 2, dim)
+    state = logical(trainee)
+    dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
+    full = trainee.full()
+    dcp.save(state, checkpoint_id=again)
+    SPECS["grouped"].loss(trainee.model, 5).backward()
+    trainee.optimizer.step()
+    return full
+
+
+def load_separate(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+    """Layers of their own, weights and optimizer; saved again from there."""
+    model = GroupedModel(packed=False)
+    for block in model.blocks:
+        shardkit.fully_shard(block)
+    shardkit.fully_shard(model)
+    trainee = Trainee(model, torch.optim.AdamW(model.parameters()))
+    state = trainee.state()
+    dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
+    dcp.save(state, checkpoint_id=path.with_name("separate"))
+    gathered = {f"model.{name}": value.full_tensor() for name, value in state["model"].items()}
+    for fqn, states in state["optimizer"]["state"].items():
+        for key, value in states.items():
+            gathered[f"optimizer.{fqn}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered
+
+
+# Shapes of meshes, and the dim that data parallelism cuts if another than usual: 1-D ones have no tensor parallelism.
+CHAIN = [((4, 1), None), ((1, 2), None), ((1, 1), None), ((1, 3), None), ((2, 2), 1), ((3,), None), ((2, 1, 2), None)]
+
+
+def test_logical_names_over_any_change_of_meshes(tmp_path: Path):
+    """From 2x2 to separate layers, and from these over other meshes back to 2x2, weights and optimizer."""
+    expected = run_ranks(4, save, tmp_path / "first", (2, 2), None)[0]
+    for seen in run_ranks(2, load_separate, tmp_path / "first"):
+        assert_equal(unpacked(expected), seen)
+    path = tmp_path / "separate"
+    for number, (shape, dim) in enumerate([*CHAIN, ((2, 2), None)]):
+        again = tmp_path / str(number)
+        for seen in run_ranks(math.prod(shape), load, path, again, shape, dim):
+            assert_equal(expected, seen)
+        path = again
+
+
+def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
+    """Without processes: what is loaded into the packed model computes the same."""
+    torch.manual_seed(3)
+    separate, packed = GroupedModel(packed=False), GroupedModel()
+    dcp.save(separate.state_dict(), checkpoint_id=tmp_path)
+    for block, name in itertools.product(packed.blocks, ("weight", "bias")):
+        declare_sub_blocks(block.qkv_proj, name, PACKED)
+    state = logical_state_dict(packed, packed.state_dict())
+    dcp.load(state, checkpoint_id=tmp_path)
+    x = torch.randn(2, 5, 6)
+    assert torch.equal(packed(x), separate(x))
+    copied = {name: one.whole() if isinstance(one, LogicalTensor) else one for name, one in state.items()}
+    assert {type(one) for one in copied.values()} == {torch.Tensor}
+    assert_equal(separate.state_dict(), copied)
+
+
+class Stacked(nn.Module):
+    """A weight and a bias: all queries, all keys, all values."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.qkv = nn.Linear(3, sum(STACK.sizes or ()))
+        declare_sub_blocks(self.qkv, "weight", STACK)
+        declare_sub_blocks(self.qkv, "bias", STACK)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.qkv(x)
+
+
+STACK = SubBlocks(("q", "k", "v"), sizes=(7, 3, 3))
+
+
+def stacked_without_tensor_parallelism(rank: int, world_size: int, path: Path, dim: int) -> None:
+    """One group, which data parallelism may cut anywhere."""
+
+    def sharded(seed: int) -> tuple[nn.Module, dict[str, Any]]:
+        model = Stacked(seed)
+        shardkit.fully_shard(model, shard_placement_fn=lambda one: Shard(min(dim, one.ndim - 1)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        model_state = model.state_dict()
+        flat = get_optimizer_state_dict(model, optimizer)
+        return model, {"model": logical_state_dict(model, model_state), "optimizer": logical_state_dict(model, flat)}
+
+    first, saved = sharded(1)
+    dcp.save(saved, checkpoint_id=path)
+    whole = shardkit.full_state_dict(first, rank0_only=False)
+    plain = {f"{name}.weight": torch.zeros(size, 3) for name, size in zip("qkv", (7, 3, 3), strict=True)}
+    dcp.load({"model": plain}, checkpoint_id=path)
+    assert torch.equal(torch.cat(list(plain.values())), whole["qkv.weight"])
+    second, loaded = sharded(2)
+    dcp.load(loaded, checkpoint_id=path, planner=CheckedLoadPlanner())
+    assert_equal(whole, shardkit.full_state_dict(second, rank0_only=False))
+
+
+@pytest.mark.parametrize(("world_size", "dim"), [(2, 0), (3, 0), (2, 1)])
+def test_stacked_in_different_sizes_without_tensor_parallelism(tmp_path: Path, world_size: int, dim: int):
+    run_ranks(world_size, stacked_without_tensor_parallelism, tmp_path, dim)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((2, 2), ("dp", "tp"))
+    seen = r"dim 0 of 8 .* groups of 8, made of \('q', 'k', 'v'\) with \(4, 2, 2\) in each, and 2 ranks cut .* at \[4\]"
+    way_out = r".*Use a number of ranks that divides 1,.*pack it group by group.*SubBlocks\.fuse"
+    style = FusedColwiseParallel("q", "k", "v", sizes=(4, 2, 2))
+    with pytest.raises(
+        ValueError, match=rf"FusedColwiseParallel\('q', 'k', 'v'\) of Linear.*: 'weight': {seen}{way_out}"
+    ):
+        style._apply(nn.Linear(3, 8), mesh["tp"])
+    model = nn.Sequential(nn.Linear(3, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    declare_sub_blocks(model[0], "bias", SubBlocks(("q", "k", "v"), sizes=(4, 2, 2)))
+    with pytest.raises(ValueError, match=rf"'0\.bias' with placements \(Shard\(dim=0\),\): {seen}{way_out}"):
+        shardkit.fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"'Linear\.weight' of shape \(8, 3\) is not groups of 6 on dim 0, made of"):
+        declare_sub_blocks(model[0], "weight", SubBlocks(("q", "k", "v"), sizes=(4, 1, 1)))
+    three = nn.Sequential(nn.Linear(3, 12, bias=False))
+    parallelize_module(three, mesh["tp"], {"0": ColwiseParallel()})
+    declare_sub_blocks(three[0], "weight", SubBlocks(("q", "k", "v"), sizes=(2, 1, 1)))
+    with pytest.raises(ValueError, match=r"'0\.weight'.*groups of 4,.*2 ranks cut through groups at \[6\]"):
+        shardkit.fully_shard(three, mesh=mesh["dp"])
+
+
+def test_groups_that_ranks_would_cut_are_refused():
+    run_ranks(4, refusals)
+
+
+def gathered_outputs(rank: int, world_size: int) -> None:
+    """Whole groups are in order over the ranks, so outputs may be DTensors, or gathered; those of a stack may not."""
+    mesh, x = rank_mesh((2,), ("tp",)), torch.ones(2, 3)
+    for options in ({"output_layouts": Replicate()}, {"use_local_output": False}):
+        torch.manual_seed(1)
+        layer = nn.Linear(3, 8)
+        expected = layer(x)
+        style = FusedColwiseParallel("q", "k", "v", sizes=(2, 1, 1), **options)
+        output = parallelize_module(layer, mesh, style)(x)
+        assert torch.allclose(output.full_tensor() if isinstance(output, DTensor) else output, expected)
+
+
+def test_outputs_of_whole_groups_can_be_gathered():
+    run_ranks(2, gathered_outputs)
+
+
+def placements_that_stack(rank: int, world_size: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> set[str]:
+    """Every way in which DTensor can cut one dim over a mesh that gives this rank its part of each logical tensor."""
+    mesh, length = rank_mesh(shape, NAMES[2][2 - len(shape) :]), sum(sizes)
+    whole = torch.arange(length)
+    wanted = torch.cat([part.chunk(world_size)[rank] for part in whole.split(sizes)])
+    ways: list[Placement] = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=n) for n in range(1, length + 1))]
+    found = set()
+    for placements in itertools.product(ways, repeat=len(shape)):
+        local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        if torch.equal(local, wanted):
+            found.add(str(placements))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_no_placement_stacks_queries_on_fewer_keys(shape: tuple[int, ...], ratio: int):
+    """Found by trying them all: only parts of one size can be stacked, which is the control."""
+    ranks = math.prod(shape)
+    for rows in (ranks, 2 * ranks)[: 3 - len(shape)]:
+        sizes = (ratio * rows, rows, rows)
+        found = set.intersection(*run_ranks(ranks, placements_that_stack, shape, sizes))
+        assert bool(found) == (ratio == 1), (sizes, found)
