@@ -1,5 +1,5 @@
 """Offline conversion in a process of its own: its memory, its MB/s. A checkpoint of 1 GB (256 tensors of 4 MB), and one
-tensor of 512 MB whose rows lie scattered over the file.
+tensor of 512 MB whose rows lie scattered over the file. Into LOCAL files for four ranks as one flat parameter.
 
 The bound on resident memory, 600 MB with everything that Python and torch take (about 250 MB), is asserted.
 """
@@ -19,11 +19,13 @@ BOUND = 600e6
 _CONVERT = """
 import json, re, sys, time
 from pathlib import Path
-from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint
+from shardkit.legacy_fsdp_compat.migrate import LocalRanks, Wrapping, convert, open_checkpoint
 source, target, to = sys.argv[1:]
 start = time.perf_counter()
 checkpoint = open_checkpoint(source)
-convert(checkpoint, target, to)
+shapes = {name: stored.shape for (name,), stored in checkpoint.tensors.items()}
+ranks = LocalRanks(4, Wrapping(shapes, {"": (None,)}, frozenset(), True)) if to == "local" else None
+convert(checkpoint, target, to, ranks=ranks)
 seconds = time.perf_counter() - start
 # Not ru_maxrss: that of a child begins with its parent's.
 peak = 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -46,7 +48,8 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("source", "to"), [("full", "dcp"), ("full", "safetensors"), ("dcp", "full"), ("scattered", "dcp")]
+    ("source", "to"),
+    [("full", "dcp"), ("full", "safetensors"), ("full", "local"), ("dcp", "full"), ("scattered", "dcp")],
 )
 def test_convert(benchmark, sources, tmp_path, source, to):
     """Written and read back; MB/s counts the checkpoint once."""

@@ -198,6 +198,20 @@ def test_values_that_differ_from_rank_to_rank(what: str, tmp_path: Path):
     assert open_checkpoint(tmp_path, without=["it"]).tensors.keys() == {("same",)}
 
 
+def test_files_that_are_of_no_ranks(tmp_path: Path):
+    """Weights and optimizer in a file each are not one checkpoint, and would be mixed up as one."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    torch.save({"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}, tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt and .*optimizer.pt hold no ShardedTensors.* by itself"):
+        open_checkpoint(tmp_path)
+
+
+def test_flat_parameters_in_a_distributed_checkpoint(tmp_path: Path):
+    dcp.save({"model": {"blocks.0._flat_param": torch.ones(5)}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"'model.blocks.0._flat_param' .* flat parameter of LOCAL_STATE_DICT"):
+        open_checkpoint(tmp_path)
+
+
 def test_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Values and dicts, from every kind of file; a name that is only the beginning of another one stays apart."""
     state = {"model": {"a": torch.ones(2, 3), "ab": torch.zeros(1)}, "extra": {"rng": torch.ones(5), "seen": 7}, "n": 3}

@@ -18,7 +18,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorPart
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -119,7 +119,7 @@ class PickledShards:
         parts = [] if self.local is None else [ShardedTensorPart(self.local, described[self.rank])]
         metadata = ShardedTensorMetadata(described, self.shape, TensorProperties(self.dtype))
         group = ShardedTensor.ProcessGroupState(self.rank, self.rank, self.world_size, self.world_size)
-        state = (parts, metadata, group, EnumerableShardingSpec(described), False)
+        state = (parts, metadata, group, _infer_sharding_spec_from_shards_metadata(described), False)
         stride = torch.empty(self.shape, device="meta").stride()
         empty = (ShardedTensor, self.dtype, tuple(self.shape), stride, 0, torch.strided, torch.device("cpu"), False)
         return _rebuild_from_type_v2, (_rebuild_wrapper_subclass, ShardedTensor, empty, state)

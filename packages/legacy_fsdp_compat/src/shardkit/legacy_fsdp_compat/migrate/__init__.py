@@ -1,18 +1,24 @@
 """Moves FSDP1 checkpoints offline: on one machine, without a process group, in a bounded amount of memory."""
 
 from shardkit.legacy_fsdp_compat.migrate.conversion import Migration, convert
+from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file, shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
+from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, wrapping_of_file, wrapping_of_model
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "LocalRanks",
     "Migration",
     "Ranks",
+    "Wrapping",
     "convert",
     "open_checkpoint",
     "parameters_in_groups",
     "shapes_of_file",
     "shapes_of_model",
+    "wrapping_of_file",
+    "wrapping_of_model",
 ]

@@ -5,19 +5,32 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, SHARDED, convert, refuse_existing
+from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
+from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
+from shardkit.legacy_fsdp_compat.migrate.model_shapes import Shapes
 from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
-from shardkit.legacy_fsdp_compat.migrate.sources import model_of, open_checkpoint, shapes_of_file, shapes_of_model
+from shardkit.legacy_fsdp_compat.migrate.sources import (
+    model_of,
+    open_checkpoint,
+    shapes_of_checkpoint,
+    shapes_of_file,
+    shapes_of_model,
+)
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.trees import joined
+from shardkit.legacy_fsdp_compat.migrate.wrapping import (
+    Wrapping,
+    wrapping_of_config,
+    wrapping_of_file,
+    wrapping_of_model,
+)
 
 __all__ = ["main"]
 
@@ -52,22 +65,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", type=Path, help="the directory to make")
     parser.add_argument(
         "--to",
-        choices=[*FORMATS, SHARDED],
+        choices=[*FORMATS, SHARDED, LOCAL],
         default="dcp",
         help="dcp: a directory of torch.distributed.checkpoint, which core, FSDP2 and FSDP1's SHARDED load (default); "
-        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL; sharded: a file of torch.save for each "
-        "rank, as FSDP1's SHARDED, which needs --ranks",
+        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL; sharded, local: a file of torch.save "
+        "for each rank, as FSDP1's SHARDED and LOCAL, which need --ranks",
     )
     parser.add_argument(
         "--ranks",
         type=int,
-        help="with --to sharded: for how many. What is a parameter, and so is cut, says --model, else the optimizer",
+        help="with --to sharded and local: for how many. With 'sharded' says --model, else the optimizer, what is a "
+        "parameter, and so is cut. With 'local' say --config, --like or --model how the model is wrapped",
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        help="with --to local: a directory of LOCAL files, for any number of ranks, of a model wrapped as it shall be",
     )
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument(
         "--shapes", type=Path, help="a full checkpoint of the model, or JSON: name -> shape. LOCAL needs it"
     )
-    shapes.add_argument("--model", help="instead: MODULE:FUNCTION that builds the model (on the meta device)")
+    shapes.add_argument(
+        "--model",
+        help="instead: MODULE:FUNCTION that builds the model (on the meta device), or returns it and FSDP's arguments",
+    )
+    shapes.add_argument(
+        "--config",
+        type=Path,
+        help="instead: JSON with shapes and wrapping, or the migration.json that a conversion from LOCAL leaves",
+    )
     parser.add_argument(
         "--without",
         action="append",
@@ -82,20 +109,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     refuse_existing(options.target)  # before anything is read
-    if (options.to == SHARDED) != (options.ranks is not None):
-        raise CheckpointError(f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' needs a number, others none")
-    shapes, model = None, None
-    if options.shapes is not None:
-        shapes = shapes_of_file(options.shapes)
-    elif options.model is not None:
-        sys.path.insert(0, str(Path.cwd()))
-        model = model_of(options.model)
-        shapes = shapes_of_model(model)
+    if (options.to in (SHARDED, LOCAL)) != (options.ranks is not None):
+        raise CheckpointError(
+            f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' and '{LOCAL}' need a number, others none"
+        )
+    if options.like is not None and options.to != LOCAL:
+        raise CheckpointError(f"--to {options.to} and --like {options.like}: only '{LOCAL}' depends on the wrapping")
+    known = _known(options)
     source = options.source[0] if len(options.source) == 1 else options.source
-    checkpoint = open_checkpoint(source, shapes, without=options.without)
+    checkpoint = open_checkpoint(source, known.shapes, without=options.without)
     _say(_summary(checkpoint))
     for note in checkpoint.notes:
         _say(f"note: {note}")
+    ranks = _ranks(options, checkpoint, known)
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
             sys.stdout.write(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}\n")
@@ -103,7 +129,6 @@ def _run(options: argparse.Namespace) -> int:
             sys.stdout.write(f"{joined(path)}\t(object)\n")
         _say(f"would write {options.to} to {options.target}; nothing was written")
         return 0
-    ranks = None if options.ranks is None else Ranks(options.ranks, _parameters(checkpoint, model))
     with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
         done = convert(checkpoint, options.target, options.to, ranks=ranks, progress=progress)
     resumed = f", {done.resumed} of them by an earlier attempt" if done.resumed else ""
@@ -111,9 +136,63 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parameters(checkpoint: Checkpoint, model: torch.nn.Module | None) -> set[str]:
-    if model is not None:
-        return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+@dataclass(frozen=True)
+class _Known:
+    """What the command line says of the model.
+
+    Attributes:
+        shapes: of parameters and buffers; None if it does not.
+        parameters: their names; None if it does not tell them from buffers.
+        wrapping: None if it does not say.
+    """
+
+    shapes: Shapes | None = None
+    parameters: Collection[str] | None = None
+    wrapping: Wrapping | None = None
+
+
+def _known(options: argparse.Namespace) -> _Known:
+    if options.shapes is not None:
+        return _Known(shapes_of_file(options.shapes))
+    if options.config is not None:
+        wrapping = wrapping_of_file(options.config)
+        return _Known(wrapping.shapes, wrapping.parameters, wrapping)
+    if options.model is None:
+        return _Known()
+    sys.path.insert(0, str(Path.cwd()))
+    model, arguments = model_of(options.model)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return _Known(shapes_of_model(model), parameters, wrapping_of_model(model, arguments) if arguments else None)
+
+
+def _ranks(options: argparse.Namespace, checkpoint: Checkpoint, known: _Known) -> Ranks | LocalRanks | None:
+    if options.to == LOCAL:
+        return LocalRanks(options.ranks, _wrapping(options, checkpoint, known))
+    return Ranks(options.ranks, _parameters(checkpoint, known)) if options.to == SHARDED else None
+
+
+def _wrapping(options: argparse.Namespace, checkpoint: Checkpoint, known: _Known) -> Wrapping:
+    if options.like is not None:
+        shapes = shapes_of_checkpoint(checkpoint) if known.shapes is None else known.shapes
+        example = open_checkpoint(options.like, shapes)
+        if example.config is None:
+            raise CheckpointError(
+                f"{options.like} is a {example.kind} checkpoint, and does not show how the model is wrapped; pass "
+                "--config or --model"
+            )
+        return wrapping_of_config(example.config, options.like)
+    if known.wrapping is None:
+        raise CheckpointError(
+            "LOCAL files depend on how the model is wrapped: pass --config FILE (JSON, or the migration.json of a "
+            "conversion from LOCAL), --like DIRECTORY (such files), or --model MODULE:FUNCTION that returns the model "
+            "and the arguments of FullyShardedDataParallel, such as auto_wrap_policy and use_orig_params"
+        )
+    return known.wrapping
+
+
+def _parameters(checkpoint: Checkpoint, known: _Known) -> Collection[str]:
+    if known.parameters is not None:
+        return known.parameters
     found = parameters_in_groups(checkpoint)
     if not found:
         raise CheckpointError(

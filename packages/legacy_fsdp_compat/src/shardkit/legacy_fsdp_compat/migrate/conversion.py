@@ -21,13 +21,14 @@ import torch
 
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
 from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
+from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks, LocalWriter
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
 
-__all__ = ["FORMATS", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
+__all__ = ["FORMATS", "LOCAL", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
 
 REPORT = "migration.json"
 _JOURNAL = "journal.jsonl"
@@ -53,7 +54,7 @@ FORMATS: dict[str, Callable[[Path, Checkpoint], _Writer]] = {
 """What can be written: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save. For files of
 single ranks see `convert`."""
 
-SHARDED = "sharded"
+SHARDED, LOCAL = "sharded", "local"
 
 
 @dataclass
@@ -78,7 +79,7 @@ def convert(
     target: str | Path,
     to: str,
     *,
-    ranks: Ranks | None = None,
+    ranks: Ranks | LocalRanks | None = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Migration:
     """Writes `checkpoint` to the directory `target` in the format `to`, and reads it back.
@@ -86,8 +87,9 @@ def convert(
     Args:
         checkpoint: what `open_checkpoint` returned; its files are only read.
         target: must not exist; appears when everything is written and verified.
-        to: a key of `FORMATS`, or "sharded": a file of torch.save for each rank, as FSDP1's SHARDED.
-        ranks: with "sharded", for how many ranks, and what are parameters.
+        to: a key of `FORMATS`, or "sharded" or "local": a file of torch.save for each rank, as FSDP1's SHARDED or
+            LOCAL.
+        ranks: with "sharded" and "local", for how many ranks, and what are parameters or how they are wrapped.
         progress: is told how many bytes were done; every tensor counts twice, written and read back.
 
     Raises:
@@ -95,20 +97,36 @@ def convert(
     """
     target = Path(target)
     refuse_existing(target)
-    make = FORMATS.get(to) if ranks is None else partial_of(ShardedWriter, ranks=ranks) if to == SHARDED else None
-    if make is None:
-        raise CheckpointError(
-            f"unknown format '{to}', expected one of {', '.join(FORMATS)}, or '{SHARDED}' with ranks to write it for"
-        )
+    make = _writer_for(to, ranks)
     _check_names(checkpoint)
     _check_place(checkpoint, target)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _alone(partial):
-        described = to if ranks is None else f"{to} for {ranks.count} of {sorted(ranks.parameters)}"
+        described = f"{to} for {_described(ranks)}"
         writer = make(partial, checkpoint)  # raises for what it cannot write, before anything is noted
         journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, described))
         return _convert(checkpoint, target, partial, journal, writer, to, progress)
+
+
+def _writer_for(to: str, ranks: Ranks | LocalRanks | None) -> Callable[[Path, Checkpoint], _Writer]:
+    if to in FORMATS and ranks is None:
+        return FORMATS[to]
+    if to == SHARDED and isinstance(ranks, Ranks):
+        return partial_of(ShardedWriter, ranks=ranks)
+    if to == LOCAL and isinstance(ranks, LocalRanks):
+        return partial_of(LocalWriter, ranks=ranks)
+    raise CheckpointError(
+        f"unknown format '{to}' for {type(ranks).__name__}, expected one of {', '.join(FORMATS)}, '{SHARDED}' with "
+        f"Ranks to write it for, or '{LOCAL}' with LocalRanks"
+    )
+
+
+def _described(ranks: Ranks | LocalRanks | None) -> str:
+    """Tells what an attempt was for from what another one is."""
+    if isinstance(ranks, LocalRanks):
+        return f"{ranks.count} of {json.dumps(ranks.wrapping.as_config())}"
+    return f"{ranks.count} of {sorted(ranks.parameters)}" if ranks is not None else "one"
 
 
 def _convert(
@@ -188,7 +206,7 @@ def _verify(
     partial: Path, migration: Migration, checkpoint: Checkpoint, writer: _Writer, progress: Callable[[int], object]
 ) -> None:
     """Reads the output as anyone would, and compares names, shapes, dtypes, every byte and every object."""
-    output = open_checkpoint(partial)
+    output = open_checkpoint(partial, writer.shapes if isinstance(writer, LocalWriter) else None)
     if output.objects.keys() != checkpoint.objects.keys():
         odd = [joined(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
         raise CheckpointError(f"the objects {odd} are in one of source and output only")
@@ -215,7 +233,7 @@ def _verify(
 
 
 def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str) -> None:
-    report = {
+    report: dict[str, Any] = {
         "format": to,
         "source": {"kind": checkpoint.kind, "files": checkpoint.files, "world_size": checkpoint.world_size},
         "tensors": {
@@ -223,6 +241,8 @@ def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str
             for path, one in checkpoint.tensors.items()
         },
     }
+    if checkpoint.config is not None:
+        report["config"] = checkpoint.config
     (partial / REPORT).write_text(json.dumps(report, indent=1))
     (partial / _JOURNAL).unlink()
 
@@ -231,7 +251,8 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     """Of the source's files, by size and time, and of the tensors in them."""
     described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
     described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
-    for name in sorted({part.file for one in checkpoint.tensors.values() for part in one.parts}):
+    parts = (part for one in checkpoint.tensors.values() for part in one.parts)
+    for name in sorted({file for part in parts for file in (part.file, *part.others)}):
         stat = Path(name).stat()
         described.append([name, stat.st_size, stat.st_mtime_ns])
     return hashlib.sha256(repr(described).encode()).hexdigest()

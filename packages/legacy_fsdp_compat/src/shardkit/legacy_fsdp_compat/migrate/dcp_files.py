@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
+from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import archived_tensor
 from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED
 from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, fill, joined, paths_of, tree_of
 from shardkit.legacy_fsdp_compat.torch_compat import StorageInfo, flatten_for_checkpoint
@@ -38,8 +40,7 @@ def read_dcp(directory: Path, left_out: LeftOut) -> Checkpoint:
     """A checkpoint directory of torch.distributed.checkpoint; of what is left out nothing is read.
 
     Raises:
-        CheckpointError: for metadata that cannot be read, missing or truncated files, and tensors that are cut on
-            another dim than 0.
+        CheckpointError: for metadata that cannot be read, missing or truncated files, and flat parameters.
     """
     metadata = _read_metadata(directory / METADATA)
     checkpoint = Checkpoint("DCP", [str(directory)])
@@ -54,6 +55,12 @@ def read_dcp(directory: Path, left_out: LeftOut) -> Checkpoint:
         path = tuple(Item(part) if isinstance(part, int) else part for part in paths.get(key, (key,)))
         if left_out.has(path):
             continue
+        if key.rpartition(".")[2] == FLAT_NAME:
+            raise CheckpointError(
+                f"'{key}' in {directory} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files of "
+                "ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it as "
+                "SHARDED_STATE_DICT"
+            )
         if isinstance(described, TensorStorageMetadata):
             leaves[path] = _tensor(directory, key, described, stored.get(key, []))
         else:
@@ -81,27 +88,22 @@ def _tensor(
     directory: Path, key: str, described: TensorStorageMetadata, stored: list[tuple[MetadataIndex, Any]]
 ) -> StoredTensor:
     shape, dtype = tuple(described.size), described.properties.dtype
-    row = math.prod(shape[1:])
     info_at = {tuple(index.offset or ()): info for index, info in stored}
-    parts = []
+    boxes = []
     for chunk in described.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if not math.prod(sizes):
             continue
-        if any(offsets[1:]) or sizes[1:] != shape[1:]:
-            raise CheckpointError(
-                f"'{key}' of shape {shape} has a part of shape {sizes} at {offsets}: it is cut on more than dim 0, as "
-                "by tensor parallelism; load it with torch.distributed.checkpoint instead"
-            )
         info = info_at.get(offsets)
         if info is None:
             raise CheckpointError(f"'{key}': the metadata lists a part at {offsets} and no file that holds it")
-        start = offsets[0] * row if offsets else 0
-        parts.append(_part(directory, key, info, start, sizes, dtype))
-    return StoredTensor(key, dtype, shape, tuple(sorted(parts, key=lambda part: part.start)))
+        boxes.append(_box(directory, key, info, offsets, sizes, dtype))
+    return StoredTensor(key, dtype, shape, parts_of(key, shape, boxes))
 
 
-def _part(directory: Path, key: str, info: Any, start: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Part:
+def _box(
+    directory: Path, key: str, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
+) -> Box:
     path = _data_file(directory, key, info)
     if not path.is_file():
         raise CheckpointError(f"'{key}': its file {path} is missing")
@@ -113,7 +115,7 @@ def _part(directory: Path, key: str, info: Any, start: int, sizes: tuple[int, ..
             f"'{key}': bytes {info.offset} to {info.offset + info.length} of {path} hold a tensor of shape "
             f"{region.shape} and {region.dtype}; the metadata says {sizes} and {dtype}"
         )
-    return Part(start, start + math.prod(sizes), region_reader(path, start, region), str(path))
+    return Box(offsets, sizes, region_reader(path, 0, region), str(path))
 
 
 def _data_file(directory: Path, key: str, info: Any) -> Path:

@@ -1,15 +1,14 @@
-"""DTensors in files of torch.save, as FSDP with a `device_mesh` gives them: the rows that they hold, by their mesh."""
+"""DTensors in files of torch.save, as FSDP with a `device_mesh` gives them: the boxes that they hold, by their mesh."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
-from shardkit.legacy_fsdp_compat.flat_layout import row_intervals
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 
@@ -20,29 +19,34 @@ def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
     """A DTensor as the shards that its file has a part of; a replicated one as the plain tensor that it is.
 
     Raises:
-        CheckpointError: if it is cut on more than dim 0.
+        CheckpointError: for sums that are not added up yet, and local tensors that the placements do not describe.
     """
     local, mesh = local_of(tensor).detach(), tensor.device_mesh
     axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
     if not axes:
         return local
-    (axis, *more) = axes
-    placement, place = tensor.placements[axis], mesh.get_coordinate()
-    if more or type(placement) is not Shard or placement.dim != 0 or place is None:
+    place = mesh.get_coordinate()
+    if place is None:
+        raise CheckpointError(f"'{name}' in {path} is a DTensor of a rank that is not in its mesh {mesh}")
+    ranks = mesh.mesh.permute(*(at for at in range(mesh.ndim) if at not in axes), *axes)
+    ranks = ranks[*(one for at, one in enumerate(place) if at not in axes)]
+    placements = [tensor.placements[axis] for axis in axes]
+    try:
+        regions = regions_of_mesh(f"'{name}' in {path}", tensor.shape, placements, ranks.shape)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    shards, own, numbers = StoredShards(), mesh.mesh[*place].item(), ranks.flatten().tolist()
+    mine = regions[numbers.index(own)]
+    if mine.shape != tuple(local.shape):
         raise CheckpointError(
-            f"'{name}' in {path} is a DTensor with placements {tuple(tensor.placements)} on {mesh}; only those "
-            "that one axis cuts, on dim 0, are converted. Load it where it was saved, and save it with "
-            "torch.distributed.checkpoint"
+            f"'{name}' in {path} has shape {tuple(local.shape)} on rank {own}, expected {mine.shape} by its placements "
+            f"{tuple(tensor.placements)} on {mesh}"
         )
-    shape = tuple(tensor.shape)
-    row = math.prod(shape[1:])
-    ranks = mesh.mesh.movedim(axis, -1)[*(one for at, one in enumerate(place) if at != axis)].tolist()
-    cuts = [(low // row, (high - low) // row) if row else (0, 0) for low, high in row_intervals(shape, len(ranks))]
-    rest = (0,) * (len(shape) - 1)
-    shards = StoredShards()
-    shards.whole = shape
+    shards.whole = tuple(tensor.shape)
     shards.boxes = [
-        ((first, *rest), (rows, *shape[1:]), rank) for (first, rows), rank in zip(cuts, ranks, strict=True) if rows
+        (tuple(one.start for one in box), tuple(one.stop - one.start for one in box), rank)
+        for region, rank in zip(regions, numbers, strict=True)
+        for box, _ in region.boxes()
     ]
-    shards.parts = [((cuts[place[axis]][0], *rest), local, ranks[place[axis]])] if local.numel() else []
+    shards.parts = [(tuple(one.start for one in box), local[piece], own) for box, piece in mine.boxes()]
     return shards

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
+from shardkit.legacy_fsdp_compat.migrate.local_config import found_config
 from shardkit.legacy_fsdp_compat.migrate.local_optimizer import Cut, add_optimizer, optimizer_bases
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
@@ -47,6 +48,7 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
     checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
     bases = dict.fromkeys(path[:-1] for file in files for path in file.leaves if _is_flat(path))
     models = [_model(checkpoint, files, base, shapes) for base in bases]
+    checkpoint.config = found_config(files, next(iter(bases)), shapes, {cut.name for unit in models[0] for cut in unit})
     optimizers = optimizer_bases(files)
     of_optimizers = tuple((*base, key) for base in optimizers for key in ("state", "param_groups"))
     for path in dict.fromkeys(path for file in files for path in file.leaves):
@@ -76,7 +78,7 @@ def _model(checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: M
         for path in beside:
             if _is_flat(path):
                 units.append(_flat_unit(tensors, files, path, shapes, here))
-    for name in [*shapes.own, *shapes.ties]:
+    for name in shapes.given:
         first = shapes.ties.get(name, name)
         if first in tensors:
             checkpoint.tensors[*base, name] = tensors[first]

@@ -23,10 +23,12 @@ class ModelShapes:
     Attributes:
         own: name -> shape, in order of the model; of tied parameters the first.
         ties: further names of tied parameters -> the first one.
+        given: both, in order of the model.
     """
 
     own: dict[str, tuple[int, ...]]
     ties: dict[str, str]
+    given: Shapes
 
     @classmethod
     def of(cls, shapes: Shapes) -> ModelShapes:
@@ -43,7 +45,7 @@ class ModelShapes:
         for name, first in ties.items():
             if first not in own:
                 raise CheckpointError(f"'{name}' is tied to '{first}', which is not among the shapes")
-        return cls({name: tuple(shape) for name, shape in own.items()}, ties)
+        return cls({name: tuple(shape) for name, shape in own.items()}, ties, dict(shapes))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter or buffer, under any of its names."""
@@ -52,7 +54,7 @@ class ModelShapes:
     @property
     def names(self) -> set[str]:
         """Every name, also those of tied parameters."""
-        return set(self.own) | set(self.ties)
+        return set(self.given)
 
 
 def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:

@@ -12,10 +12,11 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
+from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, Read, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of
 
@@ -61,13 +62,11 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
             raise CheckpointError(f"{by_rank[file.rank].path} and {file.path} are both of rank {file.rank}")
         by_rank[file.rank] = file
     _check_same_step(files)
-    groups: dict[frozenset[int], list[RankFile]] = {}
-    for _, file in sorted(by_rank.items()):
-        groups.setdefault(_shard_group(file), []).append(file)
-    found = [(group, members) for group, members in groups.items() if group] or [(frozenset(), files)]
-    group, members = found[0]
-    if len(found) == 1:
-        members = [file for _, file in sorted(by_rank.items())]  # also ranks that hold nothing
+    in_order = [file for _, file in sorted(by_rank.items())]
+    found = _shard_groups(in_order) or [frozenset()]
+    group, members = found[0], in_order
+    if len(found) > 1:  # of one group alone also ranks that hold nothing
+        members = [file for file in in_order if _ranks_beside(file) & group]
     missing = sorted(group - {file.rank for file in members})
     if missing:
         raise CheckpointError(
@@ -77,7 +76,24 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
     return [RankFile(file.path, number, file.leaves) for number, file in enumerate(members)]
 
 
-def _shard_group(file: RankFile) -> frozenset[int]:
+def _shard_groups(files: list[RankFile]) -> list[frozenset[int]]:
+    """Ranks that share tensors, in order of the first files. Data and tensor parallelism share some over one axis of
+    their mesh and others over both.
+    """
+    groups: list[frozenset[int]] = []
+    for file in files:
+        ranks = _ranks_beside(file)
+        near = [group for group in groups if group & ranks]
+        if ranks:
+            joined_group = ranks.union(*near)
+            at = groups.index(near[0]) if near else len(groups)
+            groups = [group for group in groups if group not in near]
+            groups.insert(at, joined_group)
+    nested = any(getattr(value, "nested", False) for file in files for value in file.leaves.values())
+    return [frozenset().union(*groups)] if nested else groups
+
+
+def _ranks_beside(file: RankFile) -> frozenset[int]:
     """The ranks that hold something of what the file has a part of."""
     shards = (value for value in file.leaves.values() if isinstance(value, StoredShards))
     return frozenset(rank for value in shards for _, _, rank in value.boxes)
@@ -131,14 +147,17 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
-def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor:
-    """A tensor whose rows, or flat parts, lie in the files.
+def stored_shards(name: str, files: list[RankFile], path: Path_, notes: list[str] | None = None) -> StoredTensor:
+    """A tensor whose boxes, or flat parts, lie in the files. A box that ranks of several groups have, which share
+    nothing else of the tensor, is taken from the first of them; where others differ, that is added to the notes.
 
     Raises:
-        CheckpointError: files that describe different tensors, or parts that are no whole rows.
+        CheckpointError: files that describe different tensors, or parts that do not make up one.
     """
-    parts, first = [], next(value for file in files if isinstance(value := file.leaves.get(path), StoredShards))
+    first = next(value for file in files if isinstance(value := file.leaves.get(path), StoredShards))
     dtype = first.dtype
+    boxes: list[Box] = []
+    holders: dict[tuple[tuple[int, ...], torch.Size], tuple[frozenset[int], Box]] = {}
     for file in files:
         value = file.leaves.get(path)
         if not isinstance(value, StoredShards):
@@ -151,31 +170,54 @@ def stored_shards(name: str, files: list[RankFile], path: Path_) -> StoredTensor
                 f"'{name}' has shape {value.whole} in {file.path} and {first.whole} in {files[0].path}; are these "
                 "files of one checkpoint?"
             )
-        row = math.prod(value.whole[1:])
+        group = frozenset(rank for _, _, rank in value.boxes)
         for offsets, tensor, _ in value.parts:
-            if any(offsets[1:]) or tuple(tensor.shape[1:]) != value.whole[1:]:
-                raise CheckpointError(
-                    f"'{name}' has a part of shape {tuple(tensor.shape)} at {offsets} in {file.path}; expected whole "
-                    f"rows of {value.whole}"
-                )
-            start = offsets[0] * row
             dtype = tensor.dtype
-            if tensor.numel():
-                read = mapped_reader(name, tensor, start, str(file.path))
-                parts.append(Part(start, start + tensor.numel(), read, str(file.path)))
-    return StoredTensor(name, dtype, first.whole, tuple(sorted(parts, key=lambda part: part.start)))
+            box = Box(offsets, tuple(tensor.shape), _read_box(name, tensor, file), str(file.path))
+            known, other = holders.setdefault((offsets, tensor.shape), (group, box))
+            if other is box or known & group:
+                boxes.append(box)
+            elif notes is not None and not _same(_alone(box, dtype), _alone(other, dtype)):
+                notes.append(f"'{name}' differs between {other.file} and {box.file}; taken from the first")
+    return StoredTensor(name, dtype, first.whole, parts_of(name, first.whole, boxes))
+
+
+def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
+    """A box as a tensor of its own."""
+    numel = math.prod(box.sizes)
+    return StoredTensor(box.file, dtype, box.sizes, (Part(0, numel, box.read, box.file),) if numel else ())
+
+
+def _read_box(name: str, tensor: torch.Tensor, file: RankFile) -> Read:
+    if not tensor.numel():
+        return lambda low, high: torch.empty(0, dtype=tensor.dtype)
+    return mapped_reader(name, tensor, 0, str(file.path))
 
 
 def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
     """A SHARDED checkpoint of one file a rank.
 
     Raises:
-        CheckpointError: as `stored_shards`, and for plain tensors that differ in shape.
+        CheckpointError: as `stored_shards`, for plain tensors that differ, and for files that are of no ranks.
     """
+    if not any(isinstance(leaf, StoredShards) for file in files for leaf in file.leaves.values()):
+        _check_same_keys(files)
     checkpoint = Checkpoint("SHARDED", [str(file.path) for file in files], len(files))
     for path in dict.fromkeys(path for file in files for path in file.leaves):
         add_leaf(checkpoint, files, path)
     return checkpoint
+
+
+def _check_same_keys(files: list[RankFile]) -> None:
+    """Files without sharded tensors are of ranks that have everything, or of no ranks: weights and optimizer apart."""
+    first, *others = files
+    for other in others:
+        odd = [joined(path) for path in first.leaves.keys() ^ other.leaves.keys()]
+        if odd:
+            raise CheckpointError(
+                f"{first.path} and {other.path} hold no ShardedTensors or DTensors, and {len(odd)} keys, such as "
+                f"'{odd[0]}', are in one of them only: they are no files of ranks. Convert each by itself"
+            )
 
 
 def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None:
@@ -186,7 +228,7 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None
             then, as in FSDP1's own FULL state dicts, and a note says so.
     """
     if any(isinstance(file.leaves.get(path), StoredShards) for file in files):
-        checkpoint.tensors[path] = stored_shards(joined(path), files, path)
+        checkpoint.tensors[path] = stored_shards(joined(path), files, path, checkpoint.notes)
         return
     holder = next(file for file in files if path in file.leaves)
     value = holder.leaves[path]

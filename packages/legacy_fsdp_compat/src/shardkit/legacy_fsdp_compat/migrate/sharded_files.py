@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,19 @@ from typing import Any
 import torch
 
 from shardkit.legacy_fsdp_compat.flat_layout import row_intervals
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of, payloads
+from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place, RankWriter
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, places_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
-__all__ = ["Ranks", "ShardedWriter", "parameters_in_groups"]
+__all__ = ["Ranks", "ShardedWriter", "check_count", "parameters_in_groups"]
 
 _STATE = "state"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that rank files are for.
+    """The ranks that SHARDED rank files are for.
 
     Attributes:
         count: how many, at least two.
@@ -38,11 +37,16 @@ class Ranks:
     parameters: Collection[str]
 
     def __post_init__(self) -> None:
-        if self.count < 2:
-            raise CheckpointError(
-                f"rank files for {self.count} rank(s): FSDP1 shards over two and more, and a single rank's state dicts "
-                "are whole; convert to 'full'"
-            )
+        check_count(self.count)
+
+
+def check_count(count: int) -> None:
+    """Raises `CheckpointError` for fewer than two ranks."""
+    if count < 2:
+        raise CheckpointError(
+            f"rank files for {count} rank(s): FSDP1 shards over two and more, and a single rank's state dicts are "
+            "whole; convert to 'full'"
+        )
 
 
 def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
@@ -56,89 +60,41 @@ def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
     return {key for key in listed if isinstance(key, str)}
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank's part of a tensor lies in its file: elements [start, stop) of the whole, from this byte on."""
-
-    start: int
-    stop: int
-    offset: int
-
-
-class ShardedWriter:
-    """`rank0.pt` and so on: torch.save of nested dicts with ShardedTensors, filled in piece by piece.
+class ShardedWriter(RankWriter):
+    """`rank0.pt` and so on, nested dicts with ShardedTensors.
 
     Raises:
         CheckpointError: for optimizer state by number, and for parameters that are not in the checkpoint.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        super().__init__(directory, ranks.count)
         self._checkpoint = checkpoint
         self._count = ranks.count
-        self._files = [directory / f"rank{rank}.pt" for rank in range(ranks.count)]
-        self.file = self._files[0]
         self._cut = _what_is_cut(checkpoint, ranks.parameters)
-        self._places: list[dict[Path_, _Place]] = []
 
-    def begin(self, records: dict[str, Any]) -> None:
-        """Lays the files out, unless they are there with records in them."""
-        if not records:
-            for rank in reversed(range(self._count)):  # the first rank's last: with it all are there
-                with torch.serialization.skip_data():
-                    torch.save(self._tree(rank), self._files[rank])
-        self._places = [self._find_places(rank) for rank in range(self._count)]
+    def content(self, rank: int) -> Content:
+        """Rows of what is cut, and all of everything else."""
+        content = Content()
+        for path, stored in self._checkpoint.tensors.items():
+            self._add(content, path, stored, rank)
+        content.leaves.update(self._checkpoint.objects)
+        return content
 
-    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
-        """Writes one tensor into every file that has a part of it; returns its record."""
-        for low, high, values in slabs:
-            for file, places in zip(self._files, self._places, strict=True):
-                place = places.get(path)
-                if place is None or not max(low, place.start) < min(high, place.stop):
-                    continue
-                start, stop = max(low, place.start), min(high, place.stop)
-                with file.open("r+b") as opened:
-                    opened.seek(place.offset + (start - place.start) * values.element_size())
-                    opened.write(bytes_of(values[start - low : stop - low]))
-        return {}
-
-    def finish(self) -> None:
-        """The files are complete once every tensor is written."""
-
-    @staticmethod
-    def kept(value: Any) -> Any:
-        """An object as it is read back."""
-        return value
-
-    def _interval(self, path: Path_, rank: int) -> tuple[int, int]:
-        stored = self._checkpoint.tensors[path]
-        return row_intervals(stored.shape, self._count)[rank] if path in self._cut else (0, stored.numel)
-
-    def _tree(self, rank: int) -> dict[str, Any]:
-        values = {path: self._stand_in(path, stored, rank) for path, stored in self._checkpoint.tensors.items()}
-        return tree_of({**values, **self._checkpoint.objects})
-
-    def _stand_in(self, path: Path_, stored: StoredTensor, rank: int) -> Any:
-        # Memory that is never touched is never there: these tensors only have sizes, and skip_data writes no values.
+    def _add(self, content: Content, path: Path_, stored: StoredTensor, rank: int) -> None:
         if path not in self._cut:
-            return torch.empty(stored.shape, dtype=stored.dtype)
+            whole = torch.empty(stored.shape, dtype=stored.dtype)
+            content.leaves[path] = whole
+            content.places[path] = Place(0, stored.numel, whole)
+            return
         rest = stored.shape[1:]
-        rows = [(low // stored.row, (high - low) // stored.row) for low, high in self._intervals(path) if high > low]
+        intervals = row_intervals(stored.shape, self._count)
+        rows = [(low // stored.row, (high - low) // stored.row) for low, high in intervals if high > low]
         boxes = [([first, *[0] * len(rest)], [count, *rest]) for first, count in rows]
         local = torch.empty(boxes[rank][1], dtype=stored.dtype) if rank < len(boxes) else None
-        return PickledShards(local, torch.Size(stored.shape), stored.dtype, boxes, rank, self._count)
-
-    def _intervals(self, path: Path_) -> list[tuple[int, int]]:
-        return [self._interval(path, rank) for rank in range(self._count)]
-
-    def _find_places(self, rank: int) -> dict[Path_, _Place]:
-        found = payloads(self._files[rank])
-        held = [
-            path
-            for path in places_of(self._checkpoint)
-            if path not in self._cut or operator.lt(*self._interval(path, rank))
-        ]
-        # torch.save numbers storages in the order in which it meets them.
-        return {path: _Place(*self._interval(path, rank), found[str(number)][0]) for number, path in enumerate(held)}
+        content.leaves[path] = PickledShards(local, torch.Size(stored.shape), stored.dtype, boxes, rank, self._count)
+        if local is not None:
+            content.places[path] = Place(*intervals[rank], local)
 
 
 def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Path_]:

@@ -19,9 +19,10 @@ from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_
 from shardkit.legacy_fsdp_compat.migrate.reading import whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import fill, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill, joined
+from shardkit.legacy_fsdp_compat.migrate.wrapping import shapes_of_model as shapes_of_module
 
-__all__ = ["model_of", "open_checkpoint", "shapes_of_file", "shapes_of_model"]
+__all__ = ["model_of", "open_checkpoint", "shapes_of_checkpoint", "shapes_of_file", "shapes_of_model"]
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
@@ -107,13 +108,20 @@ def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
     path = Path(path)
     if path.suffix == ".json":
         return _shapes_of_json(path)
-    found = {key: one.shape for key, one in open_checkpoint(path).tensors.items()}
-    below = [key for key in ("model", "state_dict") if any(one[0] == key for one in found)]
-    base = (below[0],) if below else ()
-    shapes: dict[str, tuple[int, ...] | str] = {
-        joined(key[len(base) :]): shape for key, shape in found.items() if key[: len(base)] == base
-    }
-    return shapes | _ties(path, base)
+    checkpoint = open_checkpoint(path)
+    return shapes_of_checkpoint(checkpoint) | _ties(path, _base_of_model(checkpoint))
+
+
+def shapes_of_checkpoint(checkpoint: Checkpoint) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of what lies below "model" or "state_dict" in a checkpoint, else of all of it; nothing tells of ties."""
+    base = _base_of_model(checkpoint)
+    found = {key: one.shape for key, one in checkpoint.tensors.items() if key[: len(base)] == base}
+    return {joined(key[len(base) :]): shape for key, shape in found.items()}
+
+
+def _base_of_model(checkpoint: Checkpoint) -> Path_:
+    below = [key for key in ("model", "state_dict") if any(one[0] == key for one in checkpoint.tensors)]
+    return (below[0],) if below else ()
 
 
 def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
@@ -126,7 +134,7 @@ def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
     return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
 
 
-def _ties(path: Path, base: tuple[str, ...]) -> dict[str, str]:
+def _ties(path: Path, base: Path_) -> dict[str, str]:
     """Name -> first name, of tensors that share their memory in a file of torch.save."""
     if not path.is_file() or _is_safetensors(path):
         return {}
@@ -141,8 +149,9 @@ def _ties(path: Path, base: tuple[str, ...]) -> dict[str, str]:
     return ties
 
 
-def model_of(factory: str) -> torch.nn.Module:
-    """The model that `module:function` builds; it is called on the meta device, so nothing is allocated.
+def model_of(factory: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model that `module:function` builds, and the arguments of FSDP if it returns them beside it; it is called on
+    the meta device, so nothing is allocated.
 
     Raises:
         CheckpointError: if that cannot be imported or gives no module.
@@ -154,19 +163,17 @@ def model_of(factory: str) -> torch.nn.Module:
         raise CheckpointError(f"--model {factory}: {error}; expected MODULE:FUNCTION that can be imported") from error
     with torch.device("meta"):
         model = build()
-    if not isinstance(model, torch.nn.Module):
-        raise CheckpointError(f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module")
-    return model
+    arguments: Any = {}
+    if isinstance(model, tuple) and len(model) == 2:
+        model, arguments = model
+    if not isinstance(model, torch.nn.Module) or not isinstance(arguments, dict):
+        raise CheckpointError(
+            f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module, or a pair of one and "
+            "the arguments of FullyShardedDataParallel"
+        )
+    return model, arguments
 
 
 def shapes_of_model(factory: str | torch.nn.Module) -> dict[str, tuple[int, ...] | str]:
     """Shapes of the parameters and buffers of a model, or of what `model_of` builds; of a tied one its first name."""
-    model = model_of(factory) if isinstance(factory, str) else factory
-    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    first: dict[int, str] = {}
-    shapes: dict[str, tuple[int, ...] | str] = {}
-    for name in model.state_dict():
-        if name in named:
-            known = first.setdefault(id(named[name]), name)
-            shapes[name] = tuple(named[name].shape) if known == name else known
-    return shapes
+    return shapes_of_module(model_of(factory)[0] if isinstance(factory, str) else factory)

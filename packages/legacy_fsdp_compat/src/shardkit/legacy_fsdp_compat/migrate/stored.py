@@ -23,15 +23,17 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, stop) of a tensor in row-major order, in one file.
+    """Elements [start, stop) of a tensor in row-major order.
 
-    `read(low, high)` gives elements low to high of the *tensor*, a 1-D copy; both lie within the part.
+    `read(low, high)` gives elements low to high of the *tensor*, a 1-D copy; both lie within the part. They come from
+    `file`, and from `others` where several hold them beside each other.
     """
 
     start: int
     stop: int
     read: Read
     file: str
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Checkpoint:
         tensors: by path, the keys that lead to it: ("model", "0.weight"), ("optim", "state", "0.weight", "exp_avg").
         objects: everything else, by path.
         notes: what the user should know about how it was read.
+        config: of LOCAL files how the model is wrapped, as `--config` takes it.
     """
 
     kind: str
@@ -120,6 +123,7 @@ class Checkpoint:
     tensors: dict[tuple[Any, ...], StoredTensor] = field(default_factory=dict)
     objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    config: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:

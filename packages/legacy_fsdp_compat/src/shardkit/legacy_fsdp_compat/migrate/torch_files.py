@@ -36,17 +36,20 @@ def _stand_in(name: str) -> type:
 
 
 class StoredShards(torch.Tensor):
-    """Stands in for ShardedTensor.
+    """Stands in for ShardedTensor. One whose part is a ShardedTensor, as 2-D FSDP1 once wrote, is flattened: what its
+    ranks are is what the inner one says, as torch gave the outer one numbers of its own.
 
     Attributes:
         parts: this file's parts: (offsets, tensor, rank).
-        boxes: every rank's part: (offsets, sizes, rank).
+        boxes: every rank's part, as far as the file tells: (offsets, sizes, rank).
         whole: shape of the whole.
+        nested: whether there was an inner one, so that other files have parts of which this one does not tell.
     """
 
     parts: list[tuple[tuple[int, ...], torch.Tensor, int]]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     whole: tuple[int, ...]
+    nested: bool = False
 
     def __setstate__(self, state: Any) -> None:
         """Takes what ShardedTensor pickles: parts, metadata, process group, sharding, RRefs."""
@@ -59,6 +62,11 @@ class StoredShards(torch.Tensor):
             for one in metadata.shards_metadata
         ]
         self.whole = tuple(metadata.size)
+        inner = [(offsets, tensor) for offsets, tensor, _ in self.parts if isinstance(tensor, StoredShards)]
+        if inner:
+            self.nested = True
+            self.parts = [(_moved(at, by), part, rank) for by, one in inner for at, part, rank in one.parts]
+            self.boxes = [(_moved(at, by), sizes, rank) for by, one in inner for at, sizes, rank in one.boxes]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -66,6 +74,10 @@ class StoredShards(torch.Tensor):
     ) -> Any:
         """It is not for computing."""
         raise NotImplementedError(f"{function} on a stored ShardedTensor")
+
+
+def _moved(offsets: tuple[int, ...], by: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(offsets, by, strict=True)))
 
 
 def _rank_of(placement: Any) -> int:

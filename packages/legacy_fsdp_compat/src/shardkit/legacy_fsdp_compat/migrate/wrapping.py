@@ -1,0 +1,276 @@
+"""How a model is wrapped: what LOCAL files do not say of themselves, and what it takes to write them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.legacy_fsdp_compat.api import MixedPrecision, own
+from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, aligned_numel
+from shardkit.legacy_fsdp_compat.ignored import resolve_ignored
+from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes
+from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
+from shardkit.legacy_fsdp_compat.units import clean_name
+
+__all__ = [
+    "ParamDtypes",
+    "Wrapping",
+    "alignment_of",
+    "flat_key",
+    "shapes_of_model",
+    "wrapping_of_config",
+    "wrapping_of_file",
+    "wrapping_of_model",
+]
+
+ParamDtypes = tuple[str | None, ...]
+"""`param_dtype` of a unit's mixed precision, which parameters are aligned by; None is none. Several where the file that
+it was found out from fits them all."""
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A model's FSDP modules, and its parameters and buffers.
+
+    Attributes:
+        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the first name.
+        units: name of each FSDP module that has parameters ("" is the model itself) -> its `param_dtype`.
+        buffers: those of the names that are not sharded: buffers, and ignored parameters.
+        use_orig_params: FSDP1's flag.
+
+    Raises:
+        CheckpointError: for shapes that are none, parameters in no unit, and those tied across units.
+    """
+
+    shapes: Shapes
+    units: Mapping[str, ParamDtypes]
+    buffers: frozenset[str]
+    use_orig_params: bool
+
+    def __post_init__(self) -> None:
+        ties = ModelShapes.of(self.shapes).ties
+        for name in self.parameters:
+            if self.unit_of(name) != self.unit_of(ties.get(name, name)):
+                raise CheckpointError(
+                    f"'{name}' is tied to '{ties[name]}' of another FSDP module, and FSDP1 keeps no such ties: wrap "
+                    "both in one, or give each a shape of its own"
+                )
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of what is sharded, also of tied ones."""
+        return [name for name in self.shapes if name not in self.buffers]
+
+    def around(self, name: str) -> list[str]:
+        """The FSDP modules around a parameter or buffer, outermost first."""
+        return [module for module in _modules_around(name) if module in self.units]
+
+    def unit_of(self, name: str) -> str:
+        """The innermost FSDP module around a parameter."""
+        around = self.around(name)
+        if not around:
+            raise CheckpointError(
+                f"'{name}' lies in none of the FSDP modules {list(self.units)}; name the one that it is in ('' is the "
+                "model itself), or list it among the buffers"
+            )
+        return around[-1]
+
+    @cached_property
+    def members(self) -> dict[str, list[str]]:
+        """Each unit's own parameters, in the order of its flat parameter."""
+        found: dict[str, list[str]] = {unit: [] for unit in self.units}
+        for name in self.parameters:
+            if not isinstance(self.shapes[name], str):
+                found[self.unit_of(name)].append(name)
+        return found
+
+    def layout(self, unit: str, count: int, dtype: torch.dtype) -> FlatLayout:
+        """The flat parameter of a unit of `dtype` over `count` ranks.
+
+        Raises:
+            CheckpointError: where the `param_dtype` is not known well enough to say.
+        """
+        known = ModelShapes.of(self.shapes).own
+        shapes = tuple(known[name] for name in self.members[unit])
+        layouts = [
+            FlatLayout(shapes, count, alignment_of(name, dtype) if self.use_orig_params else 1)
+            for name in self.units[unit]
+        ]
+        if any((one.intervals, one.numel) != (layouts[0].intervals, layouts[0].numel) for one in layouts):
+            raise CheckpointError(
+                f"the FSDP module '{unit}' may have had one of the param_dtypes {list(self.units[unit])}, by which "
+                f"parameters lie differently over {count} ranks: say in --config which it is"
+            )
+        return layouts[0]
+
+    def entries(self) -> list[tuple[str, str | None]]:
+        """The keys of a LOCAL state dict in stock's order, those of flat parameters with their unit. They come before
+        what lies in their module, and with use_orig_params=True behind it.
+        """
+        last = {unit: name for name in self.shapes for unit in self.around(name)}
+        found: dict[str, str | None] = {}
+        for name in self.shapes:
+            if not self.use_orig_params:
+                found.update({flat_key(unit): unit for unit in self.around(name)})
+            if self.use_orig_params or name in self.buffers:
+                found[name] = None
+            if self.use_orig_params:
+                found.update({flat_key(unit): unit for unit in reversed(self.around(name)) if last[unit] == name})
+        return list(found.items())
+
+    def as_config(self) -> dict[str, Any]:
+        """What `wrapping_of_config` reads."""
+        return {
+            "use_orig_params": self.use_orig_params,
+            "units": {unit: names[0] if len(names) == 1 else list(names) for unit, names in self.units.items()},
+            "buffers": [name for name in self.shapes if name in self.buffers],
+            "shapes": {name: one if isinstance(one, str) else list(one) for name, one in self.shapes.items()},
+        }
+
+
+def flat_key(unit: str) -> str:
+    """Key of a unit's flat parameter."""
+    return f"{unit}.{FLAT_NAME}" if unit else FLAT_NAME
+
+
+def _modules_around(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+def alignment_of(param_dtype: str | None, dtype: torch.dtype) -> int:
+    """Elements that parameters of `dtype` are aligned to under a `param_dtype`."""
+    return aligned_numel((dtype if param_dtype is None else _dtype(param_dtype)).itemsize)
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"param_dtype {name!r} is no dtype of torch, such as 'bfloat16'; null is none")
+    return found
+
+
+def wrapping_of_file(path: Path) -> Wrapping:
+    """What a configuration in JSON says, or the `migration.json` of a conversion from LOCAL files.
+
+        {
+            "use_orig_params": true,
+            "units": {"": null, "layers.*": "bfloat16"},
+            "buffers": ["rotary.frequencies"],
+            "shapes": {"embedding.weight": [100, 16], "head.weight": "embedding.weight", ...}
+        }
+
+    Names of units may have "*" for a part between dots. Their values are what mixed precision has as `param_dtype`.
+    Shapes are in order of the model, and those of a tied parameter the name that comes first.
+
+    Raises:
+        CheckpointError: for anything else.
+    """
+    try:
+        return wrapping_of_config(json.loads(path.read_text()), path)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+
+
+def wrapping_of_config(config: Any, file: Path) -> Wrapping:
+    """What `wrapping_of_file` reads, as it is in Python; `file` is for messages."""
+    try:
+        found = config.get("config", config)
+        units, shapes = dict(found["units"]), dict(found["shapes"])
+        flag, buffers = found["use_orig_params"], frozenset(found.get("buffers", []))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is no configuration: {error!r}; expected use_orig_params, units (name -> param_dtype or null), "
+            "shapes, and perhaps buffers"
+        ) from error
+    if not isinstance(flag, bool):
+        raise CheckpointError(f"{file}: use_orig_params is {flag!r}, expected true or false")
+    unknown = sorted(map(str, buffers - shapes.keys()))
+    if unknown:
+        raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes")
+    shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
+    return Wrapping(shapes, _expanded(file, units, shapes), buffers, flag)
+
+
+def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dict[str, ParamDtypes]:
+    modules = dict.fromkeys(module for name in names for module in _modules_around(name))
+    found: dict[str, ParamDtypes] = {}
+    for pattern, given in units.items():
+        matching = [module for module in modules if _matches(module, pattern)]
+        if not matching:
+            raise CheckpointError(f"{path}: no name of the shapes lies in an FSDP module '{pattern}'")
+        dtypes = tuple(given) if isinstance(given, list) else (given,)
+        for name in dtypes:
+            alignment_of(name, torch.float32)
+        found.update(dict.fromkeys(matching, dtypes))
+    return {module: found[module] for module in modules if module in found}
+
+
+def _matches(module: str, pattern: str) -> bool:
+    parts, wanted = module.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def shapes_of_model(model: nn.Module) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of the parameters and buffers of a model, in order; of a tied one its first name."""
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    clean = {clean_name(name): tensor for name, tensor in named.items()}
+    first: dict[int, str] = {}
+    shapes: dict[str, tuple[int, ...] | str] = {}
+    for name in model.state_dict():
+        if name in clean:
+            known = first.setdefault(id(clean[name]), name)
+            shapes[name] = tuple(clean[name].shape) if known == name else known
+    return shapes
+
+
+def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrapping:
+    """How FSDP would wrap a model, which may be on the meta device, with these arguments.
+
+    Args:
+        model: not wrapped yet.
+        arguments: those of `FullyShardedDataParallel`; `auto_wrap_policy`, `mixed_precision`, `use_orig_params`,
+            `ignored_modules` and `ignored_states` count.
+    """
+    mixed = arguments.get("mixed_precision")
+    passed = {"mixed_precision": None if mixed is None else own(MixedPrecision, mixed, "mixed_precision")}
+    ignored = resolve_ignored(model, arguments.get("ignored_modules"), arguments.get("ignored_states"), _never)
+    shapes = shapes_of_model(model)
+    wrapped: dict[nn.Module, Any] = {model: passed}
+
+    def note(module: nn.Module, **given: Any) -> nn.Module:
+        wrapped[module] = given
+        return module
+
+    policy = arguments.get("auto_wrap_policy")
+    if policy is not None:
+        auto_wrap(model, policy, ignored.modules, ignored.parameters, passed, note, _never)
+    named = [(clean_name(name), one) for name, one in model.named_parameters(remove_duplicate=False)]
+    parameters = {name for name, one in named if one not in ignored.parameters}
+    units = {
+        clean_name(f"{name}.").rstrip("."): (_param_dtype(wrapped[module]),)
+        for name, module in model.named_modules()
+        if module in wrapped
+    }
+    found = Wrapping(shapes, units, frozenset(shapes.keys() - parameters), bool(arguments.get("use_orig_params")))
+    with_members = {unit: units[unit] for unit in units if found.members[unit]}
+    return Wrapping(shapes, with_members, found.buffers, found.use_orig_params)
+
+
+def _never(module: nn.Module) -> bool:
+    return False
+
+
+def _param_dtype(arguments: Mapping[str, Any]) -> str | None:
+    mixed = arguments.get("mixed_precision")
+    dtype = None if mixed is None else mixed.param_dtype
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,391 @@
+"""Conversion into FSDP1's flat format: the files that stock writes, bit for bit, and files that stock loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.legacy_fsdp_compat.migrate import (
+    CheckpointError,
+    LocalRanks,
+    Wrapping,
+    convert,
+    open_checkpoint,
+    shapes_of_file,
+    wrapping_of_file,
+    wrapping_of_model,
+)
+from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.raw_bytes import payloads
+from tests.legacy_fsdp_compat import both
+from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
+from tests.legacy_fsdp_compat.test_migrate import local_moments
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Tied(nn.Module):
+    """Ties in a unit, a frozen buffer between parameters, and an ignored module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 4)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+        self.blocks = nn.Sequential(Block(7), Block(3))
+        self.apart = nn.Linear(3, 2)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.inp, self.out = nn.Linear(4, 5), nn.Linear(5, 4)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.out(self.blocks(self.inp(x))))[:, :1] + 0 * self.apart(x[:, :3]).sum()
+
+
+MODELS: dict[str, type[nn.Module]] = {"model": both.Model, "tied": Tied}
+
+
+def fsdp_arguments(names: Any, kind: str, model: nn.Module, use_orig_params: bool, mixed: bool) -> dict[str, Any]:
+    return {
+        "auto_wrap_policy": names.ModuleWrapPolicy({Block}),
+        "use_orig_params": use_orig_params,
+        "mixed_precision": names.MixedPrecision(param_dtype=torch.bfloat16) if mixed else None,
+        "ignored_modules": [model.apart] if kind == "tied" else None,
+    }
+
+
+def build(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[kind]()
+
+
+def wrapped(engine: str, kind: str, use_orig_params: bool, seed: int, mixed: bool = False) -> tuple[Any, Any]:
+    names, model = api(engine), build(kind, seed)
+    model = names.FSDP(model, device_id=CPU, **fsdp_arguments(names, kind, model, use_orig_params, mixed))
+    return model, OPTIMIZERS["adam"]([one for one in model.parameters() if one.requires_grad])
+
+
+def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: bool, directory: Path) -> Any:
+    """Stock's LOCAL file after two steps, and the model's shapes; returns the losses of two more, and the state."""
+    names = api(STOCK)
+    model, optimizer = wrapped(STOCK, kind, use_orig_params, 0, mixed)
+    train(model, optimizer, rank, range(2))
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer), "step": 2}
+    (directory / "local").mkdir(exist_ok=True)
+    torch.save(state, directory / "local" / f"rank{rank}.pt")
+    weights, moments = whole_state(STOCK, model), local_moments(names, model, optimizer)
+    if rank == 0:
+        torch.save(build(kind, 0).state_dict(), directory / "shapes.pt")
+    return train(model, optimizer, rank, range(2, 4)), weights, moments
+
+
+def records(path: Path) -> dict[str, bytes]:
+    """Every storage in a file of torch.save, by its number."""
+    data = path.read_bytes()
+    return {key: data[start : start + length] for key, (start, length) in payloads(path).items()}
+
+
+def same_files(rank: int, world_size: int, first: Path, second: Path) -> None:
+    """What torch makes of both: containers, keys in order, values, and what ShardedTensors say of themselves."""
+    one, other = (torch.load(path / f"rank{rank}.pt", weights_only=False) for path in (first, second))
+    same(one, other, "")
+
+
+def same(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert type(one) is type(other) and len(one) == len(other), where
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same(left, right, f"{where}.{number}")
+    elif hasattr(one, "local_shards"):
+        assert one.metadata() == other.metadata(), where
+        assert one.sharding_spec() == other.sharding_spec(), where
+        assert len(one.local_shards()) == len(other.local_shards()), where
+        for left, right in zip(one.local_shards(), other.local_shards(), strict=True):
+            assert left.metadata == right.metadata, where
+            same(left.tensor, right.tensor, where)
+    elif isinstance(one, torch.Tensor):
+        described = [(t.dtype, t.shape, t.stride(), t.storage_offset(), t.requires_grad) for t in (one, other)]
+        assert described[0] == described[1], where
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), where
+    else:
+        assert type(one) is type(other) and one == other, where
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "use_orig_params", "mixed"),
+    [
+        (2, "model", True, False),
+        (2, "tied", False, False),
+        (3, "tied", True, True),
+        (3, "model", False, True),
+        (4, "tied", True, False),
+        (4, "model", False, False),
+    ],
+)
+def test_the_round_trip_is_what_stock_wrote(
+    world_size: int, kind: str, use_orig_params: bool, mixed: bool, tmp_path: Path
+):
+    """LOCAL -> DTensor checkpoint -> LOCAL, padding, views and storages included."""
+    run_ranks(world_size, write, kind, use_orig_params, mixed, tmp_path)
+    checkpoint = open_checkpoint(tmp_path / "local", shapes_of_file(tmp_path / "shapes.pt"))
+    convert(checkpoint, tmp_path / "dcp", "dcp")
+    wrapping = wrapping_of_file(tmp_path / "dcp" / "migration.json")
+    convert(open_checkpoint(tmp_path / "dcp"), tmp_path / "again", "local", ranks=LocalRanks(world_size, wrapping))
+    for rank in range(world_size):
+        first, second = (records(tmp_path / name / f"rank{rank}.pt") for name in ("local", "again"))
+        assert list(first) == list(second)
+        for key, value in first.items():
+            assert value == second[key], f"storage {key} of rank {rank}"
+    run_ranks(world_size, same_files, tmp_path / "local", tmp_path / "again")
+    by_factory = wrapping_of_model(*factory(kind, use_orig_params, mixed))
+    assert (by_factory.shapes, by_factory.buffers) == (wrapping.shapes, wrapping.buffers)
+    assert by_factory.units.keys() == wrapping.units.keys()
+    for unit, dtypes in by_factory.units.items():
+        assert not use_orig_params or set(dtypes) <= set(wrapping.units[unit])
+
+
+def factory(kind: str, use_orig_params: bool, mixed: bool) -> tuple[nn.Module, dict[str, Any]]:
+    with torch.device("meta"):
+        model = build(kind, 0)
+    return model, fsdp_arguments(api(STOCK), kind, model, use_orig_params, mixed)
+
+
+def load(rank: int, world_size: int, engine: str, kind: str, use_orig_params: bool, directory: Path) -> Any:
+    """Losses after this rank's file, and what it held."""
+    names = api(engine)
+    model, optimizer = wrapped(engine, kind, use_orig_params, 1)
+    state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        # Stock cannot load a LOCAL state dict that it wrote with use_orig_params=True in strict mode.
+        strict = engine == OURS or not use_orig_params
+        found = model.load_state_dict(state["model"], strict=strict)
+        assert all(name.endswith("_flat_param") for name in found.unexpected_keys)
+        assert not found.missing_keys
+        optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    weights, moments = whole_state(engine, model), local_moments(names, model, optimizer)
+    return train(model, optimizer, rank, range(2, 4)), weights, moments
+
+
+def load_full(rank: int, world_size: int, kind: str, use_orig_params: bool, path: Path) -> list[float]:
+    """Losses of stock after one full file."""
+    names = api(STOCK)
+    model, optimizer = wrapped(STOCK, kind, use_orig_params, 1)
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(names.FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    return train(model, optimizer, rank, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source_size", "ranks", "use_orig_params"),
+    [("model", 2, 3, True), ("tied", 3, 2, True), ("model", 3, 4, False), ("tied", 2, 2, False)],
+)
+def test_stock_goes_on_from_what_was_written(
+    kind: str, source_size: int, ranks: int, use_orig_params: bool, tmp_path: Path
+):
+    """Another number of ranks and the other layout than the files that were converted."""
+    losses, weights, moments = run_ranks(source_size, write, kind, not use_orig_params, False, tmp_path)[0]
+    checkpoint = open_checkpoint(tmp_path / "local", shapes_of_file(tmp_path / "shapes.pt"))
+    wrapping = wrapping_of_model(*factory(kind, use_orig_params, False))
+    convert(checkpoint, tmp_path / "out", "local", ranks=LocalRanks(ranks, wrapping))
+    convert(checkpoint, tmp_path / "full", "full")
+    expected = run_ranks(ranks, load_full, kind, use_orig_params, tmp_path / "full" / "checkpoint.pt")[0]
+    if ranks == source_size:
+        assert expected == pytest.approx(losses, rel=1e-5)
+    for engine in (STOCK, OURS):
+        seen, held, state = run_ranks(ranks, load, engine, kind, use_orig_params, tmp_path / "out")[0]
+        assert seen == pytest.approx(expected, rel=1e-5)
+        assert held.keys() == weights.keys()
+        assert all(torch.equal(held[name], value) for name, value in weights.items())
+        for fqn, values in moments.items():
+            assert all(torch.equal(state[fqn][key], value) for key, value in values.items()), fqn
+
+
+# -- without ranks -----------------------------------------------------------------------------------------------------
+
+
+def plain(directory: Path, **more: Any) -> Path:
+    """A full checkpoint of a model that nobody trained."""
+    torch.save({"model": build("tied", 0).state_dict(), **more}, directory / "full.pt")
+    return directory / "full.pt"
+
+
+def built() -> tuple[nn.Module, dict[str, Any]]:
+    """For --model."""
+    model = build("tied", 0)
+    return model, fsdp_arguments(api(OURS), "tied", model, True, False)
+
+
+def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:
+    shapes = shapes_of_file_of_tied()
+    return {
+        "use_orig_params": use_orig_params,
+        "units": {"": None, "blocks.*": None} | units,
+        "buffers": [name for name in shapes if "scale" in name or "apart" in name],
+        "shapes": shapes,
+    }
+
+
+def shapes_of_file_of_tied() -> dict[str, Any]:
+    shapes = {name: list(value.shape) for name, value in build("tied", 0).state_dict().items()}
+    return {**shapes, "head.weight": "emb.weight"}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The same files by --config, --model and --like, the last of other ranks; and the way back."""
+    source, config = str(plain(tmp_path)), tmp_path / "config.json"
+    config.write_text(json.dumps(arguments(True)))
+    local = ["--to", "local", "--no-progress"]
+    assert main([source, str(tmp_path / "a"), *local, "--ranks", "3", "--config", str(config)]) == 0
+    by_model = "tests.legacy_fsdp_compat.test_migrate_to_local:built"
+    assert main([source, str(tmp_path / "b"), *local, "--ranks", "3", "--model", by_model]) == 0
+    assert main([source, str(tmp_path / "five"), *local, "--ranks", "5", "--config", str(config)]) == 0
+    torch.save(build("tied", 0).state_dict(), tmp_path / "shapes.pt")
+    like = ["--like", str(tmp_path / "five"), "--shapes", str(tmp_path / "shapes.pt")]
+    assert main([source, str(tmp_path / "c"), *local, "--ranks", "3", *like]) == 0
+    for other in ("b", "c"):
+        for rank in range(3):
+            files = [tmp_path / name / f"rank{rank}.pt" for name in ("a", other)]
+            assert records(files[0]) == records(files[1])
+    assert main([str(tmp_path / "a"), str(tmp_path / "back"), "--to", "full", "--config", str(config)]) == 0
+    back = torch.load(tmp_path / "back" / "checkpoint.pt", weights_only=True)["model"]
+    assert all(torch.equal(back[name], value) for name, value in build("tied", 0).state_dict().items())
+    capsys.readouterr()
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3"]) == 1
+    assert "LOCAL files depend on how the model is wrapped" in capsys.readouterr().err
+    assert main([source, str(tmp_path / "no"), *local, "--config", str(config)]) == 1
+    assert "'local' need a number" in capsys.readouterr().err
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "1", "--config", str(config)]) == 1
+    assert "a single rank's state dicts are whole" in capsys.readouterr().err
+    assert main([source, str(tmp_path / "no"), "--to", "dcp", "--like", str(tmp_path / "a")]) == 1
+    assert "only 'local' depends on the wrapping" in capsys.readouterr().err
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 1
+    assert "does not show how the model is wrapped" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
+
+
+def test_it_goes_on_after_an_interruption(tmp_path: Path):
+    checkpoint = open_checkpoint(plain(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(arguments(True)))
+    ranks, calls = LocalRanks(3, wrapping_of_file(config)), 0
+
+    def interrupt(nbytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    convert(checkpoint, tmp_path / "at once", "local", ranks=ranks)
+    with pytest.raises(KeyboardInterrupt):
+        convert(checkpoint, tmp_path / "out", "local", ranks=ranks, progress=interrupt)
+    assert not (tmp_path / "out").exists()
+    config.write_text(json.dumps(arguments(False)))
+    with pytest.raises(CheckpointError, match="another source, or to another format"):
+        convert(checkpoint, tmp_path / "out", "local", ranks=LocalRanks(3, wrapping_of_file(config)))
+    done = convert(checkpoint, tmp_path / "out", "local", ranks=ranks)
+    assert done.resumed == 4
+    for rank in range(3):
+        assert records(tmp_path / "out" / f"rank{rank}.pt") == records(tmp_path / "at once" / f"rank{rank}.pt")
+
+
+def test_damage_is_noticed(tmp_path: Path):
+    checkpoint = open_checkpoint(plain(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(arguments(False)))
+    seen = 0
+
+    def damage(nbytes: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == len(checkpoint.tensors):  # everything is written, nothing is read back
+            path = tmp_path / "out.partial" / "rank1.pt"
+            (start, _), *_ = payloads(path).values()
+            data = bytearray(path.read_bytes())
+            data[start] ^= 1
+            path.write_bytes(data)
+
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        convert(checkpoint, tmp_path / "out", "local", ranks=LocalRanks(2, wrapping_of_file(config)), progress=damage)
+    assert not (tmp_path / "out").exists()
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: {**c, "units": {"blocks.*": None}}, "'emb.weight' lies in none of the FSDP modules"),
+        (lambda c: {**c, "units": {"": None, "block": None}}, "no name of the shapes lies in an FSDP module 'block'"),
+        (lambda c: {**c, "units": {"": "bf16"}}, "param_dtype 'bf16' is no dtype of torch"),
+        (lambda c: {**c, "units": {**c["units"], "head": None}}, "'head.weight' is tied to 'emb.weight' of another"),
+        (lambda c: {**c, "use_orig_params": "yes"}, "use_orig_params is 'yes', expected true or false"),
+        (lambda c: {**c, "buffers": ["lost"]}, r"lists the buffers \['lost'\], which have no shapes"),
+        (lambda c: {**c, "shapes": {**c["shapes"], "inp.bias": ["five"]}}, "the shape of 'inp.bias' is"),
+        (lambda c: without(c, "units"), "is no configuration: KeyError"),
+        (lambda c: [c], "is no configuration"),
+    ],
+)
+def test_configurations_that_say_nothing(change: Any, message: str, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(change(arguments(True))))
+    with pytest.raises(CheckpointError, match=message):
+        wrapping_of_file(path)
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        wrapping_of_file(path)
+
+
+def wrapping(units: dict[str, Any], **shapes: Any) -> Wrapping:
+    return Wrapping({name.replace("_", "."): shape for name, shape in shapes.items()}, units, frozenset(), True)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path):
+    torch.save({"a.w": torch.ones(3), "b.w": torch.ones(3, dtype=torch.float64)}, tmp_path / "two.pt")
+    checkpoint = open_checkpoint(tmp_path / "two.pt")
+
+    def into(made: Wrapping, ranks: int = 2) -> None:
+        convert(checkpoint, tmp_path / "out", "local", ranks=LocalRanks(ranks, made))
+
+    with pytest.raises(CheckpointError, match=r"'' has parameters of 2 dtypes: \{'a.w': torch.float32, 'b.w'"):
+        into(wrapping({"": (None,)}, a_w=(3,), b_w=(3,)))
+    with pytest.raises(CheckpointError, match=r"'b.w' has \(3,\), expected \(4,\)"):
+        into(wrapping({"": (None,)}, a_w=(3,), b_w=(4,)))
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks the parameters \['c.w'\]"):
+        into(wrapping({"": (None,)}, a_w=(3,), b_w=(3,), c_w=(1,)))
+    with pytest.raises(CheckpointError, match="unknown format 'local' for NoneType"):
+        convert(checkpoint, tmp_path / "out", "local")
+    torch.save({"w": torch.ones(12), "b": torch.ones(4)}, tmp_path / "pair.pt")
+    checkpoint = open_checkpoint(tmp_path / "pair.pt")
+    either = wrapping({"": (None, "bfloat16")}, w=(12,), b=(4,))
+    with pytest.raises(CheckpointError, match=r"one of the param_dtypes \[None, 'bfloat16'\].* over 2 ranks"):
+        into(either)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
+    """Each dict that has the model's names is a model; what belongs to none is in every file."""
+    average = {name: -value for name, value in build("tied", 0).state_dict().items()}
+    source = plain(tmp_path, ema=average, extra={"seed": 3, "noise": torch.arange(3)})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(arguments(use_orig_params)))
+    found = wrapping_of_file(config)
+    convert(open_checkpoint(source), tmp_path / "out", "local", ranks=LocalRanks(2, found))
+    back = open_checkpoint(tmp_path / "out", found.shapes)
+    assert back.objects == {("extra", "seed"): 3}
+    for name, value in average.items():
+        for base, expected in (("model", -value), ("ema", value)):
+            stored = back.tensors[base, name]
+            assert torch.equal(stored.read(0, stored.numel).view(stored.shape), expected), (base, name)
+    assert {"rank0.pt", "rank1.pt", "migration.json"} == {path.name for path in (tmp_path / "out").iterdir()}
