@@ -96,10 +96,9 @@ def write_nested(rank: int, world_size: int, drift: bool, directory: Path) -> No
     place, group = mesh.get_local_rank("dp"), mesh["dp"].get_group()
     for name, placement in CUTS.items():
         whole = torch.arange(35.0).view(7, 5)
+        cut = distribute_tensor(whole, mesh["tp"], [placement])
         if drift and name == "whole" and mesh.get_local_rank("tp"):
             cut = DTensor.from_local(whole + 1, mesh["tp"], [placement], run_check=False)
-        else:
-            cut = distribute_tensor(whole, mesh["tp"], [placement])
         state[name] = hooks.chunk_tensor(cut, place, 2, 1, group)
     state["apart"] = hooks.chunk_tensor(torch.arange(6.0).view(3, 2), place, 2, 1, group)
     (directory / "ranks").mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "CHECKPOINT_PREFIX",
@@ -34,6 +35,7 @@ __all__ = [
     "flatten_for_checkpoint",
     "local_parts",
     "new_sharded_tensor",
+    "ranks_of_mesh",
     "unscale_and_check_",
 ]
 
@@ -102,6 +104,7 @@ class PickledShards:
         dtype: of it.
         boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, which are those that hold something.
         rank, world_size: of the rank.
+        requires_grad: whether `local` and the whole are said to.
     """
 
     local: torch.Tensor | None
@@ -110,6 +113,7 @@ class PickledShards:
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
     rank: int
     world_size: int
+    requires_grad: bool = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         described = [
@@ -117,12 +121,26 @@ class PickledShards:
             for rank, (offsets, sizes) in enumerate(self.boxes)
         ]
         parts = [] if self.local is None else [ShardedTensorPart(self.local, described[self.rank])]
-        metadata = ShardedTensorMetadata(described, self.shape, TensorProperties(self.dtype))
+        properties = TensorProperties(self.dtype, requires_grad=self.requires_grad)
+        metadata = ShardedTensorMetadata(described, self.shape, properties)
         group = ShardedTensor.ProcessGroupState(self.rank, self.rank, self.world_size, self.world_size)
         state = (parts, metadata, group, _infer_sharding_spec_from_shards_metadata(described), False)
         stride = torch.empty(self.shape, device="meta").stride()
-        empty = (ShardedTensor, self.dtype, tuple(self.shape), stride, 0, torch.strided, torch.device("cpu"), False)
-        return _rebuild_from_type_v2, (_rebuild_wrapper_subclass, ShardedTensor, empty, state)
+        empty = (ShardedTensor, self.dtype, tuple(self.shape), stride, 0, torch.strided, torch.device("cpu"))
+        return _rebuild_from_type_v2, (_rebuild_wrapper_subclass, ShardedTensor, (*empty, self.requires_grad), state)
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> tuple[torch.Tensor, int] | None:
+    """A mesh out of a file: its global ranks as the rank that wrote the file has them, and that rank; None for a rank
+    outside of it. `mesh.mesh` of a slice would ask the process group, which there is none of.
+    """
+    root = mesh._get_root_mesh()
+    place = root.get_coordinate()
+    if place is None or mesh.get_coordinate() is None:
+        return None
+    rank = int(root.mesh[*place])
+    (ranks,) = [one for one in mesh._layout.remap_to_tensor(mesh._rank_map) if bool((one == rank).any())]
+    return ranks, rank
 
 
 def detailed_debugging() -> bool:

@@ -11,6 +11,7 @@ from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
+from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
 
 __all__ = ["without_mesh"]
 
@@ -25,17 +26,18 @@ def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
     axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
     if not axes:
         return local
-    place = mesh.get_coordinate()
-    if place is None:
+    place, found = mesh.get_coordinate(), ranks_of_mesh(mesh)
+    if place is None or found is None:
         raise CheckpointError(f"'{name}' in {path} is a DTensor of a rank that is not in its mesh {mesh}")
-    ranks = mesh.mesh.permute(*(at for at in range(mesh.ndim) if at not in axes), *axes)
+    ranks, own = found
+    ranks = ranks.permute(*(at for at in range(mesh.ndim) if at not in axes), *axes)
     ranks = ranks[*(one for at, one in enumerate(place) if at not in axes)]
     placements = [tensor.placements[axis] for axis in axes]
     try:
         regions = regions_of_mesh(f"'{name}' in {path}", tensor.shape, placements, ranks.shape)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    shards, own, numbers = StoredShards(), mesh.mesh[*place].item(), ranks.flatten().tolist()
+    shards, numbers = StoredShards(), ranks.flatten().tolist()
     mine = regions[numbers.index(own)]
     if mine.shape != tuple(local.shape):
         raise CheckpointError(

@@ -140,8 +140,10 @@ def _pieces(unit: _Unit, flat: torch.Tensor, rank: int) -> dict[str, torch.Tenso
 
 
 def _flat_shards(unit: _Unit, flat: torch.Tensor, rank: int) -> PickledShards:
+    """The entry of the flat parameter. It requires grad, as that of parameters that train; no loader asks."""
     layout = unit.layout
     shards = [layout.shard(one) for one in range(layout.world_size)]
     boxes = [([start], [stop - start]) for start, stop in shards if start < stop]
-    local = flat[: boxes[rank][1][0]] if rank < len(boxes) else None
-    return PickledShards(local, torch.Size([layout.numel]), unit.dtype, boxes, rank, layout.world_size)
+    local = flat[: boxes[rank][1][0]].requires_grad_() if rank < len(boxes) else None
+    size = torch.Size([layout.numel])
+    return PickledShards(local, size, unit.dtype, boxes, rank, layout.world_size, requires_grad=True)
