@@ -228,7 +228,7 @@ def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:
     shapes = shapes_of_file_of_tied()
     return {
         "use_orig_params": use_orig_params,
-        "units": {"": None, "blocks.*": None} | units,
+        "units": {"": None, "blocks": None, "blocks.*": None} | units,  # "blocks" has no parameters of its own
         "buffers": [name for name in shapes if "scale" in name or "apart" in name],
         "shapes": shapes,
     }

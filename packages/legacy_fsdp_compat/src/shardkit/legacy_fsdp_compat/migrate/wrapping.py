@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ def wrapping_of_config(config: Any, file: Path) -> Wrapping:
     if unknown:
         raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes")
     shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
-    return Wrapping(shapes, _expanded(file, units, shapes), buffers, flag)
+    return _with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, flag))
 
 
 def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dict[str, ParamDtypes]:
@@ -261,9 +261,13 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
         for name, module in model.named_modules()
         if module in wrapped
     }
-    found = Wrapping(shapes, units, frozenset(shapes.keys() - parameters), bool(arguments.get("use_orig_params")))
-    with_members = {unit: units[unit] for unit in units if found.members[unit]}
-    return Wrapping(shapes, with_members, found.buffers, found.use_orig_params)
+    buffers, use_orig_params = frozenset(shapes.keys() - parameters), bool(arguments.get("use_orig_params"))
+    return _with_members(Wrapping(shapes, units, buffers, use_orig_params))
+
+
+def _with_members(wrapping: Wrapping) -> Wrapping:
+    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter."""
+    return replace(wrapping, units={unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names})
 
 
 def _never(module: nn.Module) -> bool:
