@@ -396,3 +396,12 @@ def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
             stored = back.tensors[base, name]
             assert torch.equal(stored.read(0, stored.numel).view(stored.shape), expected), (base, name)
     assert {"rank0.pt", "rank1.pt", "migration.json"} == {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_the_order_of_keys():
+    """Stock's hooks run from the inside out; a flat parameter itself is the first of its module's."""
+    units, shapes = {"": (None,), "b": (None,)}, {"a.w": (3,), "b.w": (3,), "b.s": (1,)}
+    flat = Wrapping(shapes, units, frozenset({"b.s"}), use_orig_params=False)
+    assert [key for key, _ in flat.entries()] == ["_flat_param", "b._flat_param", "b.s"]
+    apart = Wrapping(shapes, units, frozenset({"b.s"}), use_orig_params=True)
+    assert [key for key, _ in apart.entries()] == ["a.w", "b.w", "b.s", "b._flat_param", "_flat_param"]
