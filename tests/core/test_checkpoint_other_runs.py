@@ -81,3 +81,26 @@ def test_all_ranks_hear_of_it(tmp_path: Path):
     for text in run_ranks(2, both, tmp_path):
         assert text.startswith(f"saving step 2 to {tmp_path} failed on rank 0: {tmp_path} has got step-000001 since")
     assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_checkpoint_that_the_file_system_numbers_anew(tmp_path: Path):
+    """As network file systems do, and whoever brings it back from a backup: it is still this run's."""
+    run = CheckpointManager(tmp_path / "run")
+    for step in (1, 2):
+        run.save(step, STATE, blocking=True)
+        path = tmp_path / "run" / f"step-00000{step}"
+        shutil.copytree(path, tmp_path / "copy")
+        shutil.rmtree(path)
+        (tmp_path / "copy").rename(path)
+    run.save(3, STATE, blocking=True)
+    assert names(tmp_path / "run") == ["step-000001", "step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("how", ["cut off", "missing"])
+def test_a_manifest_that_is_damaged_ends_no_run(tmp_path: Path, how: str):
+    run = CheckpointManager(tmp_path)
+    run.save(1, STATE, blocking=True)
+    manifest = tmp_path / "step-000001" / "manifest.json"
+    manifest.unlink() if how == "missing" else os.truncate(manifest, 50)
+    run.save(2, STATE, blocking=True)
+    assert run.restore(STATE).step == 2

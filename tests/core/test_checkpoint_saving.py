@@ -2,7 +2,10 @@
 
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -31,13 +34,14 @@ class Own:
         self.values = state["values"]
 
 
-def fail_and_try_again(rank: int, world_size: int, path: Path) -> Any:
+def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) -> Any:
     """Rank 0 has a disk of 4 KiB at first; rank 1 begins to write when rank 0 has failed."""
     own = Own(rank)
     state = TrainingState(torch.nn.Linear(3, 2), per_rank={"own": own})
     manager = CheckpointManager(path)
     manager.save(4, state, blocking=True)
     write_part, limit = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
+    rmtree = shutil.rmtree
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def later(*arguments: Any) -> None:
@@ -48,9 +52,11 @@ def fail_and_try_again(rank: int, world_size: int, path: Path) -> Any:
     try:
         if rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        shutil.rmtree = rmtree if removable else lambda *arguments, **options: None
         with pytest.raises(CheckpointError) as failed:
             manager.save(5, state, blocking=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        shutil.rmtree = rmtree
         torch.distributed.barrier()
         left = [one.name for one in path.iterdir()]
         torch.distributed.barrier()
@@ -58,16 +64,18 @@ def fail_and_try_again(rank: int, world_size: int, path: Path) -> Any:
         manager.save(5, state, blocking=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        saving.write_part = write_part
+        saving.write_part, shutil.rmtree = write_part, rmtree
     own.values = torch.zeros(3000)
     manager.restore(state)
     return str(failed.value), left, own.values.unique().tolist()
 
 
-def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path):
-    for rank, (text, left, values) in enumerate(run_ranks(2, fail_and_try_again, tmp_path)):
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path, removable: bool):
+    """Not even the note of rank 1, where it cannot be removed."""
+    for rank, (text, left, values) in enumerate(run_ranks(2, fail_and_try_again, tmp_path, removable)):
         assert text == f"saving step 5 to {tmp_path} failed on rank 0: File too large (while writing)"
-        assert left == ["step-000004"]
+        assert "step-000004" in left and len(left) == (1 if removable else 2)
         assert values == [10.0 + rank]
 
 
@@ -145,3 +153,74 @@ def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path):
     text = f"saving step 1 to {tmp_path} failed on rank 1: the thread that writes was ended by SystemExit()"
     assert run_ranks(2, dead_writer, tmp_path) == [text] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+SCRIPT = """
+import sys, torch
+from shardkit.core.checkpoint import CheckpointManager, TrainingState, parts, saving
+write = saving.write_part
+def slowly(*arguments):
+    import time
+    time.sleep(1)
+    write(*arguments)
+saving.write_part = slowly
+CheckpointManager(sys.argv[1]).save(1, TrainingState(torch.nn.Linear(1, 1)))
+"""
+
+ALONE = """
+import sys, torch
+from pathlib import Path
+from shardkit.core.checkpoint import saving
+from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.image import Image
+saving._GRACE_SECONDS = 0.3
+staged = saving.Staged(Image([], pinned=False).bytes(), [], [], [], [])
+saving.Save(CheckpointDirectory(Path(sys.argv[1])), "ab", Header(1, 2, {}), 0, staged, None, 600.0).start()
+"""
+
+
+def run_script(text: str, path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", text, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_a_script_that_ends_with_a_save_on_its_way(tmp_path: Path):
+    """It waits for nothing, and the checkpoint is there when it has ended."""
+    run_script(SCRIPT, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path: Path):
+    done = run_script(ALONE, tmp_path)
+    assert "ranks [1] have not written their part" in done.stderr and "the training ended 0.3 s ago" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
+    """The writer is slow: staging memory is the first save's until that is on disk."""
+    own = Own(rank)
+    state = TrainingState(torch.nn.Linear(1, 1), per_rank={"own": own})
+    write_part = saving.write_part
+
+    def later(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write_part(*arguments)
+
+    saving.write_part = later
+    try:
+        with CheckpointManager(path) as manager:
+            for step in (1, 2):
+                manager.save(step, state)
+                own.values += 10
+    finally:
+        saving.write_part = write_part
+    found = []
+    for step in (1, 2):
+        manager.restore(state, step=step)
+        found += own.values.unique().tolist()
+    return found
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path):
+    assert run_ranks(2, two_in_a_row, tmp_path) == [[0.0, 10.0], [1.0, 11.0]]

@@ -137,5 +137,5 @@ def write_index(directory: Path, index: Index) -> None:
     metadata = stock_metadata(index)
     blocks = write_file(directory / METADATA, [metadata], lambda _: None)
     beside = File(METADATA, len(metadata), tuple(blocks))
-    manifest = pack(index, datetime.now(UTC).isoformat(timespec="seconds"), beside)
+    manifest = pack(index, datetime.now(UTC).isoformat(timespec="microseconds"), beside)
     write_file(directory / MANIFEST, [manifest], lambda _: None)

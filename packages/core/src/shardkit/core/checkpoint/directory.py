@@ -11,11 +11,13 @@ The token is one save's: what a run that died, or a save that failed, has left n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from shardkit.core.checkpoint.locks import remove_unless_written
 from shardkit.core.checkpoint.manifest import MANIFEST, unpack
 from shardkit.core.checkpoint.verified_file import read_small
 
-__all__ = ["CheckpointDirectory", "StoredCheckpoint", "sync_directory"]
+__all__ = ["CheckpointDirectory", "StoredCheckpoint", "read_manifest", "sync_directory"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,17 +49,23 @@ class StoredCheckpoint:
 
     def read(self) -> Index:
         """What it holds. Raises DamagedCheckpointError if its manifest is damaged or a file is missing or cut off."""
-        index = unpack(read_small(self.path, MANIFEST), str(self.path / MANIFEST))
+        index = read_manifest(self.path)
         if index.step != self.step:
             raise DamagedCheckpointError(f"{self.path / MANIFEST} is of step {index.step}: renamed, or swapped")
-        for file in index.files.values():
-            try:
-                size = (self.path / file.name).lstat().st_size
-            except FileNotFoundError as error:
-                raise DamagedCheckpointError(f"{self.path / file.name} is missing") from error
-            if size != file.nbytes:
-                raise DamagedCheckpointError(f"{self.path / file.name} has {size} bytes, {file.nbytes} were written")
         return index
+
+
+def read_manifest(path: Path) -> Index:
+    """What a checkpoint holds, whose files are there and as long as they were; raises DamagedCheckpointError if not."""
+    index = unpack(read_small(path, MANIFEST), str(path / MANIFEST))
+    for file in index.files.values():
+        try:
+            size = (path / file.name).lstat().st_size
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(f"{path / file.name} is missing") from error
+        if size != file.nbytes:
+            raise DamagedCheckpointError(f"{path / file.name} has {size} bytes, {file.nbytes} were written")
+    return index
 
 
 @dataclass(frozen=True)
@@ -96,12 +104,15 @@ class CheckpointDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for made in missing:
                 sync_directory(made.parent)
-            for path in list(self.path.iterdir()):
+            for path in sorted(self.path.iterdir()):  # what is incomplete before what it replaces
                 match = _HIDDEN.fullmatch(path.name)
-                if match and match[3] == "replaced" and not (self.path / match[1]).exists():
-                    path.rename(self.path / match[1])
-                elif match:
-                    _remove_left(path, path.with_name(f".{match[1]}.{match[2]}.deleted"))
+                if not match:
+                    continue
+                name, token, state = match.groups()
+                if state != "replaced" or (self.path / name).exists():
+                    _remove_left(path, path.with_name(f".{name}.{token}.deleted"))
+                elif not path.with_name(f".{name}.{token}.incomplete").exists():  # else a run is about to name that
+                    path.rename(self.path / name)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be written to {self.path}: {error.strerror or error}; check its permissions"
@@ -121,8 +132,7 @@ class CheckpointDirectory:
             raise
         sync_directory(self.path)
         if replaced.exists():
-            # Under this name it cannot come back without its files.
-            _remove(replaced.rename(self.hidden(step, token, "deleted")))
+            self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
     def set_aside(self, path: Path) -> None:
@@ -135,16 +145,35 @@ class CheckpointDirectory:
         """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which is there.
 
         Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as
-        good ones, and deleting them is the user's. A checkpoint loses its name before it loses its first file.
+        good ones, and deleting them is the user's.
         """
         old = [one for one in self.complete() if one.step <= saved][:-keep]
-        doomed = [self.hidden(one.step, token, "deleted") for one in old]
-        for one, hidden in zip(old, doomed, strict=True):
-            one.path.rename(hidden)
-        if doomed:
+        if old:
+            self._discard([one.path for one in old], [self.hidden(one.step, token, "deleted") for one in old])
+
+    def _discard(self, paths: Sequence[Path], doomed: Sequence[Path]) -> None:
+        """Removes what a checkpoint has made superfluous; where that fails, the checkpoint is no worse for it.
+
+        Each loses its name, on disk, before the first loses a file: none can come back without its files.
+        """
+        nameless = []
+        for path, hidden in zip(paths, doomed, strict=True):
+            with _forgiven(path):
+                path.rename(hidden)
+                nameless.append(hidden)
+        with _forgiven(self.path):
             sync_directory(self.path)
-        for hidden in doomed:
-            _remove(hidden)
+            for hidden in nameless:
+                with _forgiven(hidden):
+                    shutil.rmtree(hidden)
+
+
+@contextlib.contextmanager
+def _forgiven(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("%s: what is superfluous could not be removed, this is tried again: %s", path, error)
 
 
 def _remove_left(path: Path, doomed: Path) -> None:
@@ -153,14 +182,6 @@ def _remove_left(path: Path, doomed: Path) -> None:
         remove_unless_written(path, doomed)
     except OSError as error:
         _LOG.warning("%s is left of a run that died, and cannot be removed: %s", path, error)
-
-
-def _remove(hidden: Path) -> None:
-    """Removes what a checkpoint has made superfluous. Where that fails, the checkpoint is no worse for it."""
-    try:
-        shutil.rmtree(hidden)
-    except OSError as error:
-        _LOG.warning("%s could not be removed, the next run tries again: %s", hidden, error)
 
 
 def sync_directory(path: Path) -> None:

@@ -18,7 +18,18 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, Path, name_of
 
-__all__ = ["DTYPES", "MANIFEST", "decode_path", "dtype_name", "encode_path", "pack", "seal", "unpack", "unseal"]
+__all__ = [
+    "DTYPES",
+    "MANIFEST",
+    "decode_path",
+    "dtype_name",
+    "encode_path",
+    "pack",
+    "seal",
+    "sealed_as",
+    "unpack",
+    "unseal",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "shardkit-checkpoint", 1
@@ -66,6 +77,12 @@ def seal(document: dict[str, Any]) -> bytes:
     """A JSON object with its seal."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=True).encode()[:-1]
     return text + b',"seal":"' + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
+
+
+def sealed_as(end: bytes) -> str | None:
+    """The seal that a manifest ends with, None if it ends with none; nothing is verified."""
+    found = _SEAL.search(end, max(0, len(end) - _SEAL_LENGTH))
+    return found[1].decode() if found and found.end() == len(end) else None
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Save:
         write_index(temporary, build_index(self._header, self._staged.layouts, parts))
         remove_notes(temporary, self._header.world_size)
         if self._others is not None:
-            self._others.make_way(temporary, self._directory.final(self.step))
+            self._others.make_way(temporary)
         self._directory.publish(temporary, self.step, self._token)
         if self._keep is not None:
             self._directory.retire(self._keep, self.step, self._token)
