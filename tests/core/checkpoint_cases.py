@@ -174,4 +174,4 @@ def differences(seen: Any, expected: Any, where: str = "") -> list[str]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

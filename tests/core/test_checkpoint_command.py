@@ -1,9 +1,13 @@
 """`python -m shardkit.core checkpoint`: offline, streamed, against the libraries that read the results."""
 
+import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
+from shardkit.core.checkpoint.comparing import differences as lines
 from shardkit.core.checkpoint.opening import open_index
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
+from tests.core.test_checkpoint_format import flip
+from tests.core.test_checkpoint_restoring import Held
 from tests.support import run_ranks
 
 
@@ -184,3 +191,171 @@ def test_as_a_module(saved: tuple[Path, Any]):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "5 files are what was written" in done.stdout
+
+
+def save_user(path: Path, step: int, value: Any) -> Path:
+    """A checkpoint of one value of user state."""
+    state = TrainingState(torch.nn.Linear(1, 1, bias=False), user={"user": Held({"value": value})}, rng=False)
+    torch.nn.init.zeros_(state.model.weight)
+    CheckpointManager(path).save(step, state, blocking=True)
+    return path / f"step-{step:06d}"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main([str(one) for one in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Whatever is beside it, what a restore has set aside and step a million included, and though it is damaged."""
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    for step in (999_998, 999_999, 10**6):
+        save_user(run, step, torch.full((3,), float(step)))
+    shutil.copytree(run / "step-999998", run / "step-1000001.damaged")
+    assert "step-1000000: 2 files are what was written" in said(capsys, "verify", run)[1]
+    (run / "step-1000000" / "manifest.json").unlink()
+    missing = f"{run / 'step-1000000' / 'manifest.json'} is missing"
+    for arguments in (["inspect"], ["verify"], ["export", exported], ["reshard", exported, "--ranks", 1]):
+        status, text = said(capsys, arguments[0], run, *arguments[1:])
+        assert (status, text) == (2, f"error: {missing}; --fallback takes the one before\n")
+        assert not exported.exists()
+    flip(run / "step-999999" / "__0_0.distcp")
+    for arguments in (["verify"], ["reshard", exported, "--ranks", 1], ["export", tmp_path / "user", "--prefix=user."]):
+        status, text = said(capsys, arguments[0], run, *arguments[1:], "--fallback")
+        assert status == 0 and text.startswith(f"damaged: {missing}\ndamaged: {run / 'step-999999'}")
+    assert "value\tfloat32\t[3]" in said(capsys, "inspect", exported)[1]
+    assert list(lines(*((path, open_index(path)) for path in (exported, run / "step-999998")))) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run", "user"]
+    flip(run / "step-999998" / "__0_0.distcp")
+    status, text = said(capsys, "verify", run, "--fallback")
+    assert status == 2 and "error: " in text and "step-999998/__0_0.distcp is damaged" in text
+    assert "; --fallback" not in text
+
+
+def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
+    """There is all that stock needs, and no checksum."""
+    path = save_user(tmp_path / "run", 1, 1)
+    (path / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is missing, and with it the checksums"):
+        open_index(path)
+
+
+LARGE = torch.arange(5000.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.5]), "2 of 2 elements differ, by at most 0.5"),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), "1 of 1 elements differ, by at most inf"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), r"torch.float32 \(2,\) and torch.float64 \(2,\)"),
+        (torch.ones(2), torch.ones(2, 1), r"torch.float32 \(2,\) and torch.float32 \(2, 1\)"),
+        (torch.ones(2), 1, "only in .*one/step-000001"),
+        (*(torch.tensor([n, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for n in (1, 2)), "1 of 2 elements"),
+        ((LARGE,), (LARGE.index_fill(0, torch.tensor(2500), -1.0),), r"\(tensor"),
+        ({"a": ({"x", "y"}, float("nan"), LARGE.to(torch.complex64).conj())},) * 2 + (None,),
+        ((1, [{"a": 0.0}]), (1, [{"a": -0.0}]), r"\(1, \[\{'a': 0.0"),
+        (1, True, "1 and True"),
+    ],
+    ids=str,
+)
+def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: str | None):
+    saved = [save_user(tmp_path / name, 1, value) for name, value in (("one", one), ("other", other))]
+    found = list(lines(*((path, open_index(path)) for path in saved)))
+    if expected is None:
+        assert found == []
+    else:
+        assert len(found) in (1, 2)
+        assert [text for text in found if re.match(f"user.value: {expected}", text)]
+
+
+def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for name in ("a", "b"):
+        safetensors.save_file({name: torch.ones(2)}, blobs / name)
+        (snapshot / f"model-{name}.safetensors").symlink_to(f"../blobs/{name}")
+    (blobs / "index").write_text(json.dumps({"weight_map": {name: f"model-{name}.safetensors" for name in "ab"}}))
+    (snapshot / "model.safetensors.index.json").symlink_to("../blobs/index")
+    assert main(["import", str(snapshot), str(tmp_path / "imported")]) == 0
+    assert list(open_index(tmp_path / "imported").tensors) == ["model.a", "model.b"]
+
+
+def test_what_waits_for_a_writer_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert said(capsys, "import", tmp_path, tmp_path / "x") == (
+        2,
+        f"error: {tmp_path / 'model.safetensors'} is missing, or no file\n",
+    )
+
+
+def test_a_file_of_torch_that_unpacks_to_more_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Any amount of memory in a few kilobytes."""
+    plain = io.BytesIO()
+    torch.save({"weight": torch.zeros(10**6)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for one in source.infolist():
+            packed.writestr(one.filename, source.read(one))
+    status, text = said(capsys, "import", tmp_path / "packed.pt", tmp_path / "x")
+    assert status == 2 and "bytes are compressed or claim to hold 4000" in text
+
+
+@pytest.mark.parametrize("arguments", [["export"], ["export", "--to=torch"], ["reshard", "--ranks=2"]], ids=str)
+def test_a_damaged_source_leaves_no_target(
+    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], arguments: list[str]
+):
+    path = tmp_path / "run"
+    shutil.copytree(saved[0] / "step-000002", path)
+    flip(path / "__2_0.distcp")
+    status, text = said(capsys, arguments[0], path, tmp_path / "target", *arguments[1:])
+    assert status == 2 and "__2_0.distcp is damaged" in text
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_file_that_holds_more_than_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What training scripts save; and what `export --all` writes, in the order of the state, comes back by parts."""
+    value = {"b": 1, "a": torch.ones(2), 0: torch.zeros(0), "c": {}}
+    run, exported = save_user(tmp_path / "run", 1, value), tmp_path / "all.pt"
+    assert main(["export", str(run), str(exported), "--to", "torch", "--all"]) == 0
+    assert repr(torch.load(exported)["user"]) == repr({"value": value})
+    capsys.readouterr()
+    status, text = said(capsys, "import", exported, tmp_path / "x")
+    assert status == 2 and "model: " in text and "is nested" in text and "import: --key model" in text
+    status, text = said(capsys, "import", exported, tmp_path / "x", "--key", "none")
+    assert status == 2 and "all.pt cannot be read: no dict under 'none', only model, user" in text
+    assert main(["import", str(exported), str(tmp_path / "x"), "--key", "model"]) == 0
+    model = torch.nn.Linear(1, 1, bias=False)
+    CheckpointManager(tmp_path / "none").restore(TrainingState(model, rng=False), source=tmp_path / "x")
+    assert model.weight.item() == 0.0
+
+
+def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Views are written as what they show; what is no dense tensor is named."""
+    tensors = {
+        "conjugate": torch.randn(3, 2, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "transposed": torch.randn(3, 4).t(),
+        "slice": torch.arange(10)[2::3],
+    }
+    torch.save({**tensors, "epoch": 3}, tmp_path / "views.pt")
+    status, text = said(capsys, "import", tmp_path / "views.pt", tmp_path / "views", "--ranks", 2)
+    assert status == 0 and text.startswith("left out, no tensor: epoch\nwrote 4 tensors")
+    assert main(["export", str(tmp_path / "views"), str(tmp_path / "back.pt"), "--to", "torch"]) == 0
+    expected = {name: value.resolve_conj().resolve_neg() for name, value in tensors.items()}
+    assert differences(torch.load(tmp_path / "back.pt"), expected) == []
+    for value, what in (
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.qint8"),
+        (torch.ones(2, device="meta"), "no values"),
+    ):
+        torch.save({"weight": value}, tmp_path / "odd.pt")
+        status, text = said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")
+        assert status == 2 and "odd.pt cannot be read: weight: " in text and what in text
+    torch.save({"epoch": 3}, tmp_path / "odd.pt")
+    assert (
+        said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")[1] == f"error: {tmp_path}/odd.pt holds no tensors\n"
+    )

@@ -1,17 +1,26 @@
 """`directory.py`: which checkpoints stay, and what two runs in one directory may do to each other."""
 
+import builtins
 import errno
+import fcntl
+import io
 import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.commit import Header
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.image import Image
+from shardkit.core.checkpoint.locks import remove_unless_written, writing_in
 from shardkit.core.checkpoint.pieces import Piece
 from shardkit.core.checkpoint.saving import Save, Staged
 from tests.core.test_checkpoint_format import flip
@@ -124,7 +133,7 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
         manager.save(1, state, blocking=True)
         manager.save(2, state, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [2]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert sorted(path.name.split(".")[-1] for path in tmp_path.iterdir()) == ["deleted", "deleted", "step-000002"]
     CheckpointManager(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
@@ -160,3 +169,213 @@ def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refused)
         assert CheckpointManager(tmp_path).restore(state).step == 1
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[str]:
+    """What the system is asked to do with files, in order; a token or a process's number is left out."""
+    seen: list[str] = []
+
+    def name(path: Any) -> str:
+        path = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(path)
+        return re.sub(r"(?<=\.)([0-9a-f]{12}|\d+)\.(?=[a-z])", "", path.name)
+
+    def noted(call: str) -> Callable[..., Any]:
+        original = getattr(os, call)
+
+        def wrapper(path: Any, *rest: Any, **options: Any) -> Any:
+            seen.append(" ".join([call, name(path), *(name(one) for one in rest[:1] if call == "rename")]))
+            return original(path, *rest, **options)
+
+        return wrapper
+
+    opened = io.open
+
+    def written(path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and set(mode) & set("wxa+"):
+            seen.append(f"write {name(path)}")
+        return opened(path, mode, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        for call in ("rename", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, call, noted(call))
+        patch.setattr(io, "open", written)
+        patch.setattr(builtins, "open", written)
+        action()
+    return seen
+
+
+def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each step of a save is on disk before the next one depends on it, wherever the machine is switched off.
+
+    A checkpoint of this step is there, and an older one is to go.
+    """
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state, blocking=True)
+    manager = CheckpointManager(tmp_path, keep=1)
+    seen = calls_of(monkeypatch, lambda: manager.save(3, state, blocking=True))
+    removals = [number for number, one in enumerate(seen) if one.split()[0] in ("unlink", "rmdir")]
+    kept = [one for one in seen if one.split()[0] not in ("unlink", "rmdir")]
+    here = tmp_path.name
+    assert kept == [
+        "fsync __0_0.distcp",
+        "write part-0.json.tmp",
+        "rename part-0.json.tmp part-0.json",
+        "fsync .metadata",
+        "fsync manifest.json",
+        "fsync .step-000003.incomplete",
+        "rename step-000003 .step-000003.replaced",
+        "rename .step-000003.incomplete step-000003",
+        f"fsync {here}",
+        "rename .step-000003.replaced .step-000003.deleted",
+        f"fsync {here}",
+        "rename step-000002 .step-000002.deleted",
+        f"fsync {here}",
+    ]
+    assert seen.index("unlink part-0.json") == removals[0] == seen.index("fsync .step-000003.incomplete") - 1
+    synced = [number for number, one in enumerate(seen) if one == f"fsync {here}"]
+    assert min(number for number in removals[1:]) > synced[1], "no file goes before its checkpoint has lost its name"
+    assert seen.index("rmdir .step-000002.deleted") > synced[2] > seen.index("rmdir .step-000003.deleted")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        (["reshard", "--ranks=2"], ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json", ".x.incomplete"]),
+        (["export"], ["model.safetensors", ".x.incomplete"]),
+        (["export", "--to=torch"], [".x.incomplete"]),
+    ],
+    ids=str,
+)
+def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str]
+):
+    CheckpointManager(tmp_path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
+    command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
+    seen = [one for one in calls_of(monkeypatch, lambda: main(command)) if not one.startswith("write ")]
+    assert seen == [*(f"fsync {one}" for one in files), "rename .x.incomplete x", f"fsync {tmp_path.name}"]
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another manager comes between the two renames: the run goes on, and its new checkpoint is the one that stays."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, info={"saved": "first"}, blocking=True)
+    rename, seen = Path.rename, []
+
+    def interrupted(source: Path, target: Path) -> Path:
+        if source.name.endswith(".incomplete"):
+            seen.append(CheckpointManager(tmp_path).checkpoints())
+        return rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        manager.save(1, state, info={"saved": "second"}, blocking=True)
+    assert seen == [[]]
+    restored = manager.restore(state)
+    assert restored is not None and restored.info == {"saved": "second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
+    """The new one had all its files, but nobody knows; the old one is as good."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
+    shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000001.ab.incomplete")
+    (tmp_path / "step-000001").rename(tmp_path / ".step-000001.ab.replaced")
+    restored = CheckpointManager(tmp_path).restore(state)
+    assert restored is not None and restored.info == {"saved": "first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_old_checkpoints_that_cannot_be_renamed_fail_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One is another user's, and one goes while it is looked at: the others make way all the same."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state, blocking=True)
+    manager = CheckpointManager(tmp_path, keep=1)
+    rename = Path.rename
+
+    def failing(source: Path, target: Path) -> Path:
+        if source.name == "step-000001":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if source.name == "step-000002":
+            shutil.rmtree(source)
+        return rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        manager.save(4, state, blocking=True)
+    assert [one.step for one in manager.checkpoints()] == [1, 4]
+    manager.save(5, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_where_locks_do_not_hold_a_writer_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on some network file systems: it may fail then, but never name a checkpoint that has lost files."""
+
+    def unknown(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    directory = CheckpointDirectory(tmp_path)
+    save = Save(directory, "ab", Header(1, 2, {}), 0, stage(torch.arange(4.0)), None, timeout=60)
+    save.start()
+    assert save.await_part() is None
+    seen = calls_of(monkeypatch, directory.clean)
+    assert seen[0] == "rename .step-000001.ab.incomplete .step-000001.ab.deleted"
+    save.abandon("gone")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_worker_holds_no_lock(tmp_path: Path):
+    """A loader's worker that was forked during a save has the descriptor too, and outlives the writer."""
+    hidden = tmp_path / ".step-000001.ab.incomplete"
+    with writing_in(hidden):
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert hidden.exists()
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+    try:
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):
+    """By its size, which costs nothing: the state is as it was, also what lies in other files."""
+    model = torch.nn.Linear(4, 2)
+    CheckpointManager(tmp_path / "one").save(1, TrainingState(model), blocking=True)
+    assert main(["reshard", str(tmp_path / "one"), str(tmp_path / "two" / "step-000001"), "--ranks", "2"]) == 0
+    torch.nn.init.zeros_(model.weight)
+    data = tmp_path / "two" / "step-000001" / "__1_0.distcp"
+    for size in (data.stat().st_size - 1, data.stat().st_size + 1):
+        os.truncate(data, size)
+        for source in (None, data.parent):
+            with pytest.raises(DamagedCheckpointError, match=rf"__1_0.distcp has {size} bytes, \d+ were written"):
+                CheckpointManager(tmp_path / "two").restore(TrainingState(model), source=source)
+            assert not model.weight.any()
+    data.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"__1_0\.distcp is missing"):
+        CheckpointManager(tmp_path / "two").restore(TrainingState(model))
+    assert not model.weight.any()
+
+
+def test_a_checkpoint_under_another_name_is_none(tmp_path: Path):
+    """Renamed by hand, or another one's files: the run would go on from another step than it thinks."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+    (tmp_path / "step-000002").rename(tmp_path / "step-000003")
+    (tmp_path / "step-000009").symlink_to(tmp_path / "step-000001")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is of step 2: renamed, or swapped"):
+        manager.restore(state)
+    restored = manager.restore(state, fallback=True)
+    assert restored is not None and restored.step == 1

@@ -1,5 +1,6 @@
 """`reading.py`: checkpoints of torch.distributed.checkpoint whose tensors do not lie row by row."""
 
+import itertools
 import pickle
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState, reading, stored
+from shardkit.core.checkpoint.command import main
+from shardkit.core.checkpoint.opening import open_index
 from tests.core.checkpoint_cases import differences
 
 
@@ -60,3 +63,55 @@ def test_a_stock_chunk_of_another_shape_is_refused(tmp_path: Path):
     model = nn.Linear(6, 2, bias=False)
     with pytest.raises(DamagedCheckpointError, match=r"model.weight: its chunk at \(0, 0\) in .* is \(4, 3\) of"):
         CheckpointManager(tmp_path / "none").restore(TrainingState(model, rng=False), source=tmp_path / "stock")
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 40, 100])
+def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
+    """Rows of 20 bytes, those of the targets in another order in memory; and the same offline."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 11)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, TrainingState(model, rng=False), blocking=True)
+    for module in (reading, stored):
+        monkeypatch.setattr(module, "_SLAB_BYTES", slab_bytes)
+    other = nn.Linear(5, 11)
+    other.weight = nn.Parameter(torch.zeros(5, 11).t())
+    manager.restore(TrainingState(other, rng=False))
+    assert differences(dict(other.state_dict()), expected) == []
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "one.pt"), "--to", "torch"]) == 0
+    assert differences(torch.load(tmp_path / "one.pt"), expected) == []
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "three"), "--ranks", "3"]) == 0
+    assert main(["diff", str(tmp_path / "run"), str(tmp_path / "three")]) == 0
+    manager.restore(TrainingState(model, rng=False), source=tmp_path / "three")
+    assert differences(dict(model.state_dict()), expected) == []
+
+
+def test_a_single_element_may_have_any_stride(tmp_path: Path):
+    """It is contiguous to torch, as it is in a vector of its own; a slice of another one says otherwise."""
+    model = nn.Module()
+    for number, value in enumerate([torch.randn(9)[4::4][:1], torch.randn(6).as_strided((1, 1), (5, 3))]):
+        model.register_parameter(f"p{number}", nn.Parameter(value))
+        model.register_buffer(f"b{number}", value.clone().as_strided(value.shape, value.stride()))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert any(value.is_contiguous() and value.stride(-1) != 1 for value in model.state_dict().values())
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, TrainingState(model), blocking=True)
+    for value in model.state_dict().values():
+        value.zero_()
+    manager.restore(TrainingState(model))
+    assert differences(dict(model.state_dict()), expected) == []
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 50, 2**25])
+def test_any_box_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
+    """Rows and columns in the midst of chunks, and over their edges."""
+    monkeypatch.setattr(reading, "_SLAB_BYTES", slab_bytes)
+    model = nn.Linear(5, 7, bias=False)
+    CheckpointManager(tmp_path / "run").save(1, TrainingState(model, rng=False), blocking=True)
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "two"), "--ranks", "2"]) == 0
+    for path in (tmp_path / "run" / "step-000001", tmp_path / "two"):
+        index = open_index(path)
+        for top, left, rows, columns in itertools.product((0, 2, 3), (0, 1), (1, 3, 4), (2, 4)):
+            box = reading.read_box(path, index, index.tensors["model.weight"], (top, left), (rows, columns))
+            assert torch.equal(box, model.weight[top : top + rows, left : left + columns])

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
+from shardkit.core.checkpoint.command import main
 from tests.core.checkpoint_cases import differences
+from tests.support import rank_mesh, run_ranks
 
 
 class Extra(nn.Linear):
@@ -127,3 +131,69 @@ def test_keys_keep_their_order(tmp_path: Path):
     assert repr(user.state) == repr(state)
     assert repr(own.state) == repr({**state, "more": 1})
     assert list(plain.state) == ["first", "then"]
+
+
+def test_a_model_that_lacks_what_was_saved(tmp_path: Path):
+    """Weights of the checkpoint that nobody would take are named, and nothing is filled in."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))), blocking=True)
+    smaller = nn.Sequential(nn.Linear(2, 2))
+    before = copy.deepcopy(smaller.state_dict())
+    with pytest.raises(CheckpointError, match=r"does not fit the model: it has beside it model\.1\.weight$"):
+        manager.restore(TrainingState(smaller))
+    assert differences(dict(smaller.state_dict()), dict(before)) == []
+
+
+def test_optimizers_that_are_cut_otherwise(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    state = {"weight": [model.weight], "bias": [model.bias]}
+    apart = torch.optim.SGD([{"params": one, "lr": 0.1 * len(name)} for name, one in state.items()])
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model, apart), blocking=True)
+    together = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(CheckpointError, match="no parameter group of the checkpoint has weight, bias together"):
+        manager.restore(TrainingState(model, together))
+    assert together.param_groups[0]["lr"] == 1.0
+
+
+def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, TrainingState(model), blocking=True)
+    with pytest.raises(CheckpointError, match="has no optimizer state; restore TrainingState"):
+        manager.restore(TrainingState(model, torch.optim.SGD(model.parameters())))
+    with pytest.raises(CheckpointError, match="has nothing under 'user', which the state has"):
+        manager.restore(TrainingState(model, user={"user": Held({"a": 1})}))
+    with pytest.raises(CheckpointError, match="has nothing under 'own', which the state has per rank"):
+        manager.restore(TrainingState(model, per_rank={"own": Held({"a": 1})}))
+
+
+def save_and_restore(rank: int, world_size: int, path: Path) -> list[str]:
+    """Tensors without elements: a buffer, a parameter that is sharded, and in user state."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    model.register_buffer("empty", torch.zeros(3, 0, dtype=torch.bfloat16))
+    fully_shard(model, mesh=rank_mesh((world_size,), ("shard",)))
+    model.register_buffer("later", torch.zeros(0))
+    user, own = Held({"a": torch.zeros(0, 2), "b": 1}), Held({"own": torch.zeros(0)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = TrainingState(model, optimizer, user={"user": user}, per_rank={"own": own})
+    expected = copy.deepcopy((user.state, own.state))
+    manager = CheckpointManager(path)
+    manager.save(1, state, blocking=True)
+    user.state, own.state = {"a": torch.ones(0, 2), "b": 2}, {}
+    manager.restore(state)
+    stock = {"model": {"empty": torch.ones(3, 0, dtype=torch.bfloat16), "none": torch.zeros(0, 4)}}
+    dcp.load(stock, checkpoint_id=path / "step-000001", no_dist=True)
+    return differences((user.state, own.state), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensors_without_elements(tmp_path: Path, world_size: int):
+    assert run_ranks(world_size, save_and_restore, tmp_path) == [[]] * world_size
+    assert main(["reshard", str(tmp_path), str(tmp_path / "x"), "--ranks", "3"]) == 0
+    assert main(["diff", str(tmp_path), str(tmp_path / "x")]) == 0

@@ -24,7 +24,9 @@ from shardkit.core.checkpoint.reading import read_objects
 from shardkit.core.checkpoint.stored import stored_tensors, tensors_of_files
 
 FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
-INPUTS = {"manifest bytes": 0, "manifest values": 0, "metadata bytes": 0, "data": 0, "safetensors header": 0}
+INPUTS = dict.fromkeys(
+    ("manifest bytes", "manifest values", "metadata bytes", "data", "safetensors header", "torch file"), 0
+)
 fuzzed = settings(
     max_examples=int(150 * FACTOR),
     deadline=None,
@@ -182,6 +184,23 @@ def test_bytes_of_safetensors(tmp_path_factory: pytest.TempPathFactory, edits: l
             assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
     except (CheckpointError, ValueError):
         pass  # ValueError names a dtype or a kind of file that is not known
+    shutil.rmtree(path.parent)
+
+
+@fuzzed
+@given(edits)
+def test_bytes_of_a_file_of_torch(tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int, bytes]]):
+    path = tmp_path_factory.mktemp("files") / "model.pt"
+    torch.save({"a": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.int8), "step": 3}, path)
+    path.write_bytes(mutated(path.read_bytes(), edits))
+    INPUTS["torch file"] += 1
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        for one in tensors_of_files(path, ("model",)):
+            assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
+    except CheckpointError:
+        pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "took 100 MiB"
     shutil.rmtree(path.parent)
 
 

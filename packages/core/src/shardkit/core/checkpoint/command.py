@@ -6,19 +6,22 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from shardkit.core.checkpoint.comparing import differences
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.exporting import export_safetensors, export_torch, renamed
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.manifest import dtype_name
-from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.manifest import MANIFEST, dtype_name
+from shardkit.core.checkpoint.opening import candidates
 from shardkit.core.checkpoint.reading import read_objects
 from shardkit.core.checkpoint.rewriting import write_checkpoint
-from shardkit.core.checkpoint.stored import newest_in, stored_tensors, tensors_of_files
+from shardkit.core.checkpoint.stored import StoredTensor, stored_tensors, tensors_of_files
 from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
 
 __all__ = ["main"]
+
+T = TypeVar("T")
 
 _DESCRIPTION = """\
 Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
@@ -49,16 +52,20 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    one = add("inspect", _inspect, "what a checkpoint holds; no values are read")
-    one.add_argument("path", type=Path)
-    one = add("verify", _verify, "read all of a checkpoint and compare every checksum")
-    one.add_argument("path", type=Path)
-    one.add_argument("--fallback", action="store_true", help="if it is damaged, verify the ones before it, too")
+    def add_for_one(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = add(name, run, text)
+        command.add_argument("source", type=Path, help="a checkpoint, or a directory of them: the newest of these")
+        command.add_argument("--fallback", action="store_true", help="if it is damaged, take the one before it")
+        return command
+
+    add_for_one("inspect", _inspect, "what a checkpoint holds; no values are read")
+    add_for_one("verify", _verify, "read all of a checkpoint and compare every checksum")
     one = add("diff", _diff, "the tensors and values in which two checkpoints differ, however they are sharded")
     one.add_argument("first", type=Path)
     one.add_argument("second", type=Path)
-    one = add("export", _export, "weights as safetensors in the layout of Hugging Face, or one file of torch.save")
-    one.add_argument("source", type=Path)
+    one = add_for_one(
+        "export", _export, "weights as safetensors in the layout of Hugging Face, or one file of torch.save"
+    )
     one.add_argument("target", type=Path)
     one.add_argument("--to", choices=("safetensors", "torch"), default="safetensors")
     one.add_argument("--prefix", default="model.", help="export what has this prefix, without it (default: model.)")
@@ -67,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     one = add("import", _import, "a checkpoint of weights from safetensors files or a file of torch.save")
     one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
     one.add_argument("target", type=Path)
+    one.add_argument("--key", help="of a file of torch.save that holds more, what lies under this key")
     one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
-    one = add("reshard", _reshard, "the same checkpoint in another number of data files")
-    one.add_argument("source", type=Path)
+    one = add_for_one("reshard", _reshard, "the same checkpoint in another number of data files")
     one.add_argument("target", type=Path)
     one.add_argument("--ranks", type=_positive, required=True, help="data files to write")
     return parser
@@ -86,12 +93,25 @@ def _say(line: str) -> None:
 
 
 def _open(path: Path) -> tuple[Path, Index]:
-    found = newest_in(path)
-    return found, open_index(found)
+    found, read = candidates(path)[0]
+    return found, read()
+
+
+def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
+    """What `use` makes of the checkpoint that is meant; with `--fallback`, of the newest that is not damaged."""
+    *newer, (oldest, read_oldest) = candidates(options.source)
+    for path, read in newer:
+        try:
+            return use(path, read())
+        except DamagedCheckpointError as error:
+            if not options.fallback:
+                raise DamagedCheckpointError(f"{error}; --fallback takes the one before") from error
+            _say(f"damaged: {error}")
+    return use(oldest, read_oldest())
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    path, index = _open(options.path)
+    path, index = _of_one(options, lambda *found: found)
     written_by = "unknown" if index.world_size is None else index.world_size
     _say(f"{path}: step {index.step}, written by {written_by} rank(s)")
     for name, value in index.info.items():
@@ -109,25 +129,19 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    path = newest_in(options.path)
-    older = sorted(
-        one for one in path.parent.glob("step-*") if one.name < path.name and len(one.name) == len(path.name)
-    )
-    for number, candidate in enumerate([path, *(reversed(older) if options.fallback else ())]):
-        try:
-            index = open_index(candidate)
-            for file in index.files.values():
-                verify(candidate, file)
-        except DamagedCheckpointError as error:
-            if not options.fallback or number == len(older):
-                raise
-            _say(f"damaged: {error}")
-            continue
-        if any(file.blocks is None for file in index.files.values()):
-            raise CheckpointError(f"{candidate} has no checksums to compare: torch.distributed.checkpoint wrote it")
-        _say(f"{candidate}: {len(index.files)} files are what was written, {_megabytes(index)} MB")
-        return 0
-    return 2
+    path, index = _of_one(options, _verified)
+    if any(file.blocks is None for file in index.files.values()):
+        raise CheckpointError(
+            f"{path} has no checksums to compare: it has no {MANIFEST}, as torch.distributed.checkpoint writes none"
+        )
+    _say(f"{path}: {len(index.files)} files are what was written, {_megabytes(index)} MB")
+    return 0
+
+
+def _verified(path: Path, index: Index) -> tuple[Path, Index]:
+    for file in index.files.values():
+        verify(path, file)
+    return path, index
 
 
 def _megabytes(index: Index) -> str:
@@ -144,37 +158,51 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    path, index = _open(options.source)
-    tensors = stored_tensors(path, index)
-    if options.all:
-        if options.to != "torch":
-            raise CheckpointError("--all: safetensors holds no other values than tensors; add --to torch")
-        export_torch(options.target, tensors, read_objects(path, index, index.objects), index.empties)
-    else:
+    def export(path: Path, index: Index) -> list[StoredTensor]:
+        tensors = stored_tensors(path, index)
+        if options.all:
+            export_torch(options.target, tensors, read_objects(path, index, index.objects), index)
+            return tensors
         tensors = renamed(tensors, options.prefix)
         if not tensors:
             raise CheckpointError(f"{path} has no tensor whose name begins with '{options.prefix}'")
         if options.to == "torch":
-            export_torch(options.target, tensors, {}, ())
+            export_torch(options.target, tensors, {}, Index({}, {}, {}))
         else:
             export_safetensors(options.target, tensors, options.file_mb * 10**6)
-    _say(f"wrote {len(tensors)} tensors, {sum(one.nbytes for one in tensors) / 1e6:.1f} MB: {options.target}")
+        return tensors
+
+    if options.all and options.to != "torch":
+        raise CheckpointError("--all: safetensors holds no other values than tensors; add --to torch")
+    _say_written(_of_one(options, export), options.target)
     return 0
 
 
+def _say_written(tensors: Sequence[StoredTensor], target: Path) -> None:
+    _say(f"wrote {len(tensors)} tensors, {sum(one.nbytes for one in tensors) / 1e6:.1f} MB: {target}")
+
+
 def _import(options: argparse.Namespace) -> int:
-    tensors = tensors_of_files(options.source, ("model",))
+    left_out: list[str] = []
+    tensors = tensors_of_files(options.source, ("model",), options.key, left_out.append)
+    if not tensors:
+        raise CheckpointError(f"{options.source} holds no tensors")
+    for name in left_out:
+        _say(f"left out, no tensor: {name}")
     write_checkpoint(options.target, tensors, {}, Index({}, {}, {}), options.ranks)
-    _say(f"wrote {len(tensors)} tensors, {sum(one.nbytes for one in tensors) / 1e6:.1f} MB: {options.target}")
+    _say_written(tensors, options.target)
     return 0
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    path, index = _open(options.source)
-    objects = {}
-    for one in index.objects.values():
-        with VerifiedFile(path, index.files[one.file]) as file:
-            objects[one.path] = file.read(one.offset, one.length)
-    write_checkpoint(options.target, stored_tensors(path, index), objects, index, options.ranks)
+    def rewrite(path: Path, index: Index) -> Index:
+        objects = {}
+        for one in index.objects.values():
+            with VerifiedFile(path, index.files[one.file]) as file:
+                objects[one.path] = file.read(one.offset, one.length)
+        write_checkpoint(options.target, stored_tensors(path, index), objects, index, options.ranks)
+        return index
+
+    index = _of_one(options, rewrite)
     _say(f"wrote {len(index.tensors)} tensors in {options.ranks} data file(s): {options.target}")
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.memory import bytes_of, memory_of
 from shardkit.core.checkpoint.reading import read_objects
-from shardkit.core.checkpoint.rewriting import tensor_bytes
 from shardkit.core.checkpoint.stored import StoredTensor, stored_tensors
 
 __all__ = ["differences"]
@@ -34,16 +35,26 @@ def differences(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterat
 
 
 def _of_values(a: StoredTensor, b: StoredTensor) -> str | None:
-    different, largest = 0, 0.0
+    different = 0
+    gaps: list[float] = []
     for one, other in zip(a.slabs(), b.slabs(), strict=True):
-        if tensor_bytes(one) == tensor_bytes(other):
+        if memory_of(one) == memory_of(other):
             continue
-        unequal = (one.reshape(-1, 1).view(torch.uint8) != other.reshape(-1, 1).view(torch.uint8)).any(dim=1)
+        unequal = (bytes_of(one) != bytes_of(other)).view(-1, one.itemsize).any(dim=1)
         different += int(unequal.sum())
-        gap = (one.to(torch.complex128) - other.to(torch.complex128)).abs().nan_to_num(float("inf"))
-        largest = max(largest, float(gap.max()))
+        gaps += _gaps(one, other)
     numel = a.nbytes // a.dtype.itemsize
-    return f"{different} of {numel} elements differ, by at most {largest:.3g}" if different else None
+    by = f", by at most {max(gaps):.3g}" if gaps else ""
+    return f"{different} of {numel} elements differ{by}" if different else None
+
+
+def _gaps(one: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """The largest, if torch can calculate with the dtype: it cannot with two numbers of 4 bits in a byte."""
+    try:
+        gap = (one.to(torch.complex128) - other.to(torch.complex128)).abs().nan_to_num(float("inf"))
+    except NotImplementedError:
+        return []
+    return [float(gap.max())]
 
 
 def _of_objects(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterator[str]:
@@ -56,10 +67,28 @@ def _of_objects(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterat
     for name in sorted(by_name[0].keys() | by_name[1].keys()):
         if name not in by_name[0] or name not in by_name[1]:
             yield f"{name}: only in {ours if name in by_name[0] else theirs}"
-        elif repr(by_name[0][name]) != repr(by_name[1][name]):
+        elif not _same(by_name[0][name], by_name[1][name]):
             yield f"{name}: {_short(by_name[0][name])} and {_short(by_name[1][name])}"
 
 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _same(one: Any, other: Any) -> bool:
+    """To the last bit and type: 0.0 is not -0.0, and NaN is NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        looks = [(value.dtype, value.shape, value.layout) for value in (one, other)]
+        return looks[0] == looks[1] and _bits(one) == _bits(other)
+    if isinstance(one, dict):
+        return _same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other if isinstance(one, set) else repr(one) == repr(other)
+
+
+def _bits(tensor: torch.Tensor) -> memoryview:
+    return memory_of(tensor.to_dense().resolve_conj().resolve_neg().contiguous())

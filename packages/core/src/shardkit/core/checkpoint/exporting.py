@@ -15,9 +15,11 @@ import torch
 from shardkit.core.checkpoint.archive import storages_in
 from shardkit.core.checkpoint.directory import sync_directory
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import unflatten
-from shardkit.core.checkpoint.rewriting import FileWriter, tensor_bytes
+from shardkit.core.checkpoint.memory import memory_of
+from shardkit.core.checkpoint.rewriting import FileWriter
 from shardkit.core.checkpoint.stored import HF_INDEX, StoredTensor
 
 __all__ = ["export_safetensors", "export_torch", "renamed"]
@@ -103,7 +105,7 @@ def _write_safetensors(path: Path, tensors: Sequence[StoredTensor], progress: Ca
         file.write(struct.pack("<Q", len(text)) + text)
         for one in tensors:
             for slab in one.slabs():
-                file.write(tensor_bytes(slab))
+                file.write(memory_of(slab))
                 progress(slab.nbytes)
 
 
@@ -111,7 +113,7 @@ def export_torch(
     target: Path,
     tensors: Sequence[StoredTensor],
     objects: Mapping[LeafPath, Any],
-    empties: Sequence[LeafPath],
+    about: Index,
     progress: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Writes what torch.save would write for the nested state: one file, filled in slab by slab.
@@ -120,7 +122,7 @@ def export_torch(
         target: must not exist.
         tensors: by slabs.
         objects: other values, by path.
-        empties: paths of empty mappings.
+        about: whose order and empty mappings to take.
         progress: is told bytes of values.
 
     Raises:
@@ -130,7 +132,7 @@ def export_torch(
     def write(path: Path) -> None:
         # Memory that is never touched is never there: these tensors only have sizes.
         empty = {one.path: torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in tensors}
-        state = unflatten({**empty, **objects}, empties)
+        state = unflatten(about.in_order({**empty, **objects}), about.empties)
         with torch.serialization.skip_data():
             torch.save(state, path)
         with path.open("r+b") as file:
@@ -142,7 +144,7 @@ def export_torch(
                     raise CheckpointError("an object of the checkpoint holds tensors; they go into no single file")
                 file.seek(places[str(number)][0])
                 for slab in stored[id(tensor)].slabs():
-                    file.write(tensor_bytes(slab))
+                    file.write(memory_of(slab))
                     progress(slab.nbytes)
             file.flush()
             os.fsync(file.fileno())

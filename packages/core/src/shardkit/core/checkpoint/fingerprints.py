@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import Path, name_of
+from shardkit.core.checkpoint.memory import bytes_of
 from shardkit.core.checkpoint.pieces import boxes_of
 
 __all__ = ["Fingerprints", "check_same", "digest_of", "fingerprints"]
@@ -54,7 +55,7 @@ def fingerprints(values: Mapping[Path, Any], parameters: Iterable[Path], *, shar
             boxes.append(Box(path, look, offsets, sizes))
             flat = part.reshape(-1)
             # An odd stride does not stay in one column of a matrix.
-            samples.append(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous().view(torch.uint8))
+            samples.append(bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous()))
     found: Fingerprints = {}
     for box, one in zip(boxes, _on_cpu(samples), strict=True):
         found[box] = _number(one.numpy().tobytes())

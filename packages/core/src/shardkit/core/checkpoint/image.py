@@ -52,7 +52,8 @@ class Image:
             self._views.append(view)
 
     def _write(self, at: int, data: bytes) -> None:
-        self.memory[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data:  # an archive of a tensor without elements is all head
+            self.memory[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @torch.no_grad()
     def fill(self, values: Sequence[torch.Tensor]) -> None:

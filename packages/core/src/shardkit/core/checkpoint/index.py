@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,11 @@ class Index:
         """The path of every entry, by name."""
         tensors = {name: entry.path for name, entry in self.tensors.items()}
         return tensors | {name: one.path for name, one in self.objects.items()}
+
+    def in_order(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        """Values by path in the order in which they were saved, where that is known."""
+        place = {path: number for number, path in enumerate(self.order)}
+        return dict(sorted(values.items(), key=lambda item: place.get(item[0], -1)))
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.checkpoint.archive import check_stored
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = [
@@ -185,7 +185,7 @@ def object_from(name: str, data: bytes) -> Any:
         CheckpointError: if it is anything but plain values.
     """
     try:
-        _check_stored(name, data)
+        check_stored(io.BytesIO(data), len(data), name)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [str(error)]
@@ -194,12 +194,3 @@ def object_from(name: str, data: bytes) -> Any:
         raise
     except Exception as error:  # whatever damaged bytes lead torch.load into
         raise DamagedCheckpointError(f"{name}: its {len(data)} bytes cannot be read: {error!r}") from error
-
-
-def _check_stored(name: str, data: bytes) -> None:
-    """Refuses an archive that unpacks to more than its length: a few bytes could ask for any amount of memory."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-    claimed = sum(one.file_size for one in entries)
-    if claimed > len(data) or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
-        raise DamagedCheckpointError(f"{name}: its {len(data)} bytes are compressed or claim to hold {claimed}")

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -27,7 +28,10 @@ from shardkit.core.checkpoint.index import Chunk, Index, ObjectEntry, TensorEntr
 from shardkit.core.checkpoint.leaves import stock_path
 from shardkit.core.torch_compat import CheckpointStorageInfo
 
-__all__ = ["stock_metadata"]
+__all__ = ["SAVE_ID", "stock_metadata"]
+
+SAVE_ID = "shardkit-checkpoint"
+"""Says of a directory that it has a manifest, or has lost it."""
 
 _CLASSES = (
     torch.Size,
@@ -54,6 +58,7 @@ def stock_metadata(index: Index) -> bytes:
         "state_dict_metadata": _dict(_described(index)),
         "planner_data": _pushed(paths),
         "storage_data": _dict(_stored(index)),
+        "storage_meta": _pushed(StorageMeta(save_id=SAVE_ID)),
     }
     remembered = [_pushed(key) + _put(number) + _POP for key, number in _MEMO.items()]
     return b"".join([b"\x80\x02", *remembered, _instance(Metadata, *map(_item, state.items())), _END])

@@ -1,16 +1,18 @@
-"""The index of any checkpoint directory, whoever wrote it."""
+"""Checkpoint directories that someone names, whoever wrote them: which they are, and their index."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from shardkit.core.checkpoint.directory import StoredCheckpoint, read_manifest
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.manifest import MANIFEST, unpack
+from shardkit.core.checkpoint.manifest import MANIFEST
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
-from shardkit.core.checkpoint.verified_file import read_small
 
-__all__ = ["open_index"]
+__all__ = ["candidates", "open_index"]
 
 
 def open_index(path: Path) -> Index:
@@ -21,7 +23,27 @@ def open_index(path: Path) -> Index:
         DamagedCheckpointError: if it is a damaged one.
     """
     if (path / MANIFEST).is_symlink() or (path / MANIFEST).exists():
-        return unpack(read_small(path, MANIFEST), str(path / MANIFEST))
+        return read_manifest(path)
     if (path / METADATA).exists():
         return read_stock(path)
     raise CheckpointError(f"{path} is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
+
+
+def candidates(path: Path) -> list[tuple[Path, Callable[[], Index]]]:
+    """What `path` can mean, the newest first, and what gives the index of each.
+
+    A checkpoint and, if a run has saved it, those that the run saved before it; of a directory of a run, all complete
+    ones. Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if any((path / name).exists() for name in (MANIFEST, METADATA)):
+        beside = StoredCheckpoint.all_in(path.absolute().parent)
+        steps = [one.step for one in beside if one.path == path.absolute()]
+        older = [one for one in beside if steps and one.step < steps[0]]
+        return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(older))]
+    found = StoredCheckpoint.all_in(path)
+    if not found:
+        raise CheckpointError(f"{path} is no checkpoint, and there is none in it")
+    return [(one.path, one.read) for one in reversed(found)]

@@ -9,6 +9,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from shardkit.core.checkpoint.memory import bytes_of
+
 T = TypeVar("T")
 
 
@@ -61,8 +63,8 @@ class Peers:
         self, sends: Iterable[tuple[int, torch.Tensor]] = (), receives: Iterable[tuple[int, torch.Tensor]] = ()
     ) -> None:
         """Sends and receives contiguous tensors, as bytes so that every dtype travels; returns when all have."""
-        operations = [dist.P2POp(dist.isend, as_bytes(sent), group=self.group, group_peer=to) for to, sent in sends]
-        operations += [dist.P2POp(dist.irecv, as_bytes(got), group=self.group, group_peer=by) for by, got in receives]
+        operations = [dist.P2POp(dist.isend, bytes_of(sent), group=self.group, group_peer=to) for to, sent in sends]
+        operations += [dist.P2POp(dist.irecv, bytes_of(got), group=self.group, group_peer=by) for by, got in receives]
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -70,12 +72,7 @@ class Peers:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copies rank 0's contiguous tensor to every rank, in place. Collective."""
         if self.size > 1 and tensor.numel():
-            dist.broadcast(as_bytes(tensor), group=self.group, group_src=0)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat uint8 view."""
-    return tensor.detach().view(-1).view(torch.uint8)
+            dist.broadcast(bytes_of(tensor), group=self.group, group_src=0)
 
 
 def local_device(device_type: str) -> torch.device:

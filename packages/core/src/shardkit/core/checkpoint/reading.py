@@ -16,6 +16,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of, object_from
+from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.pieces import boxes_of
 from shardkit.core.checkpoint.verified_file import VerifiedFile
 
@@ -129,7 +130,7 @@ def _fill(file: VerifiedFile, read: Read) -> None:
     target = read.target
     as_it_is = target.is_contiguous() and not (target.is_conj() or target.is_neg())
     if whole_rows and target.device.type == "cpu" and as_it_is:
-        file.read_into(start + first * row, _memory(target))
+        file.read_into(start + first * row, memory_of(target))
         return
     if not sizes:
         target.copy_(_from_file(file, start, read, ()))
@@ -144,14 +145,8 @@ def _fill(file: VerifiedFile, read: Read) -> None:
 
 def _from_file(file: VerifiedFile, offset: int, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
     values = torch.empty(shape, dtype=read.dtype, device="cpu")
-    file.read_into(offset, _memory(values))
+    file.read_into(offset, memory_of(values))
     return values
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor."""
-    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def _values(file: VerifiedFile, read: Read) -> int | None:

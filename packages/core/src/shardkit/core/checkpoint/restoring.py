@@ -130,9 +130,7 @@ class _Targets:
         """Reads it all: by path, the tensors that were filled, and objects, in the order in which they were saved."""
         objects = read_objects(directory, self._index, self._objects)
         read_tensors(directory, self._index, self._tensors.items())
-        read = {**self._tensors, **objects}
-        place = {path: number for number, path in enumerate(self._index.order)}
-        return dict(sorted(read.items(), key=lambda item: place.get(item[0], -1)))
+        return self._index.in_order({**self._tensors, **objects})
 
 
 def unexpected_names(index: Index, state: TrainingState) -> set[str]:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import torch
+from typing import Self
 
 from shardkit.core.checkpoint.archive import archive_of
 from shardkit.core.checkpoint.commit import write_index
@@ -20,6 +18,7 @@ from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.parts import data_file
 from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.core.checkpoint.verified_file import DIGEST_BYTES
@@ -64,12 +63,6 @@ class FileWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def write_checkpoint(
@@ -156,7 +149,7 @@ def _write_rows(
     file.write(bytes(start - file.at))
     file.write(archive.head)
     for slab in one.slabs(first, stop):
-        file.write(tensor_bytes(slab))
+        file.write(memory_of(slab))
         progress(slab.nbytes)
     file.write(archive.tail)
     return Chunk(name, start, archive.length, offsets, sizes, start + len(archive.head))

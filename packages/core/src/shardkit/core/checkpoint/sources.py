@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.checkpoint.archive import check_stored
 from shardkit.core.region import Region
 
 __all__ = ["DictSource", "Entry", "SafetensorsSource", "Source", "TorchFileSource", "open_source"]
@@ -65,7 +66,7 @@ class Source(ABC):
 class DictSource(Source):
     """A dict of plain tensors in this process.
 
-    Raises TypeError for a dict that is no flat dict of tensors.
+    Raises TypeError for a dict that is no flat dict of dense tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Any], origin: str = "the source dict") -> None:
@@ -81,11 +82,14 @@ class DictSource(Source):
                     "load a sharded state with load_state_dict, or make it full with full_state_dict"
                 )
             if isinstance(value, torch.Tensor):
+                if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+                    what = "no values (meta device)" if value.is_meta else f"layout {value.layout}, {value.dtype}"
+                    raise TypeError(f"{name}: {origin} has a tensor of {what}, expected a dense one")
                 self.entries[name] = Entry(tuple(value.shape), value.dtype)
             elif isinstance(value, Mapping) and not _is_extra_state(name):
                 raise TypeError(
                     f"{name}: {origin} is nested, expected a flat dict of name -> tensor; "
-                    f"if the model is under this key, pass source[{name!r}]"
+                    f"if the model is under this key, pass source[{name!r}] (import: --key {name})"
                 )
             else:
                 self.objects[name] = value
@@ -97,14 +101,20 @@ class DictSource(Source):
 class TorchFileSource(DictSource):
     """A file written by torch.save, mapped into memory: a region is read from disk when it is copied from.
 
-    Loaded with weights_only=True, so that nothing in the file is run. Raises ValueError for a file that is no dict or
-    that cannot be mapped.
+    Loaded with weights_only=True, so that nothing in the file is run; `key` if the tensors are in a dict in the dict.
+    Raises ValueError for a file that is no dict, that has none under `key`, or that cannot be mapped, and
+    DamagedCheckpointError for one that is compressed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: str | None = None) -> None:
+        with path.open("rb") as file:
+            check_stored(file, path.stat().st_size, str(path))
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} holds a {type(state).__name__}, expected a dict of name -> tensor")
+        if key is not None and not isinstance(state.get(key), Mapping):
+            raise ValueError(f"no dict under {key!r}, only {', '.join(map(str, state))}")
+        state = state if key is None else state[key]
         super().__init__(state, str(path))
         self.fingerprint = _fingerprint(path, self.entries)
 

@@ -22,6 +22,8 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, name_of
 from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.manifest import MANIFEST
+from shardkit.core.checkpoint.metadata_pickle import SAVE_ID
 from shardkit.core.checkpoint.verified_file import read_small
 
 __all__ = ["METADATA", "read_stock", "unpickle_metadata"]
@@ -95,10 +97,16 @@ def read_stock(directory: Path) -> Index:
     """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
 
     Raises:
-        DamagedCheckpointError: for metadata that cannot be read or does not fit the files.
+        DamagedCheckpointError: for metadata that cannot be read or does not fit the files, or is of a checkpoint of
+            ours that has lost its manifest.
         CheckpointError: for files that are compressed or otherwise transformed.
     """
     metadata = _load(directory)
+    if getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
+        raise DamagedCheckpointError(
+            f"{directory / MANIFEST} is missing, and with it the checksums of this checkpoint; "
+            "torch.distributed.checkpoint loads what is left of it, unverified"
+        )
     try:
         return _index(directory, metadata)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -16,11 +16,10 @@ from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.reading import read_box
-from shardkit.core.checkpoint.sources import Source, open_source
-from shardkit.core.checkpoint.verified_file import read_small
+from shardkit.core.checkpoint.sources import Source, TorchFileSource, open_source
 from shardkit.core.region import Region
 
-__all__ = ["HF_INDEX", "StoredTensor", "newest_in", "stored_tensors", "tensors_of_files"]
+__all__ = ["HF_INDEX", "StoredTensor", "stored_tensors", "tensors_of_files"]
 
 HF_INDEX = "model.safetensors.index.json"
 _SLAB_BYTES = 2**25
@@ -56,17 +55,7 @@ class StoredTensor:
         row = self.nbytes // self.rows if self.rows else 0
         step = max(1, _SLAB_BYTES // max(1, row))
         for low in range(first, stop if self.nbytes else first, step):
-            yield self.read(low, min(low + step, stop)).contiguous()
-
-
-def newest_in(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, else the newest complete one in it; whichever it is, it may be damaged."""
-    if any((path / name).exists() for name in ("manifest.json", ".metadata")):
-        return path
-    complete = sorted(path.glob("step-*/manifest.json"), key=lambda one: int(one.parent.name.removeprefix("step-")))
-    if not complete:
-        raise CheckpointError(f"{path} is no checkpoint, and there is none in it")
-    return complete[-1].parent
+            yield self.read(low, min(low + step, stop)).resolve_conj().resolve_neg().contiguous()
 
 
 def stored_tensors(directory: Path, index: Index | None = None) -> list[StoredTensor]:
@@ -87,27 +76,41 @@ def stored_tensors(directory: Path, index: Index | None = None) -> list[StoredTe
     return [StoredTensor(entry.path, entry.dtype, entry.shape, reader(name)) for name, entry in found.tensors.items()]
 
 
-def tensors_of_files(path: Path, prefix: LeafPath) -> list[StoredTensor]:
+def tensors_of_files(
+    path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
+) -> list[StoredTensor]:
     """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
+
+    Args:
+        path: the file or directory.
+        prefix: goes before the names.
+        key: of a torch.save file, where in its dict the tensors are; None if they are all that it holds.
+        left_out: is told the names of what is there and no tensor.
+
+    Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
+    files of its directory only.
 
     Raises:
         CheckpointError: for anything else, and for tensors that the index names and no file has.
     """
-    if not path.is_dir():
-        return _of_source(_opened(path), prefix)
+    if key is not None or not path.is_dir():
+        source = _opened(path, key)
+        for name in source.objects:
+            left_out(name)
+        return _of_source(source, prefix)
     if not (path / HF_INDEX).is_file():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
         return _of_source(_opened(files[0]), prefix)
     try:
-        weight_map = json.loads(read_small(path, HF_INDEX))["weight_map"]
+        weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path / HF_INDEX} is no index: {error!r}") from error
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
-        if Path(file).name != file or (path / file).is_symlink():
+        if Path(file).name != file:
             raise DamagedCheckpointError(f"{path / HF_INDEX} names the file {file!r}, expected one beside it")
         found.update({name_of(one.path[len(prefix) :]): one for one in _of_source(_opened(path / file), prefix)})
     missing = sorted(named.keys() - found.keys())
@@ -116,9 +119,11 @@ def tensors_of_files(path: Path, prefix: LeafPath) -> list[StoredTensor]:
     return [found[name] for name in named]
 
 
-def _opened(path: Path) -> Source:
+def _opened(path: Path, key: str | None = None) -> Source:
+    if not path.is_file():
+        raise DamagedCheckpointError(f"{path} is missing, or no file")
     try:
-        source = open_source(path)
+        source = open_source(path) if key is None else TorchFileSource(path, key)
     except (ImportError, CheckpointError):
         raise
     except Exception as error:  # torch and safetensors raise what they like
