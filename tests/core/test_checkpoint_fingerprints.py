@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import fully_shard
@@ -85,3 +86,34 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
     assert fingerprints({path: first}, [path], sharded=False) != same
     if one.ndim == 2:
         assert fingerprints({path: one.T}, [path], sharded=False) != same
+
+
+def test_what_is_looked_at_is_not_all_in_one_column():
+    """As many columns as elements are looked at; the first column is the same, as padding is."""
+    path = ("model", "w")
+    one = torch.randn(1024, 1024)
+    other = torch.randn(1024, 1024)
+    other[:, 0] = one[:, 0]
+    found = [fingerprints({path: value}, [path], sharded=False) for value in (one, other)]
+    assert found[0] != found[1]
+
+
+def gathers_of_saves(rank: int, world_size: int, path: Path) -> int:
+    """Parameters that are sharded, and others that are the same on both ranks, as in data parallelism."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    fully_shard(model[0], mesh=rank_mesh((world_size,), ("shard",)))
+    manager = CheckpointManager(path)
+    gather, seen = dist.all_gather_object, []
+    dist.all_gather_object = lambda *arguments, **options: (seen.append(1), gather(*arguments, **options))
+    try:
+        for step in (1, 2):
+            manager.save(step, TrainingState(model), blocking=True)
+    finally:
+        dist.all_gather_object = gather
+    return len(seen)
+
+
+def test_ranks_that_agree_tell_each_other_nothing_more(tmp_path: Path):
+    """One small all-reduce is all; what grows with the ranks is for those that differ."""
+    assert run_ranks(2, gathers_of_saves, tmp_path) == [0, 0]

@@ -120,13 +120,14 @@ def check_metadata(index: Index) -> None:
 def test_metadata_of_all_kinds():
     """Large numbers, no dims, many dims, odd names, objects."""
     entries = {}
-    for number, shape in enumerate([(), (2**33,), (2, 3), (1,) * 7]):
+    sizes = [(), (2**33,), (2, 3), (1, 255, 256), (1, 1, 2**31 - 1, 1), (2**31, 1), (1,) * 5, (1,) * 7]
+    for number, shape in enumerate(sizes):
         path = ("model", f"\u00fc {number}\n", At(3), 5)
-        at = (0, 200, 70_000, 2**40)[number]
+        at = (0, 200, 255, 256, 70_000, 2**31 - 1 - 100, 2**31, 2**40)[number]
         length = max(1, math.prod(shape)) * 4 + 100
         chunk = Chunk(f"__{number}_0.distcp", at, length, (0,) * len(shape), shape, at + 100)
         entries[".".join(str(getattr(p, "at", p)) for p in path)] = TensorEntry(path, torch.float32, shape, (chunk,))
-    files = {f"__{number}_0.distcp": File(f"__{number}_0.distcp", 2**50, None) for number in range(4)}
+    files = {f"__{number}_0.distcp": File(f"__{number}_0.distcp", 2**50, None) for number in range(len(sizes))}
     objects = {"lr": ObjectEntry(("lr",), "__0_0.distcp", 500, 7)}
     check_metadata(Index(entries, objects, files))
     check_metadata(Index({}, {}, {}))
