@@ -96,11 +96,16 @@ def test_a_checkpoint_that_the_file_system_numbers_anew(tmp_path: Path):
     assert names(tmp_path / "run") == ["step-000001", "step-000002", "step-000003"]
 
 
-@pytest.mark.parametrize("how", ["cut off", "missing"])
+@pytest.mark.parametrize("how", ["cut off", "missing", "a pipe"])
 def test_a_manifest_that_is_damaged_ends_no_run(tmp_path: Path, how: str):
     run = CheckpointManager(tmp_path)
     run.save(1, STATE, blocking=True)
     manifest = tmp_path / "step-000001" / "manifest.json"
-    manifest.unlink() if how == "missing" else os.truncate(manifest, 50)
+    if how == "cut off":
+        os.truncate(manifest, 50)
+    else:
+        manifest.unlink()
+    if how == "a pipe":
+        os.mkfifo(manifest)
     run.save(2, STATE, blocking=True)
     assert run.restore(STATE).step == 2

@@ -15,6 +15,7 @@ from pathlib import Path
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.manifest import MANIFEST, sealed_as
+from shardkit.core.checkpoint.verified_file import open_inside
 
 __all__ = ["OtherRuns"]
 
@@ -50,8 +51,8 @@ class OtherRuns:
 
 def _seal_of(path: Path) -> str | None:
     try:
-        with (path / MANIFEST).open("rb") as file:
+        with os.fdopen(open_inside(path, MANIFEST), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
             return sealed_as(file.read())
-    except OSError:  # damaged, or removed since it was listed
+    except (OSError, CheckpointError):  # damaged, or removed since it was listed
         return None

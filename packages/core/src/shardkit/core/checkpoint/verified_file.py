@@ -13,7 +13,7 @@ from typing import Self
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 
-__all__ = ["DIGEST_BYTES", "VerifiedFile", "checksum", "checksums", "read_small", "verify"]
+__all__ = ["DIGEST_BYTES", "VerifiedFile", "checksum", "checksums", "open_inside", "read_small", "verify"]
 
 DIGEST_BYTES = 16
 
