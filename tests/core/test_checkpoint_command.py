@@ -359,3 +359,34 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
     assert (
         said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")[1] == f"error: {tmp_path}/odd.pt holds no tensors\n"
     )
+
+
+def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
+    """Step, ranks and info; empty dicts and the order of keys."""
+    state = TrainingState(torch.nn.Linear(1, 1), user={"user": Held({"b": 1, "a": torch.ones(2), "c": 2, "d": {}})})
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(7, state, info={"loss": 0.5}, blocking=True)
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "x"), "--ranks", "3"]) == 0
+    expected, state.user["user"].state = repr(state.user["user"].state), {}
+    restored = manager.restore(state, source=tmp_path / "x")
+    assert restored is not None and (restored.step, restored.info, restored.world_size) == (7, {"loss": 0.5}, 1)
+    assert repr(state.user["user"].state) == expected
+
+
+def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tuples = save_user(tmp_path / "tuples", 1, (torch.ones(2),))
+    status, text = said(capsys, "export", tuples, tmp_path / "x", "--to", "torch", "--all")
+    assert status == 2 and "holds tensors; they go into no single file" in text
+    double = save_user(tmp_path / "double", 1, torch.ones(2, dtype=torch.complex128))
+    status, text = said(capsys, "export", double, tmp_path / "x", "--prefix", "user.")
+    assert status == 2 and "value has dtype torch.complex128, which safetensors has not; export to torch" in text
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["double", "tuples"]
+
+
+def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors")
+    index = {"weight_map": {"a": "f.safetensors", "b": "f.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    status, text = said(capsys, "import", tmp_path, tmp_path / "x")
+    assert status == 2 and "no file has b, which is in model.safetensors.index.json" in text

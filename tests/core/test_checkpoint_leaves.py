@@ -88,3 +88,12 @@ def test_an_archive_that_unpacks_to_more_is_refused():
 def test_what_is_empty_on_one_rank_only():
     leaves = flatten({"state": {"a": 1}, "other": {}})
     assert unflatten(leaves.values, [*leaves.empties, ("state",)]) == {"state": {"a": 1}, "other": {}}
+
+
+@pytest.mark.parametrize(
+    "state", [{1: 0, "1": 0}, {"a": {"b": 0}, "a.b": 0}, {"a": [{}, {"b": 0}], "a.1.b": 0}], ids=str
+)
+def test_two_values_of_one_name_are_refused(state: Any):
+    """On disk one of them would be lost."""
+    with pytest.raises(ValueError, match="two values have this name"):
+        flatten(state)
