@@ -7,8 +7,8 @@ from shardkit.tools.watch.verdict import verdict
 GROUP = [0, 1, 2]
 
 
-def started(*labels: str, count: int | None = None) -> Started:
-    return Started("all-gather", GROUP, len(labels) if count is None else count, list(labels))
+def started(*labels: str, count: int | None = None, group: str = "1") -> Started:
+    return Started("all-gather", group, GROUP, len(labels) if count is None else count, list(labels))
 
 
 def said(rank: int, waiting: WaitingFor | None, *began: Started, stack: tuple[str, ...] = ()) -> Statement:
@@ -16,7 +16,7 @@ def said(rank: int, waiting: WaitingFor | None, *began: Started, stack: tuple[st
 
 
 def wait(fqn: str = "blocks.1", number: int = 1, seconds: float = 7.0) -> WaitingFor:
-    return WaitingFor("all-gather", "all-gather", fqn, GROUP, number, seconds)
+    return WaitingFor("all-gather", "all-gather", fqn, "1", GROUP, number, seconds)
 
 
 HERE = started("blocks.0", "blocks.1")
@@ -54,8 +54,19 @@ def test_what_is_forgotten_is_not_compared() -> None:
     assert "there: rank 0, rank 1, rank 2" in text
 
 
+def test_groups_over_the_same_ranks_are_told_apart() -> None:
+    """Two models with a mesh each: one rank is late in the second model, and nobody took another branch."""
+    teacher = started("teacher", "teacher", group="2")
+    late = started("teacher", group="2")
+    text = verdict({0: said(0, wait(), teacher, HERE), 1: said(1, None, late, started("blocks.0"))}, {})
+    assert "missing: rank 1: it has not started this all-gather" in text
+    assert "branch" not in text
+    text = verdict({0: said(0, wait(), HERE, teacher), 1: said(1, None, late, HERE)}, {2: "process 5 has ended"})
+    assert "  there: rank 0, rank 1" in text
+
+
 def test_set_up_is_waited_for_by_all() -> None:
-    meeting = WaitingFor("set-up", "set-up", "Net", [], -1, 3.0)
+    meeting = WaitingFor("set-up", "set-up", "Net", "", [], -1, 3.0)
     text = verdict({0: said(0, meeting), 1: said(1, None)}, {})
     assert "rank 0 has waited 3 s for set-up of 'Net'" in text
     assert "missing: rank 1: it is elsewhere" in text

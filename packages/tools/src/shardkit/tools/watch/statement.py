@@ -12,12 +12,19 @@ __all__ = ["Started", "Statement", "WaitingFor", "from_text", "to_text"]
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """What a rank waits for. `group` are global ranks; `number` counts the `kind` on them, -1 for no collective."""
+    """What a rank waits for.
+
+    Attributes:
+        group: name of the process group: several may have the same ranks. Empty for no collective.
+        ranks: its global ranks.
+        number: counts the `kind` on the group, -1 for no collective.
+    """
 
     operation: str
     kind: str
     fqn: str
-    group: list[int]
+    group: str
+    ranks: list[int]
     number: int
     seconds: float
 
@@ -27,7 +34,8 @@ class Started:
     """The collectives of one kind that a rank has started on one group: how many, and the labels of the last ones."""
 
     kind: str
-    group: list[int]
+    group: str
+    ranks: list[int]
     count: int
     last: list[str]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from shardkit.tools.watch.statement import Statement, WaitingFor
+from shardkit.tools.watch.statement import Started, Statement, WaitingFor
 
 __all__ = ["verdict"]
 
@@ -45,8 +45,8 @@ def _longest_wait(statements: Mapping[int, Statement]) -> tuple[int, WaitingFor]
     return max(waits, key=lambda one: (one[1].number >= 0, shared[_what(one[1])], one[1].seconds), default=None)
 
 
-def _what(wait: WaitingFor) -> tuple[str, str, tuple[int, ...], int]:
-    return wait.kind, wait.fqn, tuple(wait.group), wait.number
+def _what(wait: WaitingFor) -> tuple[str, str, str, tuple[int, ...], int]:
+    return wait.kind, wait.fqn, wait.group, tuple(wait.ranks), wait.number
 
 
 def _about_wait(
@@ -54,9 +54,9 @@ def _about_wait(
 ) -> list[str]:
     said = statements[rank]
     which = f"{wait.kind} of '{wait.fqn}'" if wait.number >= 0 else f"{wait.operation} of '{wait.fqn}'"
-    group = f", group {wait.group}" if wait.group else ""
+    group = f", group {wait.ranks}" if wait.ranks else ""
     lines = [f"rank {rank} has waited {wait.seconds:.0f} s for {which} ({said.phase}, step {said.step}{group})"]
-    members = wait.group or sorted([*statements, *silent])
+    members = wait.ranks or sorted([*statements, *silent])
     here = []
     for member in members:
         if member in silent:
@@ -73,7 +73,8 @@ def _absence(said: Statement, wait: WaitingFor) -> str | None:
     if wait.number < 0:
         there = said.waiting is not None and said.waiting.operation == wait.operation
         return None if there else f"it is elsewhere, {_whereabouts(said)}"
-    started = next((one for one in said.started if (one.kind, one.group) == (wait.kind, wait.group)), None)
+    same = (one for one in said.started if (one.kind, one.group, one.ranks) == (wait.kind, wait.group, wait.ranks))
+    started = next(same, None)
     count = started.count if started is not None else 0
     if count <= wait.number:
         return f"it has not started this {wait.kind}; it is {_whereabouts(said)}"
@@ -90,17 +91,21 @@ def _first_differences(statements: Mapping[int, Statement]) -> list[str]:
     """
     lines = []
     everywhere = [(rank, started) for rank, said in statements.items() for started in said.started]
-    for kind, group in dict.fromkeys((started.kind, tuple(started.group)) for _, started in everywhere):
-        ranks = {rank: one for rank, one in everywhere if (one.kind, tuple(one.group)) == (kind, group)}
+    for which in dict.fromkeys(_where_of(started) for _, started in everywhere):
+        ranks = {rank: one for rank, one in everywhere if _where_of(one) == which}
         for number in range(
             max(one.count - len(one.last) for one in ranks.values()), min(o.count for o in ranks.values())
         ):
             labels = {rank: one.label(number) for rank, one in ranks.items()}
             if len(set(labels.values())) > 1:
-                which = ", ".join(f"rank {rank} of '{label}'" for rank, label in labels.items())
-                lines.append(f"  the ranks took different branches: {kind} number {number} was on {which}")
+                told = ", ".join(f"rank {rank} of '{label}'" for rank, label in labels.items())
+                lines.append(f"  the ranks took different branches: {which[0]} number {number} was on {told}")
                 break
     return lines
+
+
+def _where_of(started: Started) -> tuple[str, str, tuple[int, ...]]:
+    return started.kind, started.group, tuple(started.ranks)
 
 
 def _whereabouts(said: Statement) -> str:

@@ -107,7 +107,7 @@ class Witness:
         waiting = self.waiting()
         with self._lock:
             started = [
-                Started(kind, self._groups[group], count, list(self._last[kind, group]))
+                Started(kind, group.group_name, self._groups[group], count, list(self._last[kind, group]))
                 for (kind, group), count in self._counts.items()
             ]
             where = self._where
@@ -120,9 +120,9 @@ class Witness:
     ) -> WaitingFor:
         seconds = time.monotonic() - began
         if target is None:
-            return WaitingFor(operation, operation, fqn, [], -1, seconds)
+            return WaitingFor(operation, operation, fqn, "", [], -1, seconds)
         group, kind, number = target
-        return WaitingFor(operation, kind, fqn, self._groups[group], number, seconds)
+        return WaitingFor(operation, kind, fqn, group.group_name, self._groups[group], number, seconds)
 
     def _stack(self) -> list[str]:
         frame = sys._current_frames().get(self._main or 0)
@@ -144,9 +144,11 @@ class Witness:
         self._last.setdefault(key, deque(maxlen=_REMEMBERED)).append(event.fqn)
 
     def _ended(self, event: _Ended) -> None:
-        waiting = self._open.get((_KINDS[type(event)], event.fqn))
-        if waiting:
-            waiting.popleft()
+        waiting = self._open.get((_KINDS[type(event)], event.fqn), deque())
+        for one in waiting:
+            if one[0] is event.group:  # two models may have modules of one name
+                waiting.remove(one)
+                return
 
     def _target(self, event: events.WaitStarted) -> tuple[dist.ProcessGroup, str, int] | None:
         """Which collective a wait is for: the oldest under way that fits; a release is of the newest gather."""
