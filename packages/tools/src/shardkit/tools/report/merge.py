@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from shardkit.tools.report.clocks import Clocks, common_clock
 from shardkit.tools.report.meetings import waited_for_ranks
 from shardkit.tools.report.record import RankRecord
 from shardkit.tools.report.schema import (
@@ -38,13 +39,12 @@ _Timed = TypeVar("_Timed", Step, Operation, Wait, Span)
 def merge(records: Sequence[RankRecord], command: list[str] | None = None, estimate: Estimate | None = None) -> Report:
     """The report of a run, from the records of its ranks (of one version, at least one), in any order."""
     records = sorted(records, key=lambda record: record.rank.rank)
-    same_host = len({record.rank.place.boot for record in records}) == 1 and bool(records[0].rank.place.boot)
-    ahead = [0.0 if same_host else record.wall for record in records]
-    origin = min(record.rank.begin + offset for record, offset in zip(records, ahead, strict=True))
+    clocks = common_clock(records)
+    origin = min(record.rank.begin + offset for record, offset in zip(records, clocks.ahead, strict=True))
     groups, indices = _common_groups(records)
     ranks = [
         _moved(record.rank, offset - origin, index)
-        for record, offset, index in zip(records, ahead, indices, strict=True)
+        for record, offset, index in zip(records, clocks.ahead, indices, strict=True)
     ]
     first = records[0].run
     run = dataclasses.replace(
@@ -52,10 +52,11 @@ def merge(records: Sequence[RankRecord], command: list[str] | None = None, estim
         command=command or first.command,
         missing_ranks=sorted(set(range(first.world_size)) - {rank.rank for rank in ranks}),
         recorded_steps=min(record.run.recorded_steps for record in records),
-        clock="host" if same_host else "wall",
+        clock="wall" if clocks.several_hosts else "host",
     )
     collectives, notes = _collectives(ranks, groups, max(1, run.recorded_steps))
-    return Report(SCHEMA, VERSION, run, groups, ranks, collectives, [*_notes(run, ranks), *notes], estimate)
+    notes = [*_notes(run, ranks), *_notes_on(clocks), *notes]
+    return Report(SCHEMA, VERSION, run, groups, ranks, collectives, notes, estimate)
 
 
 def _common_groups(records: Sequence[RankRecord]) -> tuple[list[Group], list[dict[int, int]]]:
@@ -217,6 +218,18 @@ def _notes(run: Run, ranks: list[Rank]) -> list[str]:
         notes.append(f"no record of ranks {', '.join(map(str, run.missing_ranks))}: they did not end their recording")
     if any(rank.truncated for rank in ranks):
         notes.append("some ranks recorded more than is kept; record fewer steps")
-    if run.clock == "wall":
-        notes.append("the ranks are on several hosts: times across them are as exact as their clocks agree")
     return notes
+
+
+def _notes_on(clocks: Clocks) -> list[str]:
+    if not clocks.several_hosts:
+        return []
+    note = "the ranks are on several hosts: "
+    if clocks.room is None:
+        return [f"{note}times across them are as exact as their clocks agree"]
+    if clocks.moved:
+        note += f"their clocks were moved by up to {clocks.moved * 1e3:.1f} ms, as no collective ends before its last "
+        note += "rank has started it"
+    else:
+        note += "no collective contradicts their clocks"
+    return [f"{note}; times across hosts may still be wrong by up to {clocks.room * 1e3:.1f} ms"]
