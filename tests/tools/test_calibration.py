@@ -7,6 +7,7 @@ import pytest
 
 from shardkit.tools import estimate_job
 from shardkit.tools.calibration import calibrate
+from shardkit.tools.estimating.heap import MAPPED_FROM, VARIABLE
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.estimating.trace import Ran
 from shardkit.tools.machine import Machine, load_machine
@@ -28,6 +29,12 @@ def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_pa
     assert 0 < machine.inside.latency < 1 and 0 < machine.operator_seconds < 1e-2
     assert 0 < machine.dtensor_seconds < 1e-2 and machine.dtensor_each_seconds >= 0
     assert machine.process_bytes > 50 * 2**20
+
+
+def test_the_threshold_of_the_environment_is_part_of_the_description(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    assert machine.mmap_threshold is None
+    monkeypatch.setenv(VARIABLE, str(MAPPED_FROM))
+    assert calibrate(1).mmap_threshold == MAPPED_FROM
 
 
 @pytest.mark.parametrize("name", ["gpt", "convnet", "llama"])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shardkit.tools import TrainingJob, estimate_job
+from shardkit.tools.estimating.heap import MAPPED_FROM
 from shardkit.tools.machine import preset
 from tests.support import run_ranks
 from tests.tools.jobs import JOBS, mesh_of
@@ -44,6 +45,20 @@ def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     assert outbox <= recorded.outbox_bytes + 64
     predicted = recorded.peak.bytes - recorded.outbox_bytes
     assert predicted == pytest.approx(measured[rank].peak - outbox, rel=0.001), (recorded.peak, measured[rank].at)
+
+
+def equal_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
+
+
+def test_where_glibc_maps_large_blocks_resident_memory_is_that_of_tensors_and_elsewhere_a_note_warns():
+    job = TrainingJob(equal_layers, lambda: torch.rand(300, 512))
+    learnt = estimate_job(job, 2, cpu("pairwise").replace(process_bytes=0))
+    fixed = estimate_job(job, 2, cpu("pairwise").replace(process_bytes=0, mmap_threshold=MAPPED_FROM))
+    assert fixed.peak.bytes == learnt.peak.bytes
+    assert fixed.reserved_bytes == pytest.approx(fixed.peak.bytes, rel=0.02)
+    assert learnt.reserved_bytes > 1.1 * fixed.reserved_bytes
+    assert not fixed.notes and "MALLOC_MMAP_THRESHOLD_=262144" in learnt.notes[0]
 
 
 def wide_head() -> nn.Module:

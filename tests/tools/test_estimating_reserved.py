@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tools.estimating.reserved import CachingAllocator, Heap
+from shardkit.tools.estimating.reserved import CachingAllocator
 
 MIB = 2**20
 
@@ -46,54 +46,3 @@ def test_blocks_never_overlap_and_nothing_is_lost(changes: list[tuple[int, int]]
         allocator.changed(key, 0)
     free = sum(size for pool in allocator._free.values() for size, _, _ in pool._blocks)
     assert free == allocator.reserved
-
-
-KIB = 1024
-
-
-def heap_after(*changes: tuple[int, int]) -> int:
-    """The peak, rounded to 4 KiB, after `start` and one more tiny change."""
-    heap = Heap()
-    for key, nbytes in changes:
-        heap.changed(key, nbytes)
-    heap.start()
-    return heap.peak // 4096 * 4
-
-
-def test_large_blocks_go_back_to_the_system():
-    assert heap_after((1, 50 * MIB)) == 50 * KIB + 4
-    assert heap_after((1, 50 * MIB), (1, 0)) == 0
-
-
-def test_a_freed_large_block_teaches_what_is_large():
-    assert heap_after((1, MIB), (1, 0)) == 0
-    # From then on half a MiB comes from the heap, which keeps the hole below a block that is still used.
-    assert heap_after((1, MIB), (1, 0), (2, MIB // 2), (3, 64), (2, 0)) == KIB // 2
-    assert heap_after((2, MIB // 2), (3, 64), (2, 0)) == 0
-
-
-def test_a_hole_is_used_by_what_fits():
-    learnt = ((1, MIB), (1, 0), (2, MIB // 2), (3, 64), (2, 0))
-    assert heap_after(*learnt, (4, MIB // 4), (5, MIB // 8)) == KIB // 2
-    assert heap_after(*learnt, (4, 3 * MIB // 4)) == KIB // 2 + 3 * KIB // 4
-
-
-def test_a_free_end_is_given_back_when_it_is_long():
-    learnt = [(1, MIB), (1, 0)]
-    blocks = [(key, MIB // 2) for key in range(2, 8)]
-    freed = [(key, 0) for key, _ in blocks]
-    assert heap_after(*learnt, *blocks, *freed) == 0
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3 * MIB)), max_size=60))
-def test_the_heap_holds_all_blocks_and_no_more_than_it_ever_held(changes: list[tuple[int, int]]):
-    heap, live, most = Heap(), dict[int, int](), 0
-    for key, nbytes in changes:
-        heap.changed(key, nbytes)
-        live[key] = nbytes
-        most = max(most, sum(live.values()))
-        free = sum(size for size, _, _ in heap._free._blocks)
-        used = sum(block if isinstance(block, int) else block.size for block in heap._blocks.values())
-        assert heap._size + heap._large == free + used
-    assert heap.peak >= most

@@ -48,6 +48,7 @@ def test_every_hole_is_named(tmp_path: Path):
         ({"ranks_per_host": 8.0}, '"ranks_per_host" is 8.0; expected a positive whole number'),
         ({"memory_bandwidth": float("nan")}, '"memory_bandwidth" is nan'),
         ({"efficiency": 60}, '"efficiency" is 60; expected a part of the peak numbers, from 0 to 1'),
+        ({"mmap_threshold": 0}, '"mmap_threshold" is 0; expected a positive whole number'),
         ({"name": 7}, '"name" is 7; expected a text'),
         ({"colour": "green"}, '"colour" is no attribute'),
     ],

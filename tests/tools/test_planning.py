@@ -1,5 +1,7 @@
 """Plans: what is proposed under a limit, and what its code does on real ranks."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.batches import micro_batch_of, with_micro_batch
+from shardkit.tools.estimating.heap import MAPPED_FROM
 from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.targets import bytes_of
 from shardkit.tools.estimating.tensor_parallel import cut_llama
-from shardkit.tools.machine import Link, Machine
-from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, wrappings
+from shardkit.tools.machine import Link, Machine, preset
+from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, with_mapped_blocks, wrappings
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
 from tests.support import run_ranks
@@ -83,6 +86,41 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
     measured = run_ranks(2, follow, code_of(found[0]), found[0].candidate.micro_batch)
     assert max(measured) <= limit
     assert measured[0] == pytest.approx(found[0].estimate.peak.bytes, rel=0.01)
+
+
+# Teaches glibc that 16 MiB are not large, pastes the code of a plan, and counts the blocks that are mapped after that.
+PASTED = """
+import ctypes, sys, torch
+class Info(ctypes.Structure):
+    _fields_ = [(str(number), ctypes.c_size_t) for number in range(10)]
+glibc = ctypes.CDLL(None)
+glibc.mallinfo2.restype = Info
+def mapped():
+    return getattr(glibc.mallinfo2(), "3")
+torch.empty(16 * 2**20, dtype=torch.uint8)
+exec(sys.stdin.read())
+found = [mapped()]
+for nbytes in (200 * 1024, 300 * 1024):
+    found.append(torch.empty(nbytes, dtype=torch.uint8))
+    found.append(mapped())
+print(found[2] - found[0], found[4] - found[2])
+"""
+
+
+def test_the_code_has_glibc_give_freed_tensors_back(ample: list[Proposal]):
+    assert ample[0].estimate.machine.mmap_threshold == MAPPED_FROM
+    assert any("which the code sets" in reason for reason in ample[0].reasons)
+    command = [sys.executable, "-c", PASTED]
+    found = subprocess.run(command, input=code_of(ample[0]), text=True, capture_output=True, check=True)
+    assert found.stdout.split() == ["0", "1"]
+
+
+def test_a_threshold_of_the_users_own_is_kept_if_it_is_low_and_gpus_have_none():
+    assert with_mapped_blocks(MACHINE.replace(mmap_threshold=2**20)).mmap_threshold == 2**20
+    assert with_mapped_blocks(MACHINE.replace(mmap_threshold=2**25)).mmap_threshold == MAPPED_FROM
+    assert with_mapped_blocks(preset("h100")) == preset("h100")
+    (found,) = propose(JOB, 1, preset("h100"), 2**40, most_micro_batch=2, count=1)
+    assert "ctypes" not in code_of(found)
 
 
 def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = "JOB") -> int:

@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from shardkit.core import fully_shard
 from shardkit.core.runtime.transport import SharedTransport, transport_for
 from shardkit.core.torch_compat import TorchDispatchMode
+from shardkit.tools.estimating.heap import threshold_of
 from shardkit.tools.estimating.trace import dtensors_among
 from shardkit.tools.machine import Link, Machine, MachineError, threads_of_each
 
@@ -65,6 +66,7 @@ def calibrate(ranks: int | None = None) -> Machine:
         dtensor_each_seconds=found["dtensor_each_seconds"],
         storage_bandwidth=found["storage_bandwidth"],
         process_bytes=found["process_bytes"],
+        mmap_threshold=threshold_of(os.environ),
         sources={
             "all": f"measured, {ranks} ranks at once, {threads_of_each(ranks)} threads each, torch {torch.__version__}"
         },

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardkit.tools.estimating.costs import Roofline
+from shardkit.tools.estimating.heap import map_blocks_from
 from shardkit.tools.estimating.trace import Operator, TensorPicture
 from shardkit.tools.machine import Machine, threads_of_each
 
@@ -38,7 +39,8 @@ class MeasuredCosts:
     """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
 
     As a context it runs with as many threads as a rank would have, and keeps the machine as busy as the other ranks of
-    a host would: two hardware threads may be one core.
+    a host would: two hardware threads may be one core. Where the machine fixes the threshold from which blocks are
+    mapped, this process does so too, and keeps it: results are then written to fresh pages, which takes longer.
     The launch that the machine counts for every operator is taken off, as the measured time contains it.
 
     Attributes:
@@ -67,6 +69,8 @@ class MeasuredCosts:
             self._send_away()
             raise
         torch.set_num_threads(threads)
+        if self._machine.mmap_threshold is not None:
+            map_blocks_from(self._machine.mmap_threshold)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

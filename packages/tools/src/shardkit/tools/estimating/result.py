@@ -14,6 +14,7 @@ from torch import nn
 
 from shardkit.tools.estimating.clock import Timeline, replay
 from shardkit.tools.estimating.costs import OperatorCosts, Roofline
+from shardkit.tools.estimating.heap import MAPPED_FROM, VARIABLE, keeps_holes
 from shardkit.tools.estimating.job import TensorParallel, TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.policies import Policies
@@ -176,7 +177,7 @@ def estimate_job(
     """`estimate` for a `TrainingJob`."""
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
-    recording = simulate(job, axes, rank, described.transport, described.ranks_per_host)
+    recording = simulate(job, axes, rank, described)
     return assess(recording, axes, rank, job.policies, described, costs)
 
 
@@ -237,6 +238,12 @@ def _notes(recording: Recording, policies: Policies, machine: Machine) -> tuple[
     if recording.values_read:
         places = ", ".join(recording.values_read)
         notes.append(f"the data of a tensor was read in {places}; fake tensors have none, so it got 1 (or True)")
+    if machine.device == "cpu" and keeps_holes(machine.mmap_threshold):
+        notes.append(
+            "resident memory may be well above this: glibc's heap keeps more holes than are simulated. With "
+            f"{VARIABLE}={MAPPED_FROM} in the environment of the ranks, freed tensors go back to the system; for an "
+            'estimate of that set "mmap_threshold" in the description of the machine'
+        )
     if machine.device != "cpu":
         notes.append("operators are those that torch runs on a CPU; kernels of a GPU may save other tensors")
         if policies.offload:

@@ -14,15 +14,16 @@ from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
 from shardkit.core.torch_compat import local_of
 from shardkit.tools.estimating.errors import explained
+from shardkit.tools.estimating.heap import Heap
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.observer import Observer
-from shardkit.tools.estimating.reserved import CachingAllocator, Heap
+from shardkit.tools.estimating.reserved import CachingAllocator
 from shardkit.tools.estimating.trace import Trace
 from shardkit.tools.estimating.traffic import neighbourhood
 from shardkit.tools.estimating.transport import SimulatedTransport, simulated
 from shardkit.tools.estimating.world import fake_world
-from shardkit.tools.machine import Transport
+from shardkit.tools.machine import Machine, Transport
 from shardkit.tools.torch_compat import FakeTensors
 
 __all__ = ["Recording", "simulate"]
@@ -69,28 +70,28 @@ class Recording:
     values_read: tuple[str, ...]
 
 
-def simulate(
-    job: TrainingJob, axes: Mapping[str, int], rank: int, transport: Transport, ranks_per_host: int
-) -> Recording:
+def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
     """Runs two iterations and records the second, when the order of groups is known and the optimizer has its state.
+
+    Of the machine only matters which ranks share a host, how they move bytes, and how glibc maps blocks.
 
     Raises:
         EstimateError: for a job that cannot run with fake tensors, saying where and why.
     """
     with fake_world(axes, rank) as mesh:
         fake = FakeTensors()
-        observer = Observer(ranks_per_host, fake)
+        observer = Observer(machine.ranks_per_host, fake)
         transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
 
         def stand_in(group: dist.ProcessGroup, device: torch.device) -> StandIn:
             if group not in transports:
-                several = neighbourhood(group, ranks_per_host).hosts > 1
-                kind: Transport = "pairwise" if several and transport == "shared" else transport
-                transports[group] = simulated(group, device, kind, ranks_per_host, observer.announce)
+                several = neighbourhood(group, machine.ranks_per_host).hosts > 1
+                kind: Transport = "pairwise" if several and machine.transport == "shared" else machine.transport
+                transports[group] = simulated(group, device, kind, machine.ranks_per_host, observer.announce)
             return transports[group]
 
         with fake, stand_ins(stand_in), observer:
-            return _run(job, mesh, observer, transports, shared=transport == "shared")
+            return _run(job, mesh, observer, transports, machine)
 
 
 def _run(
@@ -98,16 +99,15 @@ def _run(
     mesh: DeviceMesh,
     observer: Observer,
     transports: dict[dist.ProcessGroup, SimulatedTransport],
-    *,
-    shared: bool,
+    machine: Machine,
 ) -> Recording:
-    heap = Heap()
+    heap = Heap(machine.mmap_threshold)
     observer.ledger.watch(heap.changed)
     with explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
     observer.adopt(model)
     lent_bytes = 0
-    if shared and mesh.size() > 1:
+    if machine.transport == "shared" and mesh.size() > 1:
         lent_bytes = observer.ledger.by_category["sharded_parameters"]
         for key in observer.ledger.keys_of("sharded_parameters"):  # core moves them to memory that peers can read
             heap.changed(key, 0)

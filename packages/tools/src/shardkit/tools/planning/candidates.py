@@ -10,12 +10,13 @@ from typing import TypeAlias
 from torch import nn
 
 from shardkit.tools.estimating.batches import with_micro_batch
+from shardkit.tools.estimating.heap import MAPPED_FROM, keeps_holes
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.policies import Policies, blocks_of
 from shardkit.tools.estimating.render import size
 from shardkit.tools.machine import Machine
 
-__all__ = ["Candidate", "candidates", "meshes", "tensor_parallel_meshes", "wrappings"]
+__all__ = ["Candidate", "candidates", "meshes", "tensor_parallel_meshes", "with_mapped_blocks", "wrappings"]
 
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
@@ -56,6 +57,13 @@ class Candidate:
         if policies.wrap is not None:
             parts.append("outer modules apart")
         return ", ".join(parts)
+
+
+def with_mapped_blocks(machine: Machine) -> Machine:
+    """The machine as plans assume it: on a CPU a limit can be held only where glibc's heap has few holes."""
+    if machine.device != "cpu" or not keeps_holes(machine.mmap_threshold):
+        return machine
+    return machine.replace(mmap_threshold=MAPPED_FROM)
 
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:

@@ -21,6 +21,18 @@ def recompute(block: nn.Module) -> None:
 '''
 
 
+_MAP = '''\
+def map_blocks() -> None:
+    """Has glibc map blocks from {threshold} bytes on, each by itself: freed tensors go back to the system at once."""
+    ctypes.CDLL(None).mallopt(-3, {threshold})  # M_MMAP_THRESHOLD
+
+
+map_blocks()  # when this is imported, before the model is made: the memory limit counts on it
+
+
+'''
+
+
 _CUT = f'''\
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cuts attention heads and feed-forward features of every layer over `mesh`."""
@@ -48,7 +60,8 @@ def code_of(proposal: Proposal) -> str:
         _docstring(proposal),
         *_imports(proposal),
         "\n",
-        (_RECOMPUTE if policies.checkpoint else "")
+        _map_blocks(proposal)
+        + (_RECOMPUTE if policies.checkpoint else "")
         + (_CUT if _cut_with(proposal) is cut_llama else "")
         + "def shard(model: nn.Module) -> nn.Module:",
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
@@ -62,6 +75,11 @@ def code_of(proposal: Proposal) -> str:
         "    return model",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _map_blocks(proposal: Proposal) -> str:
+    threshold = proposal.estimate.machine.mmap_threshold
+    return "" if threshold is None else _MAP.format(threshold=threshold)
 
 
 def _cut_with(proposal: Proposal) -> TensorParallel | None:
@@ -107,7 +125,8 @@ def _imports(proposal: Proposal) -> list[str]:
         torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
     torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
     own = [] if plan is None or plan is cut_llama else ["", "from {} import {}".format(*_name_of(plan))]
-    return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
+    standard = [] if proposal.estimate.machine.mmap_threshold is None else ["import ctypes", ""]
+    return [*standard, *torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
 
 
 def _keywords(policies: Policies) -> list[str]:
