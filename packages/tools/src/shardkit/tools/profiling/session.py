@@ -28,7 +28,8 @@ class Profile:
     """What `profile` returns; a context manager, to be entered once.
 
     Attributes:
-        report: the report, on every rank, once the block has ended; None before, and after an exception in the block.
+        report: the report, on rank 0, once the block has ended; None before, on other ranks, and after an exception in
+            the block.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Profile:
         self._recorder.leave()
         if error is not None:  # the other ranks may be anywhere: nothing collective
             return
-        self.report = merge(_everyone(self._record()))
-        if self._path is not None and self._recorder.world.rank == 0:
-            write_report(self.report, self._path)
+        records = _on_rank_0(self._record())
+        if records:
+            self.report = merge(records)
+            if self._path is not None:
+                write_report(self.report, self._path)
 
     def _record(self) -> RankRecord | Exception:
         """This rank's record, or why there is none: the other ranks wait to hear it."""
@@ -77,6 +80,7 @@ def profile(
     """A context manager around a training loop that records what its steps did and waited for.
 
     Every rank enters and leaves it; leaving is collective over the default process group, unless by an exception.
+    Rank 0 gets what all ranks have recorded.
 
     Args:
         model: the sharded model, the root of its iterations.
@@ -107,14 +111,21 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _everyone(own: RankRecord | Exception) -> list[RankRecord]:
-    found: list[RankRecord | Exception | None] = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own if isinstance(own, RankRecord) else RuntimeError(repr(own)))
-    for rank, one in enumerate(found):
-        if isinstance(one, Exception):
-            raise RuntimeError(f"the log of rank {rank} cannot be read: {one}") from (
-                own if isinstance(own, Exception) else None
-            )
-    return [one for one in found if isinstance(one, RankRecord)]
+def _on_rank_0(own: RankRecord | Exception) -> list[RankRecord]:
+    """The records of all ranks on rank 0, nothing on the others; raises on all of them if one has no record."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    failures = [repr(own) if isinstance(own, Exception) else None]
+    if world_size > 1:
+        failures *= world_size
+        dist.all_gather_object(failures, failures[0])
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            cause = own if isinstance(own, Exception) else None
+            raise RuntimeError(f"the log of rank {rank} cannot be read: {failure}") from cause
+    assert isinstance(own, RankRecord)
+    if world_size == 1:
+        return [own]
+    # A log has megabytes, so only one rank gets those of all.
+    found: list[RankRecord | None] | None = [None] * world_size if dist.get_rank() == 0 else None
+    dist.gather_object(own, found, dst=0)
+    return [one for one in found or [] if one is not None]
