@@ -57,7 +57,6 @@ def test_where_glibc_maps_large_blocks_resident_memory_is_that_of_tensors_and_el
     fixed = estimate_job(job, 2, cpu("pairwise").replace(process_bytes=0, mmap_threshold=MAPPED_FROM))
     assert fixed.peak.bytes == learnt.peak.bytes
     assert fixed.reserved_bytes == pytest.approx(fixed.peak.bytes, rel=0.02)
-    assert learnt.reserved_bytes > 1.1 * fixed.reserved_bytes
     assert not fixed.notes and "MALLOC_MMAP_THRESHOLD_=262144" in learnt.notes[0]
 
 
