@@ -1,9 +1,11 @@
 """How close estimates come: ten training jobs, predicted with fake tensors and measured on fresh gloo ranks here.
 
     python benchmarks/estimate_accuracy.py --ranks 1 2 --json accuracy.json
+    MALLOC_MMAP_THRESHOLD_=262144 python benchmarks/estimate_accuracy.py --ranks 2 --uncounted
 
 For each job: bytes of tensors at the peak, resident memory, collectives and bytes on the wire, and the time of a step.
-The machine is calibrated first, with as many ranks; operators are timed alone, in one process.
+The machine is calibrated first, with as many ranks; operators are timed in one process. The ranks inherit the
+environment, and so does the estimate.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardkit.tools import Policies, estimate, estimate_job
 from shardkit.tools.calibration import calibrate
+from shardkit.tools.estimating.heap import threshold_of
 from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
+from shardkit.tools.machine import load_machine
 from tests.tools import jobs
 from tests.tools.measured import run_job
 
@@ -86,27 +91,46 @@ def on_ranks(body, ranks: int, name: str) -> dict:
     return {**found[0], **({"seconds": max(one["seconds"] for one in found)} if "seconds" in found[0] else {})}
 
 
-def row(name: str, ranks: int, machine, costs) -> dict:
+def row(name: str, ranks: int, machine, costs, *, counted: bool) -> dict:
     started = time.process_time()
-    with costs:
+    with costs or nullcontext():
         estimated = estimate_job(jobs.JOBS[name], jobs.mesh_of(name, ranks), machine, costs=costs)
     spent = time.process_time() - started
-    counted, timed = on_ranks(counted_rank, ranks, name), on_ranks(timed_rank, ranks, name)
+    timed = on_ranks(timed_rank, ranks, name)
+    found = {
+        "job": name,
+        "ranks": ranks,
+        "resident": [estimated.reserved_bytes, timed["resident"]],
+        "step": [estimated.timeline.step, timed["seconds"]],
+        "estimating_seconds": spent,
+    }
+    if not counted:
+        return found
+    counts = on_ranks(counted_rank, ranks, name)
     sent = [
         [one.collective, one.fqn, one.bytes, one.wire_bytes, str(one.dtype)]
         for one in estimated.recording.trace.transfers
         if one.of_core
     ]
-    return {
-        "job": name,
-        "ranks": ranks,
-        "peak": [estimated.peak.bytes, counted["peak"]],
-        "resident": [estimated.reserved_bytes, timed["resident"]],
-        "step": [estimated.timeline.step, timed["seconds"]],
-        "collectives": [len(sent), len(counted["sent"])],
-        "exact": sent == counted["sent"],
-        "estimating_seconds": spent,
+    return found | {
+        "peak": [estimated.peak.bytes, counts["peak"]],
+        "collectives": [len(sent), len(counts["sent"])],
+        "exact": sent == counts["sent"],
     }
+
+
+def described(found: dict) -> str:
+    """A row as a line."""
+
+    def against(what: str, unit: float, name: str) -> str:
+        predicted, measured = found[what]
+        return f"  {what} {measured / unit:8.1f} {name} {predicted / measured - 1:+7.2%}"
+
+    line = f"{found['job']:16} {found['ranks']}{against('resident', 2**20, 'MiB')}{against('step', 1e-3, 'ms')}"
+    if "peak" in found:
+        sent = "exact" if found["exact"] else found["collectives"]
+        line += f"{against('peak', 2**20, 'MiB')}  collectives {sent}"
+    return line
 
 
 LLAMA_70B = LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, rope_theta=5e5, dtype=torch.bfloat16)
@@ -129,6 +153,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--jobs", nargs="+", default=list(jobs.JOBS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--machine", type=Path, help="a description, in place of calibration and of timing operators")
+    parser.add_argument("--uncounted", action="store_true", help="resident memory and time only")
     parser.add_argument("--large", action="store_true", help="only estimates a large model, and times that")
     options = parser.parse_args()
     if options.large:
@@ -139,20 +165,16 @@ def main() -> None:
     jobs.enlarge(**SIZES)
     rows = []
     for ranks in options.ranks:
-        machine = calibrate(ranks)
-        costs = MeasuredCosts(machine)
+        if options.machine is None:
+            machine = calibrate(ranks)
+            costs = MeasuredCosts(machine)
+        else:
+            machine = load_machine(options.machine).replace(mmap_threshold=threshold_of(os.environ))
+            costs = None
         print(json.dumps(machine.to_json()))
         for name in options.jobs:
-            found = row(name, ranks, machine, costs)
-            rows.append(found)
-            errors = {what: found[what][0] / found[what][1] - 1 for what in ("peak", "resident", "step")}
-            print(
-                f"{name:16} {ranks}  peak {found['peak'][1] / 2**20:8.1f} MiB {errors['peak']:+7.2%}"
-                f"  resident {found['resident'][1] / 2**20:8.1f} MiB {errors['resident']:+7.2%}"
-                f"  step {found['step'][1] * 1e3:7.1f} ms {errors['step']:+7.1%}"
-                f"  collectives {'exact' if found['exact'] else found['collectives']}",
-                flush=True,
-            )
+            rows.append(row(name, ranks, machine, costs, counted=not options.uncounted))
+            print(described(rows[-1]), flush=True)
     steps = [abs(one["step"][0] / one["step"][1] - 1) for one in rows]
     print(f"median error of the step: {statistics.median(steps):.1%}")
     if options.json is not None:
