@@ -168,7 +168,6 @@ def _tied_checkpoints(rank: int, world_size: int) -> None:
         _check_ties(resumed)
         twins.whole.zero_grad()
 
-
     _both_sharded(alone := Tied())
     alone.load_state_dict({"embedding.weight": state["embedding.weight"]}, strict=False, assign=True)
     assert alone.head.weight is alone.embedding.weight
