@@ -69,6 +69,11 @@ def trainee_of(shape: tuple[int, ...], seed: int, dim: int | None) -> Trainee:
     return trainee
 
 
+def whole_of(entry: torch.Tensor) -> torch.Tensor:
+    """An entry of a full state dict, plain."""
+    return entry.whole() if isinstance(entry, LogicalTensor) else entry
+
+
 def logical(trainee: Trainee) -> dict[str, Any]:
     state = trainee.state()
     return {kind: logical_state_dict(trainee.model, state[kind]) for kind in state}
@@ -81,7 +86,10 @@ def save(rank: int, world_size: int, path: Path, shape: tuple[int, ...], dim: in
         dcp.save(state, checkpoint_id=path)
     functional = [str(op) for op in communication.get_comm_counts() if "functional" in str(op)]
     assert not functional, f"saving redistributes: {functional}"
-    assert isinstance(state["model"]["blocks.0.k_proj.weight"], LogicalTensor)
+    full = shardkit.full_state_dict(trainee.model, rank0_only=False)
+    whole = logical_state_dict(trainee.model, full)
+    assert isinstance(whole["blocks.0.k_proj.weight"], LogicalTensor)
+    assert_equal(unpacked(full), {name: whole_of(one) for name, one in whole.items()})
     return trainee.full()
 
 
@@ -142,9 +150,7 @@ def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
     dcp.load(state, checkpoint_id=tmp_path)
     x = torch.randn(2, 5, 6)
     assert torch.equal(packed(x), separate(x))
-    copied = {name: one.whole() if isinstance(one, LogicalTensor) else one for name, one in state.items()}
-    assert {type(one) for one in copied.values()} == {torch.Tensor}
-    assert_equal(separate.state_dict(), copied)
+    assert_equal(separate.state_dict(), {name: whole_of(one) for name, one in state.items()})
 
 
 class Stacked(nn.Module):
