@@ -63,6 +63,7 @@ def test_groups_over_the_same_ranks_are_told_apart() -> None:
     assert "branch" not in text
     text = verdict({0: said(0, wait(), HERE, teacher), 1: said(1, None, late, HERE)}, {2: "process 5 has ended"})
     assert "  there: rank 0, rank 1" in text
+    assert "branch" not in text
 
 
 def test_set_up_is_waited_for_by_all() -> None:
