@@ -442,7 +442,7 @@ def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.Capt
     assert open_checkpoint(tmp_path / "out").world_size == 2
     for wrong in (["--to", "sharded"], ["--to", "dcp", "--ranks", "2"]):
         assert main([source, str(tmp_path / "no"), *wrong]) == 1
-        assert "needs a number, others none" in capsys.readouterr().err
+        assert "need a number, others none" in capsys.readouterr().err
     assert main([source, str(tmp_path / "no"), "--to", "sharded", "--ranks", "1"]) == 1
     assert "a single rank's state dicts are whole; convert to 'full'" in capsys.readouterr().err
     weights_only = [source, str(tmp_path / "w"), "--to", "sharded", "--ranks", "2", "--without", "optim"]
