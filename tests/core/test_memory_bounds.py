@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardkit.core import events, fully_shard
+from shardkit.core.param_group import Residence
 from shardkit.core.state import state_of
 from tests.support import run_ranks
 
@@ -154,6 +156,29 @@ def _changing_order(rank: int, world_size: int) -> None:
                 loss.backward()
                 assert meter.peak_bytes <= (depth + 1) * BLOCK_BYTES, f"backward {order} at depth {depth}"
                 assert meter.block_bytes == meter.root_bytes == 0, f"backward {order} at depth {depth}"
+
+
+def _run_otherwise(rank: int, world_size: int) -> None:
+    """A forward leaves out what the learnt order promised: what was noted for that ends as it would have."""
+    model = _chain(2, reshard_after_forward=2)
+    first, last = model.blocks[0], model.blocks[1]
+    for layers in ([first, first, last], [first, first, last], [first]):
+        model.forward = lambda x, layers=layers: model.out(_run_through(layers, x))
+        loss = model(torch.randn(2, WIDTH)).sum()
+        (group,) = state_of(first).groups
+        assert group.residence is Residence.KEPT, layers
+        loss.backward()
+        assert group.residence is Residence.SHARDED
+    for layers in ([first, first, last], [first, first]):
+        model.forward = lambda x, layers=layers: _run_through(layers, x)
+        last.unshard()
+        with torch.no_grad():
+            model(torch.randn(2, WIDTH))
+    assert not isinstance(last.weight, DTensor)  # the user's, who has not given it back
+
+
+def test_what_the_learnt_order_promised_in_vain() -> None:
+    run_ranks(4, _run_otherwise)
 
 
 def _without_backward(rank: int, world_size: int) -> list[str]:

@@ -9,7 +9,8 @@ Forward learns the order in which states run; from the second iteration on, a st
 gathers of those that come next in it. Backward goes through this iteration's order from its end. Either way a gather
 is only started while at most `prefetch_depth` groups hold unsharded memory, the root's and those that were told not to
 reshard aside. That is the promise: at most `prefetch_depth + 1` groups are unsharded at any time, unless modules nest
-deeper than that. A user's explicit prefetch lists take the place of the learnt order and know no such bound.
+deeper than that. What a module that runs next shares with the one that runs now (a tied parameter, or all of it if it
+is repeated) stays unsharded in between. A user's explicit prefetch lists take the place of the learnt order and know no such bound.
 With a budget of bytes instead (`budget`), all groups count, the root's and explicit lists included; it decides how far
 ahead to gather, and whether forward frees what backward is going to need.
 """
@@ -288,10 +289,14 @@ class Iteration:
             self._prefetched[in_backward].append(group)
 
     def _free_unused(self, *, in_backward: bool) -> None:
-        """Frees what was prefetched in vain: for modules that were skipped, for a forward that was dropped."""
+        """Frees what was prefetched in vain: for modules that were skipped, for a forward that was dropped.
+
+        As the end of a forward would, where one has used it and backward comes by again.
+        """
+        ran = set() if in_backward else set(self._ran)
         for group in self._prefetched[in_backward]:
-            if group.prefetched:
-                group.reshard()
+            if group.prefetched and not group.held_by_user:
+                group.reshard(keep=not ran.isdisjoint(user.index for user in group.users))
         self._prefetched[in_backward].clear()
 
     def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
@@ -310,9 +315,9 @@ class Iteration:
                     continue
                 if not group.is_unsharded:
                     group.unshard(in_backward=in_backward)
-                elif in_backward or not group.in_use:
+                elif in_backward or not (group.forward_users and group.reshard_after_forward):
                     continue
-                self._note_prefetched([group], in_backward)  # in use: of a tied or repeated module, it stays for that
+                self._note_prefetched([group], in_backward)  # a tied or repeated module's own: it stays for the next
 
     def note_use(self, group: FSDPParamGroup) -> None:
         """Tells tools whether a group that is needed now had been prefetched."""

@@ -412,9 +412,11 @@ class FSDPParam:
     @property
     def is_stale(self) -> bool:
         """Whether the sharded parameter was written to, or replaced, since it was gathered. Alike on all ranks."""
-        current = self.slots[0].get()
-        replaced = current is not None and current is not self.unsharded_param
-        return replaced or (not self.aliased and version_of(self.sharded_param) != self._gathered_version)
+        for slot in self.slots:
+            current = slot.get()
+            if current is not None and current is not self.unsharded_param:
+                return True
+        return not self.aliased and version_of(self.sharded_param) != self._gathered_version
 
     def free(self) -> None:
         """Frees the unsharded storage; the tensors over it stay."""

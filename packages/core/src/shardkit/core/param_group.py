@@ -41,7 +41,9 @@ __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
 
 class GroupUser(Protocol):
-    """What gathers and reshards groups: a state."""
+    """What gathers and reshards groups: a state; `index` is its place among those of its root."""
+
+    index: int
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes the user gather and reshard `group`, too."""

@@ -353,7 +353,7 @@ class FSDPState:
         summon_full_params has them for a while, are left alone.
         """
         for group in self.groups:
-            if all(isinstance(param.slots[0].get(), DTensor) for param in group.params):
+            if all(isinstance(slot.get(), DTensor) for param in group.params for slot in param.slots):
                 group.refresh()
 
 
