@@ -61,12 +61,19 @@ def test_from_stacked_to_packed_and_back():
         ({"names": ("q", "q")}, r"names=\('q', 'q'\).*expected distinct names"),
         ({"names": QKV, "sizes": (2, 1)}, r"sizes=\(2, 1\).*expected one positive size for each"),
         ({"names": QKV, "sizes": (2, 0, 1)}, "expected one positive size for each"),
+        ({"names": QKV, "sizes": (4 / 2, 1, 1)}, r"sizes=\(2\.0, 1, 1\).*one positive size.*of type int"),
         ({"names": QKV, "dim": -1}, "dim=-1.*expected a dim counted from 0"),
     ],
 )
 def test_declarations_that_make_no_sense(arguments, said):
     with pytest.raises(ValueError, match=said):
         SubBlocks(**arguments)
+
+
+def test_sizes_may_be_a_list():
+    packed = SubBlocks(QKV, sizes=[2, 1, 1])
+    assert packed.sizes == (2, 1, 1)
+    assert {packed} == {SubBlocks(QKV, sizes=(2, 1, 1))}
 
 
 def test_tensors_that_do_not_fit():

@@ -47,12 +47,12 @@ class SubBlocks:
     Attributes:
         names: of the logical tensors, in the order of the stack, or of each group.
         dim: on which they lie.
-        sizes: indices of `dim` in one group, for each name. The whole length is a multiple of their sum; if it is the
-            sum itself there is one group, a stack of logical tensors of different sizes, which tensor parallelism
-            cannot cut.
+        sizes: indices of `dim` in one group, for each name; a list becomes a tuple. The whole length is a multiple of
+            their sum; if it is the sum itself there is one group, a stack of logical tensors of different sizes, which
+            tensor parallelism cannot cut.
 
     Raises:
-        ValueError: when made, for names that are not distinct, sizes that are not one positive number for each, and a
+        ValueError: when made, for names that are not distinct, sizes that are not one positive int for each, and a
             negative dim.
     """
 
@@ -63,8 +63,13 @@ class SubBlocks:
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) < len(self.names):
             raise ValueError(f"{self}: expected distinct names of logical tensors, at least one")
-        if self.sizes is not None and (len(self.sizes) != len(self.names) or min(self.sizes) < 1):
-            raise ValueError(f"{self}: expected one positive size for each of the names")
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", tuple(self.sizes))  # a list would leave it without a hash
+            whole = all(isinstance(size, int) and size > 0 for size in self.sizes)
+            if len(self.sizes) != len(self.names) or not whole:
+                raise ValueError(
+                    f"{self}: expected one positive size for each of the names, of type int (divide by //, not /)"
+                )
         if self.dim < 0:
             raise ValueError(f"{self}: expected a dim counted from 0")
 
