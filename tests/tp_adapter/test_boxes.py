@@ -112,9 +112,19 @@ def test_copies_know_their_boxes(kind: type[BoxedTensor | LogicalTensor], boxes:
 
 def test_copies_hold_nothing_else():
     local = torch.zeros(7, 3)
-    for step in (copy.deepcopy, torch.clone, torch.empty_like, torch.zeros_like, lambda one: one.to(torch.float64)):
+    copying = (copy.deepcopy, torch.clone, torch.empty_like, torch.zeros_like, lambda one: one.to(torch.float64))
+    for step in (*copying, saved_and_loaded):
         copied = step(LogicalTensor.of(local, AMID_OTHERS))
         assert copied.local.shape == (4, 3) and copied.boxes == BOXES
+        assert copied.local.untyped_storage().nbytes() == 12 * copied.local.element_size()
+
+
+@pytest.mark.parametrize("boxes", [BOXES, AMID_OTHERS], ids=["alone", "amid others"])
+def test_a_shallow_copy_is_the_same_memory(boxes: Boxes):
+    local = torch.zeros(7 if boxes.places else 4, 3)
+    copied = copy.copy(LogicalTensor.of(local, boxes))
+    copied.fill_(1.0)
+    assert copied.boxes is boxes and local.sum() == 12
 
 
 def test_a_logical_tensor_amid_others_is_filled_alone():
@@ -128,6 +138,51 @@ def test_a_logical_tensor_amid_others_is_filled_alone():
     logical.detach().fill_(1.0)
     assert local.sum(1).tolist() == [0, 3, 3, 0, 3, 3, 0]
     logical.zero_()
+    assert not local.any()
+
+
+@pytest.mark.parametrize("boxes", [BOXES, AMID_OTHERS], ids=["alone", "amid others"])
+def test_a_logical_tensor_is_filled_from_plain_tensors(boxes: Boxes):
+    local = torch.zeros(7 if boxes.places else 4, 3)
+    logical = LogicalTensor.of(local, boxes)
+    held = REGION.take(WHOLE)
+    for source, expected in (
+        (WHOLE, held),
+        (-held, -held),
+        (torch.nn.Parameter(WHOLE.double()), held),
+        (torch.tensor(7), 7),
+    ):
+        local.zero_()
+        with torch.no_grad():
+            assert logical.copy_(source) is logical
+        assert logical.packed().equal(torch.empty(4, 3).copy_(torch.as_tensor(expected)))
+        assert local.count_nonzero() == logical.packed().count_nonzero(), "others were written to"
+
+
+ELSEWHERE = Boxes(WHOLE.shape, Region((((0, 4),), ((0, 3),))))
+ALL = Boxes(WHOLE.shape, Region.whole(WHOLE.shape))
+SHORTER = Boxes(torch.Size((7, 3)), REGION)
+
+
+@pytest.mark.parametrize("boxes", [BOXES, AMID_OTHERS], ids=["alone", "amid others"])
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        (torch.ones(7, 3), r"a Tensor of shape \(7, 3\)"),
+        (torch.ones(16, 3), r"a Tensor of shape \(16, 3\)"),
+        (torch.ones(3), r"a Tensor of shape \(3,\)"),
+        (torch.ones(4, 1), r"a Tensor of shape \(4, 1\)"),
+        (LogicalTensor.of(torch.ones(4, 3), ELSEWHERE), r"LogicalTensor.*held here: \(4, 3\) at \(0, 0\)\)"),
+        (LogicalTensor.of(torch.ones(8, 3), ALL), r"LogicalTensor.*held here: \(8, 3\) at \(0, 0\)\)"),
+        (LogicalTensor.of(torch.ones(4, 3), SHORTER), r"LogicalTensor\(shape=\(7, 3\)"),
+    ],
+    ids=["rows", "more rows", "broadcast", "broadcast columns", "elsewhere", "all", "of another shape"],
+)
+def test_what_a_logical_tensor_is_not_filled_from(boxes: Boxes, source: torch.Tensor, seen: str):
+    local = torch.zeros(7 if boxes.places else 4, 3)
+    mine = r"LogicalTensor\(shape=\(8, 3\), held here: \(2, 3\) at \(0, 0\), \(2, 3\) at \(4, 0\)\) "
+    with pytest.raises(ValueError, match=mine + rf"got {seen}.*, expected .*\(8, 3\) .*\(4, 3\)"):
+        LogicalTensor.of(local, boxes).copy_(source)
     assert not local.any()
 
 

@@ -153,6 +153,29 @@ def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
     assert_equal(separate.state_dict(), {name: whole_of(one) for name, one in state.items()})
 
 
+def copy_plain_tensors(rank: int, world_size: int) -> None:
+    """A logical tensor is as large as the separate layer's, so that may be copied into it, whole, on every rank."""
+    model = Trainee.of("grouped", (1, 2), 1).model
+    torch.manual_seed(3)
+    separate = GroupedModel(packed=False).state_dict()
+    logical = logical_state_dict(model, model.state_dict())
+    into = {name: one for name, one in logical.items() if isinstance(one, LogicalTensor)}
+    assert len(into) == 12, "weights and biases of three projections in two blocks"
+    for name, one in into.items():
+        assert one.shape == separate[name].shape
+        one.copy_(separate[name])
+    full = unpacked(shardkit.full_state_dict(model, rank0_only=False))
+    assert_equal({name: separate[name] for name in into}, {name: full[name] for name in into})
+    one = into["blocks.0.q_proj.weight"]
+    cut = distribute_tensor(separate["blocks.0.q_proj.weight"], rank_mesh((2,), ("tp",)), [Shard(0)])
+    with pytest.raises(ValueError, match=r"held here: .* got a DTensor of shape .*pass full_tensor\(\) of a DTensor"):
+        one.copy_(cut)
+
+
+def test_plain_tensors_of_separate_layers_can_be_copied():
+    run_ranks(2, copy_plain_tensors)
+
+
 class Stacked(nn.Module):
     """A weight and a bias: all queries, all keys, all values."""
 

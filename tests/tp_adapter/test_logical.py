@@ -86,6 +86,18 @@ def test_round_trips_over_any_ranks(move):
         assert torch.equal(local, region.take(fused).view(local.shape))
 
 
+@settings(deadline=None)
+@given(moves())
+def test_plain_whole_tensors_fill_what_each_rank_holds(move):
+    shape, blocks, mesh, _ = move
+    fused = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    for region in mesh.regions(shape, blocks):
+        local = torch.zeros(region.shape)
+        for number, whole in enumerate(blocks.split(fused)):
+            logical_part(local, region, shape, blocks, number).copy_(whole)
+        assert torch.equal(local, region.take(fused).view(local.shape))
+
+
 def test_a_part_has_as_many_boxes_as_places():
     """Rows 1-6 of  q q k v | q q k v: the end of a group and the beginning of the next."""
     blocks, fused = SubBlocks(("q", "k", "v"), sizes=(2, 1, 1)), torch.arange(8.0)

@@ -1,7 +1,8 @@
 """`LogicalTensor`: a tensor of a logical tensor's whole size, of which this rank holds some boxes.
 
 It is a view: in a weight that is packed group by group, the rows of one logical tensor have those of others between
-them, so its memory is the fused tensor's, and its boxes say where in it they lie. A copy has just its own elements.
+them, so its memory is the fused tensor's, and its boxes say where in it they lie. A copy, pickled or not, has
+just its own elements.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.region import Region
 from shardkit.tp_adapter.boxes import Boxes
@@ -29,7 +31,8 @@ class LogicalTensor(torch.Tensor):
 
     Shape and size are those of the whole logical tensor, as `torch.distributed.checkpoint` compares them with a
     checkpoint's. It can be saved, loaded into, copied and staged; there is no other arithmetic on it, as no placements
-    of DTensor would describe it.
+    of DTensor would describe it. `copy_` takes a plain tensor of the whole shape (each rank takes what it holds) or
+    of the shape of `packed()`, a number, or a logical tensor with the same boxes here. It raises ValueError for others.
 
     Attributes:
         local: a plain tensor, of shape `boxes.region.shape` unless `boxes.places` says where in it this rank's part is.
@@ -86,14 +89,37 @@ class LogicalTensor(torch.Tensor):
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """An operator that writes into this tensor, from another or from a number."""
-        plain = [one.packed() if isinstance(one, LogicalTensor) else one for one in args]
+        held = [self._held_of(one) for one in args]
         if self.boxes.places is None:
-            func(self.local, *plain, **kwargs)
+            func(self.local, *held, **kwargs)
             return self
         for in_local, in_packed in self.boxes.places.boxes():
-            parts = [one[in_packed] if isinstance(one, torch.Tensor) and one.ndim else one for one in plain]
+            parts = [one[in_packed] if isinstance(one, torch.Tensor) and one.ndim else one for one in held]
             func(self.local[in_local], *parts, **kwargs)
         return self
+
+    def _held_of(self, source: Any) -> Any:
+        """What this rank takes of an operator's argument: a plain tensor of the shape of `packed()`, or no tensor."""
+        if not isinstance(source, torch.Tensor) or not source.ndim:
+            return source
+        seen = f"a {type(source).__name__} of shape {tuple(source.shape)}"
+        if isinstance(source, LogicalTensor):
+            if source.boxes.packed() == self.boxes.packed():
+                return source.packed()
+            seen = repr(source)
+        elif not isinstance(source, DTensor):
+            if source.shape == self.shape:
+                return self.boxes.region.take(source)
+            if source.shape == self.boxes.region.shape:
+                return source
+        raise ValueError(
+            f"{self!r} got {seen}, expected a plain tensor of its whole shape {tuple(self.shape)} or of what this rank "
+            f"holds, {self.boxes.region.shape}, or a logical tensor of which this rank holds the same. Check that both "
+            "have one name; pass full_tensor() of a DTensor, and whole() of a logical tensor that is here entirely"
+        )
+
+    def __copy__(self) -> Self:
+        return self.of(self.local, self.boxes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
@@ -102,7 +128,7 @@ class LogicalTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self.local, self.boxes)
+        return _rebuilt, (self.packed(), self.boxes.packed())
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         boxes = [f"{tuple(size)} at {tuple(offset)}" for offset, size, _ in self.boxes]
