@@ -1,5 +1,6 @@
 """Files of ranks that are easily misread: ties, alignment, two models, optimizers by number, hybrid runs, DTensors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
+from shardkit.legacy_fsdp_compat.migrate.command import main
 from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
 from tests.support import run_ranks
 
@@ -51,6 +53,11 @@ def wrapped(kind: type[nn.Module], use_orig_params: bool, engine: str = STOCK, *
     names = api(engine)
     policy = names.ModuleWrapPolicy({nn.Sequential})
     return names.FSDP(build(kind), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU, **arguments)
+
+
+def across() -> tuple[nn.Module, dict[str, Any]]:
+    """For --model: a unit whose parameter is tied to one of the unit around it."""
+    return build(Tied), {"auto_wrap_policy": api(OURS).ModuleWrapPolicy({nn.Embedding})}
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
@@ -100,6 +107,12 @@ def write(rank: int, world_size: int, what: str, use_orig_params: bool, director
         model = wrapped(Two, use_orig_params, engine=OURS, process_group=pairs[rank % 2])
         with ours.FSDP.state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT):
             state = model.state_dict()
+    elif what == "ties across units":
+        ours = api(OURS)  # stock does not keep them
+        model, arguments = across()
+        model = ours.FSDP(model, use_orig_params=use_orig_params, device_id=CPU, **arguments)
+        with ours.FSDP.state_dict_type(model, ours.StateDictType.LOCAL_STATE_DICT):
+            state = {"model": model.state_dict()}
     elif what == "names":
         groups = [{"lr": 0.1, "params": list(build(Two).state_dict())}]
         state = {
@@ -157,6 +170,28 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
     else:
         with pytest.raises(CheckpointError, match="tied parameters marked"):
             open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("option", ["--model", "--config"])
+def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Ours keeps them, FSDP1 does not: only LOCAL files for it are refused."""
+    (tmp_path / "ours").mkdir()
+    run_ranks(2, write, "ties across units", use_orig_params, tmp_path / "ours")
+    shapes = {name: list(value.shape) for name, value in build(Tied).state_dict().items()}
+    config = {
+        "use_orig_params": use_orig_params,
+        "units": {"": None, "emb": None},
+        "buffers": ["scale"],
+        "shapes": {**shapes, "head.weight": "emb.weight"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    known = [option, f"{__name__}:across" if option == "--model" else str(tmp_path / "config.json"), "--no-progress"]
+    for to in (["full"], ["sharded", "--ranks", "3"]):
+        assert main([str(tmp_path / "ours"), str(tmp_path / to[0]), "--to", *to, *known]) == 0
+        assert_is(whole(open_checkpoint(tmp_path / to[0]), "model"), Tied)
+    assert main([str(tmp_path / "ours"), str(tmp_path / "no"), "--to", "local", "--ranks", "3", *known]) == 1
+    assert "FSDP1 keeps no such ties" in capsys.readouterr().err
 
 
 def test_alignment_that_fits_by_chance(tmp_path: Path):

@@ -20,7 +20,9 @@ from shardkit.legacy_fsdp_compat.migrate import (
     wrapping_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
 from shardkit.legacy_fsdp_compat.migrate.raw_bytes import payloads
+from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
 from tests.legacy_fsdp_compat.test_migrate import local_moments
@@ -216,6 +218,30 @@ def test_stock_goes_on_from_what_was_written(
             assert all(torch.equal(state[fqn][key], value) for key, value in values.items()), fqn
 
 
+def write_sharded(rank: int, world_size: int, directory: Path) -> None:
+    """Stock's SHARDED file after a step."""
+    names = api(STOCK)
+    model, optimizer = wrapped(STOCK, "tied", True, 0)
+    train(model, optimizer, rank, range(1))
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": names.FSDP.optim_state_dict(model, optimizer)}
+    torch.save(state, directory / f"rank{rank}.pt")
+
+
+def test_sharded_files_have_ignored_parameters_whole(tmp_path: Path):
+    """With the arguments that --model returns the same is cut as by stock."""
+    (tmp_path / "stock").mkdir()
+    run_ranks(2, write_sharded, tmp_path / "stock")
+    sharded = ["--to", "sharded", "--ranks", "2", "--no-progress", "--model", f"{__name__}:built"]
+    assert main([str(tmp_path / "stock"), str(tmp_path / "out"), *sharded]) == 0
+    for rank in range(2):
+        stock, ours = (leaves_of_file(tmp_path / name / f"rank{rank}.pt") for name in ("stock", "out"))
+        assert stock.keys() == ours.keys()
+        assert {("model", "apart.weight"), ("optim", "state", "apart.weight", "exp_avg")} <= stock.keys()
+        cut = [{path for path, leaf in one.items() if isinstance(leaf, StoredShards)} for one in (stock, ours)]
+        assert cut[0] == cut[1]
+
+
 # -- without ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +255,11 @@ def built() -> tuple[nn.Module, dict[str, Any]]:
     """For --model."""
     model = build("tied", 0)
     return model, fsdp_arguments(api(OURS), "tied", model, True, False)
+
+
+def by_default() -> tuple[nn.Module, dict[str, Any]]:
+    """For --model: FSDP without arguments."""
+    return build("tied", 0), {}
 
 
 def arguments(use_orig_params: bool, **units: Any) -> dict[str, Any]:
@@ -277,6 +308,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 1
     assert "does not show how the model is wrapped" in capsys.readouterr().err
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
+
+
+def test_no_arguments_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """FSDP around the whole model, unlike a model of which nothing is said."""
+    source, config = str(plain(tmp_path)), tmp_path / "config.json"
+    buffers = [name for name in shapes_of_file_of_tied() if "scale" in name]
+    config.write_text(json.dumps({**arguments(False), "units": {"": None}, "buffers": buffers}))
+    local = ["--to", "local", "--ranks", "2", "--no-progress"]
+    assert main([source, str(tmp_path / "a"), *local, "--config", str(config)]) == 0
+    assert main([source, str(tmp_path / "b"), *local, "--model", f"{__name__}:by_default"]) == 0
+    for rank in range(2):
+        assert records(tmp_path / "a" / f"rank{rank}.pt") == records(tmp_path / "b" / f"rank{rank}.pt")
+    assert main([source, str(tmp_path / "no"), *local, "--model", f"{__name__}:Tied"]) == 1
+    assert "that returns the model and the arguments" in capsys.readouterr().err
 
 
 def test_it_goes_on_after_an_interruption(tmp_path: Path):

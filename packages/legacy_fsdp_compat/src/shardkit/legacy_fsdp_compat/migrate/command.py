@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,8 @@ from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointErr
 from shardkit.legacy_fsdp_compat.migrate.trees import joined
 from shardkit.legacy_fsdp_compat.migrate.wrapping import (
     Wrapping,
+    parameters_of_model,
+    shapes_of_config,
     wrapping_of_config,
     wrapping_of_file,
     wrapping_of_model,
@@ -74,8 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="with --to sharded and local: for how many. With 'sharded' says --model, else the optimizer, what is a "
-        "parameter, and so is cut. With 'local' say --config, --like or --model how the model is wrapped",
+        help="with --to sharded and local: for how many. With 'sharded' says --model or --config, else the "
+        "optimizer, what is a parameter, and so is cut. With 'local' say --config, --like or --model how the model is "
+        "wrapped",
     )
     parser.add_argument(
         "--like",
@@ -138,31 +142,35 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the command line says of the model.
+    """What the command line says of the model. What not every target needs is found out when it is asked for: LOCAL
+    files of ours may come from a wrapping that FSDP1 does not have.
 
     Attributes:
         shapes: of parameters and buffers; None if it does not.
-        parameters: their names; None if it does not tell them from buffers.
-        wrapping: None if it does not say.
+        parameters: finds the names of what is sharded; None if it does not tell them from buffers.
+        wrapping: finds out how the model is wrapped; None if it does not say.
     """
 
     shapes: Shapes | None = None
-    parameters: Collection[str] | None = None
-    wrapping: Wrapping | None = None
+    parameters: Callable[[], Collection[str]] | None = None
+    wrapping: Callable[[], Wrapping] | None = None
 
 
 def _known(options: argparse.Namespace) -> _Known:
     if options.shapes is not None:
         return _Known(shapes_of_file(options.shapes))
     if options.config is not None:
-        wrapping = wrapping_of_file(options.config)
-        return _Known(wrapping.shapes, wrapping.parameters, wrapping)
+        shapes, parameters = shapes_of_config(options.config)
+        return _Known(shapes, lambda: parameters, partial(wrapping_of_file, options.config))
     if options.model is None:
         return _Known()
     sys.path.insert(0, str(Path.cwd()))
     model, arguments = model_of(options.model)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return _Known(shapes_of_model(model), parameters, wrapping_of_model(model, arguments) if arguments else None)
+    return _Known(
+        shapes_of_model(model),
+        partial(parameters_of_model, model, arguments or {}),
+        None if arguments is None else partial(wrapping_of_model, model, arguments),
+    )
 
 
 def _ranks(options: argparse.Namespace, checkpoint: Checkpoint, known: _Known) -> Ranks | LocalRanks | None:
@@ -187,12 +195,12 @@ def _wrapping(options: argparse.Namespace, checkpoint: Checkpoint, known: _Known
             "conversion from LOCAL), --like DIRECTORY (such files), or --model MODULE:FUNCTION that returns the model "
             "and the arguments of FullyShardedDataParallel, such as auto_wrap_policy and use_orig_params"
         )
-    return known.wrapping
+    return known.wrapping()
 
 
 def _parameters(checkpoint: Checkpoint, known: _Known) -> Collection[str]:
     if known.parameters is not None:
-        return known.parameters
+        return known.parameters()
     found = parameters_in_groups(checkpoint)
     if not found:
         raise CheckpointError(

@@ -149,9 +149,9 @@ def _ties(path: Path, base: Path_) -> dict[str, str]:
     return ties
 
 
-def model_of(factory: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The model that `module:function` builds, and the arguments of FSDP if it returns them beside it; it is called on
-    the meta device, so nothing is allocated.
+def model_of(factory: str) -> tuple[torch.nn.Module, dict[str, Any] | None]:
+    """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, perhaps none; None
+    if it returns the model alone. It is called on the meta device, so nothing is allocated.
 
     Raises:
         CheckpointError: if that cannot be imported or gives no module.
@@ -162,16 +162,15 @@ def model_of(factory: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     except (ImportError, AttributeError, ValueError) as error:
         raise CheckpointError(f"--model {factory}: {error}; expected MODULE:FUNCTION that can be imported") from error
     with torch.device("meta"):
-        model = build()
-    arguments: Any = {}
-    if isinstance(model, tuple) and len(model) == 2:
-        model, arguments = model
+        built = build()
+    paired = isinstance(built, tuple) and len(built) == 2
+    model, arguments = built if paired else (built, {})
     if not isinstance(model, torch.nn.Module) or not isinstance(arguments, dict):
         raise CheckpointError(
             f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module, or a pair of one and "
             "the arguments of FullyShardedDataParallel"
         )
-    return model, arguments
+    return model, arguments if paired else None
 
 
 def shapes_of_model(factory: str | torch.nn.Module) -> dict[str, tuple[int, ...] | str]:

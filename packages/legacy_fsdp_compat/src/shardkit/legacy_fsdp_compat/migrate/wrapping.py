@@ -16,7 +16,7 @@ from torch import nn
 from shardkit.legacy_fsdp_compat.api import MixedPrecision, own
 from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, aligned_numel
-from shardkit.legacy_fsdp_compat.ignored import resolve_ignored
+from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.units import clean_name
@@ -26,6 +26,8 @@ __all__ = [
     "Wrapping",
     "alignment_of",
     "flat_key",
+    "parameters_of_model",
+    "shapes_of_config",
     "shapes_of_model",
     "wrapping_of_config",
     "wrapping_of_file",
@@ -175,14 +177,35 @@ def wrapping_of_file(path: Path) -> Wrapping:
     Raises:
         CheckpointError: for anything else.
     """
+    return wrapping_of_config(_json(path), path)
+
+
+def shapes_of_config(path: Path) -> tuple[Shapes, list[str]]:
+    """The shapes that a configuration has, and which of them are parameters: what is known without its units, even
+    where FSDP1 cannot have those.
+
+    Raises:
+        CheckpointError: for what is no configuration.
+    """
+    shapes, _, buffers, _ = _parts(_json(path), path)
+    return shapes, [name for name in shapes if name not in buffers]
+
+
+def _json(path: Path) -> Any:
     try:
-        return wrapping_of_config(json.loads(path.read_text()), path)
+        return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
 
 
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
     """What `wrapping_of_file` reads, as it is in Python; `file` is for messages."""
+    shapes, units, buffers, use_orig_params = _parts(config, file)
+    return _with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
+
+
+def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[str], bool]:
+    """Shapes, units, buffers and use_orig_params of a configuration."""
     try:
         found = config.get("config", config)
         units, shapes = dict(found["units"]), dict(found["shapes"])
@@ -198,7 +221,7 @@ def wrapping_of_config(config: Any, file: Path) -> Wrapping:
     if unknown:
         raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes")
     shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
-    return _with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, flag))
+    return shapes, units, buffers, flag
 
 
 def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dict[str, ParamDtypes]:
@@ -233,6 +256,20 @@ def shapes_of_model(model: nn.Module) -> dict[str, tuple[int, ...] | str]:
     return shapes
 
 
+def parameters_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> set[str]:
+    """Names of what FSDP would shard of a model with these arguments, also of tied parameters: all but the ignored."""
+    return _not_ignored(model, _ignored(model, arguments))
+
+
+def _ignored(model: nn.Module, arguments: Mapping[str, Any]) -> Ignored:
+    return resolve_ignored(model, arguments.get("ignored_modules"), arguments.get("ignored_states"), _never)
+
+
+def _not_ignored(model: nn.Module, ignored: Ignored) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {clean_name(name) for name, one in named if one not in ignored.parameters}
+
+
 def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrapping:
     """How FSDP would wrap a model, which may be on the meta device, with these arguments.
 
@@ -243,7 +280,7 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
     """
     mixed = arguments.get("mixed_precision")
     passed = {"mixed_precision": None if mixed is None else own(MixedPrecision, mixed, "mixed_precision")}
-    ignored = resolve_ignored(model, arguments.get("ignored_modules"), arguments.get("ignored_states"), _never)
+    ignored = _ignored(model, arguments)
     shapes = shapes_of_model(model)
     wrapped: dict[nn.Module, Any] = {model: passed}
 
@@ -254,15 +291,13 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
     policy = arguments.get("auto_wrap_policy")
     if policy is not None:
         auto_wrap(model, policy, ignored.modules, ignored.parameters, passed, note, _never)
-    named = [(clean_name(name), one) for name, one in model.named_parameters(remove_duplicate=False)]
-    parameters = {name for name, one in named if one not in ignored.parameters}
     units = {
         clean_name(f"{name}.").rstrip("."): (_param_dtype(wrapped[module]),)
         for name, module in model.named_modules()
         if module in wrapped
     }
-    buffers, use_orig_params = frozenset(shapes.keys() - parameters), bool(arguments.get("use_orig_params"))
-    return _with_members(Wrapping(shapes, units, buffers, use_orig_params))
+    buffers = frozenset(shapes.keys() - _not_ignored(model, ignored))
+    return _with_members(Wrapping(shapes, units, buffers, bool(arguments.get("use_orig_params"))))
 
 
 def _with_members(wrapping: Wrapping) -> Wrapping:
