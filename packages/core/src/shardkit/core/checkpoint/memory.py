@@ -11,6 +11,7 @@ __all__ = ["bytes_of", "memory_of"]
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat uint8 view."""
+    assert tensor.is_contiguous(), f"strides {tensor.stride()} of {tuple(tensor.shape)}: memory of others lies between"
     # A single element is contiguous whatever its strides say, and view(dtype) looks at these.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
