@@ -4,6 +4,7 @@ import builtins
 import errno
 import fcntl
 import io
+import logging
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ import torch
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.commit import Header
-from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.directory import CheckpointDirectory, sync_directory
 from shardkit.core.checkpoint.image import Image
 from shardkit.core.checkpoint.locks import remove_unless_written, writing_in
 from shardkit.core.checkpoint.pieces import Piece
@@ -123,7 +124,8 @@ def _in_use(*arguments: object, **options: object) -> None:
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
 
-def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("again", ["a later save", "the next run"])
+def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str):
     """As on a network file system, where a file that someone reads stays under another name until it is closed."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path, keep=1)
@@ -134,8 +136,53 @@ def test_what_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytes
         manager.save(2, state, blocking=True)
     assert [one.step for one in manager.checkpoints()] == [2]
     assert sorted(path.name.split(".")[-1] for path in tmp_path.iterdir()) == ["deleted", "deleted", "step-000002"]
-    CheckpointManager(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    if again == "the next run":
+        CheckpointManager(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_what_has_lost_its_name_goes_later_if_that_is_not_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, state, blocking=True)
+
+    def failing(path: Path) -> None:
+        if list(tmp_path.glob(".*.deleted")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_directory(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardkit.core.checkpoint.directory.sync_directory", failing)
+        manager.save(2, state, blocking=True)
+    (left,) = tmp_path.glob(".step-000001.*.deleted")
+    assert (left / "manifest.json").exists(), "it could come back, and without its files"
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_checkpoint_that_is_there_has_been_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Though the directory cannot be read, to find what it has made superfluous."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, state, blocking=True)
+    scandir = os.scandir
+
+    def failing(path: Any) -> Any:
+        if path == tmp_path and (tmp_path / "step-000002").exists():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scandir(path)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, "scandir", failing)
+        manager.save(2, state, blocking=True)
+    assert f"{tmp_path}: what is superfluous could not be removed ({tmp_path} cannot be read: Stale" in caplog.text
+    assert [one.step for one in manager.checkpoints()] == [1, 2]
+    manager.save(3, state, blocking=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
 def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -73,6 +73,8 @@ class CheckpointDirectory:
     """All checkpoints of a run. Nothing here is collective; one rank writes, any may read."""
 
     path: Path
+    _nameless: list[Path] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What has lost its name and is still to be removed."""
 
     def final(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -131,8 +133,9 @@ class CheckpointDirectory:
                 replaced.rename(final)
             raise
         sync_directory(self.path)
-        if replaced.exists():
-            self._discard([replaced], [self.hidden(step, token, "deleted")])
+        with _forgiven(self.path):
+            if replaced.exists():
+                self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
     def set_aside(self, path: Path) -> None:
@@ -145,35 +148,43 @@ class CheckpointDirectory:
         """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which is there.
 
         Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as
-        good ones, and deleting them is the user's.
+        good ones, and deleting them is the user's. What cannot be deleted is warned of; nothing is raised.
         """
-        old = [one for one in self.complete() if one.step <= saved][:-keep]
-        if old:
-            self._discard([one.path for one in old], [self.hidden(one.step, token, "deleted") for one in old])
+        with _forgiven(self.path):
+            old = [one for one in self.complete() if one.step <= saved][:-keep]
+            if old:
+                self._discard([one.path for one in old], [self.hidden(one.step, token, "deleted") for one in old])
 
     def _discard(self, paths: Sequence[Path], doomed: Sequence[Path]) -> None:
         """Removes what a checkpoint has made superfluous; where that fails, the checkpoint is no worse for it.
 
-        Each loses its name, on disk, before the first loses a file: none can come back without its files.
+        Each loses its name, on disk, before the first loses a file: none can come back without its files. What was
+        left of earlier ones is tried again.
         """
-        nameless = []
         for path, hidden in zip(paths, doomed, strict=True):
             with _forgiven(path):
                 path.rename(hidden)
-                nameless.append(hidden)
+                self._nameless.append(hidden)
         with _forgiven(self.path):
             sync_directory(self.path)
-            for hidden in nameless:
+            for hidden in tuple(self._nameless):
                 with _forgiven(hidden):
-                    shutil.rmtree(hidden)
+                    if hidden.exists():  # else another manager has removed it
+                        shutil.rmtree(hidden)
+                    self._nameless.remove(hidden)
 
 
 @contextlib.contextmanager
 def _forgiven(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        _LOG.warning("%s: what is superfluous could not be removed, this is tried again: %s", path, error)
+    except (OSError, CheckpointError) as error:
+        _LOG.warning(
+            "%s: what is superfluous could not be removed (%s); a later save that removes something or the next run "
+            "tries again",
+            path,
+            error,
+        )
 
 
 def _remove_left(path: Path, doomed: Path) -> None:
