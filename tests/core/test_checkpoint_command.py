@@ -1,5 +1,6 @@
 """`python -m shardkit.core checkpoint`: offline, streamed, against the libraries that read the results."""
 
+import errno
 import io
 import json
 import os
@@ -231,6 +232,36 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     status, text = said(capsys, "verify", run, "--fallback")
     assert status == 2 and "error: " in text and "step-999998/__0_0.distcp is damaged" in text
     assert "; --fallback" not in text
+
+
+def test_a_checkpoint_beside_which_nobody_may_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """In a directory that may be entered and not listed, as of mode 0711."""
+    path = save_user(tmp_path / "run", 2, 1)
+    scandir = os.scandir
+
+    def refused(where: Any) -> Any:
+        if where == path.parent:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return scandir(where)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for arguments in (["inspect", path], ["verify", path], ["diff", path, path]):
+        assert said(capsys, *arguments)[0] == 0
+    status, text = said(capsys, "verify", path, "--fallback")
+    assert (status, text) == (2, f"error: {path.parent} cannot be read: Permission denied\n")
+
+
+def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save_user(run, step, step)
+    flip(run / "step-000002" / "__0_0.distcp")
+    status, text = said(capsys, "verify", run / "step-000002")
+    assert status == 2 and "step-000002/__0_0.distcp is damaged" in text
+    status, text = said(capsys, "verify", run / "step-000002", "--fallback")
+    assert status == 0 and f"{run / 'step-000001'}: 2 files are what was written" in text
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):

@@ -93,13 +93,13 @@ def _say(line: str) -> None:
 
 
 def _open(path: Path) -> tuple[Path, Index]:
-    found, read = candidates(path)[0]
+    found, read = candidates(path, older=False)[0]
     return found, read()
 
 
 def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
     """What `use` makes of the checkpoint that is meant; with `--fallback`, of the newest that is not damaged."""
-    *newer, (oldest, read_oldest) = candidates(options.source)
+    *newer, (oldest, read_oldest) = candidates(options.source, older=options.fallback)
     for path, read in newer:
         try:
             return use(path, read())

@@ -29,20 +29,21 @@ def open_index(path: Path) -> Index:
     raise CheckpointError(f"{path} is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
 
 
-def candidates(path: Path) -> list[tuple[Path, Callable[[], Index]]]:
+def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
     """What `path` can mean, the newest first, and what gives the index of each.
 
-    A checkpoint and, if a run has saved it, those that the run saved before it; of a directory of a run, all complete
-    ones. Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise.
+    A checkpoint and, with `older` and if a run has saved it, those that the run saved before it; of a directory of a
+    run, all complete ones. Without `older`, what lies beside a checkpoint is not looked at and need not be readable.
+    Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise.
 
     Raises:
         CheckpointError: if there is none.
     """
     if any((path / name).exists() for name in (MANIFEST, METADATA)):
-        beside = StoredCheckpoint.all_in(path.absolute().parent)
+        beside = StoredCheckpoint.all_in(path.absolute().parent) if older else []
         steps = [one.step for one in beside if one.path == path.absolute()]
-        older = [one for one in beside if steps and one.step < steps[0]]
-        return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(older))]
+        before = [one for one in beside if steps and one.step < steps[0]]
+        return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(before))]
     found = StoredCheckpoint.all_in(path)
     if not found:
         raise CheckpointError(f"{path} is no checkpoint, and there is none in it")
