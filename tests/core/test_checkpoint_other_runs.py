@@ -96,6 +96,30 @@ def test_a_checkpoint_that_the_file_system_numbers_anew(tmp_path: Path):
     assert names(tmp_path / "run") == ["step-000001", "step-000002", "step-000003"]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_a_manifest_that_cannot_be_read_when_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    """Nor, perhaps, at its first save: it is still of those that were there, until another run takes its place."""
+    CheckpointManager(tmp_path).save(1, STATE, blocking=True)
+    opened = os.open
+
+    def failing(path: Any, *rest: Any, **options: Any) -> int:
+        if path == tmp_path / "step-000001" / "manifest.json":
+            raise OSError(number, os.strerror(number))
+        return opened(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        run = CheckpointManager(tmp_path)
+        run.save(2, STATE, blocking=True)
+    run.save(3, STATE, blocking=True)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
+    CheckpointManager(tmp_path).save(1, STATE, blocking=True)
+    with pytest.raises(CheckpointError, match="has got step-000001 since this run began"):
+        run.save(4, STATE, blocking=True)
+
+
 @pytest.mark.parametrize("how", ["cut off", "missing", "a pipe"])
 def test_a_manifest_that_is_damaged_ends_no_run(tmp_path: Path, how: str):
     run = CheckpointManager(tmp_path)

@@ -2,9 +2,9 @@
 
 A run knows the checkpoints that were there when it began, and those that it has made. One more than these is another
 run's, or was put there by hand. They are told apart by the seals of their manifests, which also hold the time: inodes
-are not the same for ever on every file system, and a run would end for nothing. Nothing is written for this and nothing
-is locked, so nothing is left that could keep a run from starting again, and it holds on any file system that shows new
-directories.
+are not the same for ever on every file system, and a run would end for nothing. One whose manifest cannot be read when
+the run begins is known by its name until it can be. Nothing is written for this and nothing is locked, so nothing is
+left that could keep a run from starting again, and it holds on any file system that shows new directories.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from shardkit.core.checkpoint.directory import CheckpointDirectory
-from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.manifest import MANIFEST, sealed_as
 from shardkit.core.checkpoint.verified_file import open_inside
 
@@ -25,12 +25,20 @@ class OtherRuns:
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self._directory = directory
-        self._known = {seal for seal, _ in self._there()}
+        seals, self._unread = self._there()
+        self._known = set(seals.values())
 
-    def _there(self) -> list[tuple[str, str]]:
-        """Seal and name of what is there. What has lost its seal, as damage, is nobody's."""
-        found = [(_seal_of(one.path), one.path.name) for one in self._directory.complete()]
-        return [(seal, name) for seal, name in found if seal is not None]
+    def _there(self) -> tuple[dict[str, str], set[str]]:
+        """Seals of what is there, by name, and what cannot be read now. What has lost its seal is nobody's."""
+        seals: dict[str, str] = {}
+        unread: set[str] = set()
+        for one in self._directory.complete():
+            try:
+                if (seal := _seal_of(one.path)) is not None:
+                    seals[one.path.name] = seal
+            except (OSError, CheckpointError):  # as of a server that is away for a moment
+                unread.add(one.path.name)
+        return seals, unread
 
     def make_way(self, temporary: Path) -> None:
         """This run is about to give a directory, which has its manifest, the name of a checkpoint.
@@ -38,7 +46,10 @@ class OtherRuns:
         Raises:
             CheckpointError: if there is a checkpoint that this run has neither found at its start nor made.
         """
-        if others := [name for seal, name in self._there() if seal not in self._known]:
+        seals, _ = self._there()
+        self._known |= {seals[name] for name in self._unread & seals.keys()}  # found at its start, readable again
+        self._unread -= seals.keys()
+        if others := [name for name, seal in seals.items() if seal not in self._known]:
             raise CheckpointError(
                 f"{self._directory.path} has got {', '.join(others[:5])}{' ...' if len(others) > 5 else ''} since this "
                 "run began, and this run has not saved it: another run saves to the same directory. Give each run a "
@@ -50,9 +61,10 @@ class OtherRuns:
 
 
 def _seal_of(path: Path) -> str | None:
+    """None if the manifest is damaged or missing. Raises OSError or CheckpointError if it cannot be read."""
     try:
         with os.fdopen(open_inside(path, MANIFEST), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
             return sealed_as(file.read())
-    except (OSError, CheckpointError):  # damaged, or removed since it was listed
+    except DamagedCheckpointError:  # or removed since it was listed
         return None
