@@ -21,6 +21,7 @@ from shardkit.core.checkpoint.leaves import At, Path, name_of
 __all__ = [
     "DTYPES",
     "MANIFEST",
+    "SAVE_ID",
     "decode_path",
     "dtype_name",
     "encode_path",
@@ -32,6 +33,10 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+
+SAVE_ID = "shardkit-checkpoint"
+"""In stock's metadata beside it: says of a directory that it has a manifest, or has lost it."""
+
 _FORMAT, _VERSION = "shardkit-checkpoint", 1
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n')
 _SEAL_LENGTH = 100

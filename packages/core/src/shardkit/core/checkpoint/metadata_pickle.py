@@ -26,12 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.checkpoint.index import Chunk, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import stock_path
+from shardkit.core.checkpoint.manifest import SAVE_ID
 from shardkit.core.torch_compat import CheckpointStorageInfo
 
-__all__ = ["SAVE_ID", "stock_metadata"]
-
-SAVE_ID = "shardkit-checkpoint"
-"""Says of a directory that it has a manifest, or has lost it."""
+__all__ = ["stock_metadata"]
 
 _CLASSES = (
     torch.Size,

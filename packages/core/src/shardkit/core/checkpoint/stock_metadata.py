@@ -22,8 +22,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, name_of
 from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.manifest import MANIFEST
-from shardkit.core.checkpoint.metadata_pickle import SAVE_ID
+from shardkit.core.checkpoint.manifest import MANIFEST, SAVE_ID
 from shardkit.core.checkpoint.verified_file import read_small
 
 __all__ = ["METADATA", "read_stock", "unpickle_metadata"]
