@@ -21,6 +21,7 @@ from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, 
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.comparing import differences as lines
 from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.sources import open_file
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
 from tests.core.test_checkpoint_restoring import Held
@@ -362,6 +363,27 @@ def test_a_file_that_holds_more_than_weights(tmp_path: Path, capsys: pytest.Capt
     model = torch.nn.Linear(1, 1, bias=False)
     CheckpointManager(tmp_path / "none").restore(TrainingState(model, rng=False), source=tmp_path / "x")
     assert model.weight.item() == 0.0
+
+
+def test_a_key_of_a_file_that_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    safetensors = pytest.importorskip("safetensors.torch")
+    file = tmp_path / "model.safetensors"
+    safetensors.save_file({"a": torch.ones(2)}, file)
+    status, text = said(capsys, "import", file, tmp_path / "x", "--key", "model")
+    assert status == 2 and f"{file} is a safetensors file, all of it tensors: leave out the key 'model'" in text
+    (tmp_path / "notes.txt").write_text("neither of them")
+    status, text = said(capsys, "import", tmp_path / "notes.txt", tmp_path / "x", "--key", "model")
+    assert status == 2 and "notes.txt is neither a safetensors file nor one written by torch.save" in text
+
+
+@pytest.mark.parametrize("key", [None, "model"])
+def test_a_file_of_torch_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str | None):
+    torch.save({"model": {"a": torch.ones(99)}}, tmp_path / "model.pt")
+    os.truncate(tmp_path / "model.pt", 300)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.pt: its 300 bytes are no archive of torch\.save: "):
+        open_file(tmp_path / "model.pt", key)
+    status, text = said(capsys, "import", tmp_path / "model.pt", tmp_path / "x", *(["--key", key] if key else []))
+    assert (status, text.count("\n")) == (2, 1) and "model.pt: its 300 bytes are no archive of torch.save" in text
 
 
 def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

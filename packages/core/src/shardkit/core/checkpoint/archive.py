@@ -23,6 +23,8 @@ ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
 
 _LOCAL_HEADER = 30
+_NO_ARCHIVE = (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error)
+"""What zipfile raises for bytes that are none, or damaged."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
     try:
         window: IO[bytes] = _Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
         entries = [one for one in zipfile.ZipFile(window).infolist() if one.filename.split("/")[-2:-1] == ["data"]]
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError, struct.error) as error:
+    except _NO_ARCHIVE as error:
         raise DamagedCheckpointError(f"{where} are no archive of torch.save: {error}") from error
     return {one.filename.split("/")[-1]: _place(file, offset, length, one, where) for one in entries}
 
@@ -150,10 +152,13 @@ def check_stored(file: IO[bytes], length: int, name: str) -> None:
     """Refuses a whole archive that unpacks to more than its length: a few bytes could ask for any amount of memory.
 
     Raises:
-        DamagedCheckpointError: for this; zipfile's errors for what is no archive.
+        DamagedCheckpointError: for this, and for what is no archive.
     """
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except _NO_ARCHIVE as error:
+        raise DamagedCheckpointError(f"{name}: its {length} bytes are no archive of torch.save: {error}") from error
     claimed = sum(one.file_size for one in entries)
     if claimed > length or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
         raise DamagedCheckpointError(f"{name}: its {length} bytes are compressed or claim to hold {claimed}")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.archive import check_stored
 from shardkit.core.region import Region
 
-__all__ = ["DictSource", "Entry", "SafetensorsSource", "Source", "TorchFileSource", "open_source"]
+__all__ = ["DictSource", "Entry", "SafetensorsSource", "Source", "TorchFileSource", "open_file", "open_source"]
 
 _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -103,7 +103,7 @@ class TorchFileSource(DictSource):
 
     Loaded with weights_only=True, so that nothing in the file is run; `key` if the tensors are in a dict in the dict.
     Raises ValueError for a file that is no dict, that has none under `key`, or that cannot be mapped, and
-    DamagedCheckpointError for one that is compressed.
+    DamagedCheckpointError for one that is cut off or compressed; torch.load has errors of its own for what it refuses.
     """
 
     def __init__(self, path: Path, key: str | None = None) -> None:
@@ -158,21 +158,25 @@ class SafetensorsSource(Source):
 
 
 def open_source(source: object) -> Source | None:
-    """The source for what a user passes: a mapping, a path, or None for anything else.
-
-    The kind of a file is read off its first bytes, not its name. Raises OSError for a file that cannot be opened,
-    ValueError for one of an unknown kind.
-    """
+    """The source for what a user passes: a mapping, a path, or None for anything else. Raises as `open_file`."""
     if isinstance(source, Mapping):
         return DictSource(source)
-    if not isinstance(source, str | os.PathLike):
-        return None
-    path = Path(source)
+    return open_file(Path(source)) if isinstance(source, str | os.PathLike) else None
+
+
+def open_file(path: Path, key: str | None = None) -> Source:
+    """The source for a file, whose kind is read off its first bytes, not its name.
+
+    `key` as in `TorchFileSource`. Raises OSError for a file that cannot be opened, ValueError for one of an unknown
+    kind, or of one that has nothing under keys; and what `TorchFileSource` and `SafetensorsSource` raise.
+    """
     with path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"PK\x03\x04"):
-        return TorchFileSource(path)
+        return TorchFileSource(path, key)
     if head[8:9] == b"{":
+        if key is not None:
+            raise ValueError(f"{path} is a safetensors file, all of it tensors: leave out the key {key!r}")
         return SafetensorsSource(path)
     raise ValueError(
         f"{path} is neither a safetensors file nor one written by torch.save in its zip format (the default since "

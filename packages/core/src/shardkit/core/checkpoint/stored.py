@@ -16,7 +16,7 @@ from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.reading import read_box
-from shardkit.core.checkpoint.sources import Source, TorchFileSource, open_source
+from shardkit.core.checkpoint.sources import Source, open_file
 from shardkit.core.region import Region
 
 __all__ = ["HF_INDEX", "StoredTensor", "stored_tensors", "tensors_of_files"]
@@ -123,13 +123,11 @@ def _opened(path: Path, key: str | None = None) -> Source:
     if not path.is_file():
         raise DamagedCheckpointError(f"{path} is missing, or no file")
     try:
-        source = open_source(path) if key is None else TorchFileSource(path, key)
+        return open_file(path, key)
     except (ImportError, CheckpointError):
         raise
     except Exception as error:  # torch and safetensors raise what they like
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-    assert source is not None
-    return source
 
 
 def _of_source(source: Source, prefix: LeafPath) -> list[StoredTensor]:
