@@ -2,7 +2,8 @@
 
 Ranks of one host share a clock. Those of different hosts have wall clocks that disagree by milliseconds, as much as a
 rank may be late. But no gather and no all-reduce ends anywhere before its last rank has started it, so each of them
-bounds by how much two clocks can differ, from both sides; thousands of them leave little room.
+bounds by how much two clocks can differ, from both sides; thousands of them leave little room. Clocks that never meet
+are bound through those that both meet.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 
 from shardkit.tools.report.record import RankRecord
 from shardkit.tools.report.schema import Operation
@@ -29,13 +31,16 @@ class Clocks:
         ahead: what to add to the times of each record, in their order.
         several_hosts: whether wall clocks were needed.
         moved: by how many seconds the farthest of them was moved.
-        room: by how many seconds a clock may still be wrong; None if collectives do not tell.
+        room: by how many seconds two clocks may still disagree; infinite if collectives do not tell of all of them.
+        contradicted: whether no clocks agree with all collectives, as one runs at another speed, or was set; none is
+            moved then.
     """
 
     ahead: list[float]
     several_hosts: bool = False
     moved: float = 0.0
-    room: float | None = None
+    room: float = math.inf
+    contradicted: bool = False
 
 
 def common_clock(records: Sequence[RankRecord]) -> Clocks:
@@ -46,27 +51,35 @@ def common_clock(records: Sequence[RankRecord]) -> Clocks:
     walls: dict[str, float] = {}
     for host, record in zip(hosts, records, strict=True):
         walls.setdefault(host, record.wall)
-    most = _most_ahead(records, hosts, walls)
-    corrections, room = {hosts[0]: 0.0}, 0.0
-    while reachable := [
-        (known, other)
-        for known in corrections
-        for other in walls
-        if other not in corrections and (known, other) in most
-    ]:
-        known, other = reachable[0]
-        least, largest = -most[other, known], most[known, other]
-        if least > largest:  # these clocks run at different speeds, or were set
-            room = math.inf
-        corrections[other] = corrections[known] + (min(max(0.0, least), largest) if least <= largest else 0.0)
-        room = max(room, largest - least)
-    told = len(corrections) == len(walls) and room < math.inf
+    most = _closed(_most_ahead(records, hosts, walls), list(walls))
+    if most is None:
+        return Clocks([walls[host] for host in hosts], several_hosts=True, contradicted=True)
+    corrections: dict[str, float] = {}
+    for host in walls:
+        least = max((placed - most[host, other] for other, placed in corrections.items()), default=0.0)
+        largest = min((placed + most[other, host] for other, placed in corrections.items()), default=0.0)
+        corrections[host] = min(max(0.0, least), largest)
     return Clocks(
-        [walls[host] + corrections.get(host, 0.0) for host in hosts],
+        [walls[host] + corrections[host] for host in hosts],
         several_hosts=True,
         moved=max(map(abs, corrections.values())),
-        room=room if told else None,
+        room=max((most[first, second] + most[second, first] for first, second in combinations(walls, 2)), default=0.0),
     )
+
+
+def _closed(most: dict[tuple[str, str], float], hosts: Sequence[str]) -> dict[tuple[str, str], float] | None:
+    """The bounds for all pairs, by way of other hosts where that is less; None if they contradict each other.
+
+    These are shortest paths (Floyd-Warshall). Whatever holds against the hosts that are placed then leaves room for the
+    next one.
+    """
+    closed = {pair: 0.0 if pair[0] == pair[1] else most.get(pair, math.inf) for pair in product(hosts, repeat=2)}
+    for via in hosts:
+        for first, second in product(hosts, repeat=2):
+            closed[first, second] = min(closed[first, second], closed[first, via] + closed[via, second])
+        if any(closed[host, host] < 0 for host in hosts):
+            return None
+    return closed
 
 
 def _most_ahead(

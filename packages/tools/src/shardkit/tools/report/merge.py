@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -225,11 +226,14 @@ def _notes_on(clocks: Clocks) -> list[str]:
     if not clocks.several_hosts:
         return []
     note = "the ranks are on several hosts: "
-    if clocks.room is None:
-        return [f"{note}times across them are as exact as their clocks agree"]
+    if clocks.contradicted:
+        note += "no clocks agree with all collectives (one runs at another speed, or was set), so none was moved; "
+        return [f"{note}times across hosts are as exact as their clocks agree"]
     if clocks.moved:
         note += f"their clocks were moved by up to {clocks.moved * 1e3:.1f} ms, as no collective ends before its last "
-        note += "rank has started it"
-    else:
-        note += "no collective contradicts their clocks"
-    return [f"{note}; times across hosts may still be wrong by up to {clocks.room * 1e3:.1f} ms"]
+        note += "rank has started it; "
+    if clocks.room == math.inf:
+        return [f"{note}times across {'some of ' if clocks.moved else ''}them are as exact as their clocks agree"]
+    if not clocks.moved:
+        note += "no collective contradicts their clocks; "
+    return [f"{note}times across hosts may still be wrong by up to {clocks.room * 1e3:.1f} ms"]
