@@ -1,16 +1,20 @@
 """The simulated heap of glibc, against its rules and against glibc itself."""
 
+import ctypes
 import json
 import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tools.estimating.heap import MAPPED_FROM, Heap, keeps_holes, threshold_of
+from shardkit.tools.estimating.heap import MAPPED_FROM, Heap, keeps_holes, map_blocks_from, threshold_of
+from shardkit.tools.estimating.measured_costs import MeasuredCosts
+from shardkit.tools.machine import MachineError, preset
 
 MIB = 2**20
 KIB = 1024
@@ -146,3 +150,25 @@ def test_the_threshold_of_an_environment_is_what_glibc_reads(environment: dict[s
     border = threshold or MIB
     changes = [(0, 4 * MIB), (0, 0), (1, max(1, border - 4096)), (2, border + 4096)]
     assert real_heap(changes, environment)[1] == {None: 0, 1: 2}.get(threshold, 1)
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        (SimpleNamespace(), "the C library of this process has no mallopt"),
+        (SimpleNamespace(mallopt=lambda *_: 0), "less"),
+    ],
+)
+def test_a_setting_that_cannot_be_made_is_an_error(
+    library: SimpleNamespace, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    with pytest.raises(MachineError, match=message):
+        map_blocks_from(MAPPED_FROM)
+
+
+def test_a_threshold_that_is_no_int_is_refused_before_any_process_is_started():
+    costs = MeasuredCosts(preset("h100").replace(device="cpu", ranks_per_host=2, mmap_threshold=2**32))
+    with pytest.raises(MachineError, match="does not map blocks from 4294967296 bytes on"), costs:
+        raise AssertionError("it was entered")
+    assert costs._company == []

@@ -1,9 +1,11 @@
 """Plans: what is proposed under a limit, and what its code does on real ranks."""
 
+import ctypes
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,12 +117,23 @@ def test_the_code_has_glibc_give_freed_tensors_back(ample: list[Proposal]):
     assert found.stdout.split() == ["0", "1"]
 
 
-def test_a_threshold_of_the_users_own_is_kept_if_it_is_low_and_gpus_have_none():
-    assert with_mapped_blocks(MACHINE.replace(mmap_threshold=2**20)).mmap_threshold == 2**20
-    assert with_mapped_blocks(MACHINE.replace(mmap_threshold=2**25)).mmap_threshold == MAPPED_FROM
-    assert with_mapped_blocks(preset("h100")) == preset("h100")
-    (found,) = propose(JOB, 1, preset("h100"), 2**40, most_micro_batch=2, count=1)
-    assert "ctypes" not in code_of(found)
+@pytest.mark.parametrize("library", [SimpleNamespace(), SimpleNamespace(mallopt=lambda *_: 0)])
+def test_the_code_says_where_the_setting_cannot_be_made(
+    library: SimpleNamespace, ample: list[Proposal], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    with pytest.raises(RuntimeError, match="no mallopt, or it refuses 262144 bytes; the memory limit counts on it"):
+        exec(compile(code_of(ample[0]), "pasted", "exec"), {})
+
+
+def test_a_threshold_of_the_users_own_is_kept_if_it_is_neither_high_nor_tiny_and_gpus_have_none():
+    for own in (2**16, 2**20):
+        assert with_mapped_blocks(MACHINE.replace(mmap_threshold=own)).mmap_threshold == own
+    for own in (1, 2**16 - 1, 2**20 + 1):
+        assert with_mapped_blocks(MACHINE.replace(mmap_threshold=own)).mmap_threshold == MAPPED_FROM
+    (found,) = propose(JOB, 1, preset("h100").replace(mmap_threshold=2**18), 2**40, most_micro_batch=2, count=1)
+    assert "ctypes" not in code_of(found) and "mallopt" not in code_of(found)
+    assert not any("glibc" in reason for reason in found.reasons)
 
 
 def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = "JOB") -> int:

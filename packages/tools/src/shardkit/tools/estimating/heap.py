@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Mapping
 
 from shardkit.tools.estimating.blocks import Block, FreeBlocks, joined
+from shardkit.tools.machine import MachineError
 
 __all__ = ["MAPPED_FROM", "VARIABLE", "Heap", "keeps_holes", "map_blocks_from", "threshold_of"]
 
@@ -31,6 +32,7 @@ _OVERHEAD = 80
 # The variable of old, and the name of the same among GLIBC_TUNABLES.
 VARIABLE, _TUNABLE = "MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold"
 _M_MMAP_THRESHOLD = -3
+_LAST_INT = 2**31 - 1
 
 
 def threshold_of(environment: Mapping[str, str]) -> int | None:
@@ -54,8 +56,22 @@ def keeps_holes(threshold: int | None) -> bool:
 
 
 def map_blocks_from(threshold: int) -> None:
-    """Fixes the threshold of this process, in bytes; glibc cannot go back to learning it."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold)
+    """Fixes the threshold of this process, in bytes; glibc cannot go back to learning it.
+
+    Raises:
+        MachineError: where the C library is not glibc, or refuses the threshold: some do above 32 MiB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        raise MachineError(
+            f"operators cannot be timed with blocks mapped from {threshold} bytes on: the C library of this process "
+            "has no mallopt, which glibc has; estimate with a description of the machine in a file"
+        )
+    if threshold > _LAST_INT or not mallopt(_M_MMAP_THRESHOLD, threshold):  # ctypes cuts off what is no int
+        raise MachineError(
+            f"mallopt does not map blocks from {threshold} bytes on; expected at most {_LAST_THRESHOLD}: set "
+            f'{VARIABLE}, or "mmap_threshold" in the description of the machine, to less'
+        )
 
 
 class Heap:

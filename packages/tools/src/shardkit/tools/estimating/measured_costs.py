@@ -41,6 +41,7 @@ class MeasuredCosts:
     As a context it runs with as many threads as a rank would have, and keeps the machine as busy as the other ranks of
     a host would: two hardware threads may be one core. Where the machine fixes the threshold from which blocks are
     mapped, this process does so too, and keeps it: results are then written to fresh pages, which takes longer.
+    Entering it raises MachineError where that cannot be.
     The launch that the machine counts for every operator is taken off, as the measured time contains it.
 
     Attributes:
@@ -56,6 +57,8 @@ class MeasuredCosts:
         self._threads_before = torch.get_num_threads()
 
     def __enter__(self) -> MeasuredCosts:
+        if self._machine.mmap_threshold is not None:
+            map_blocks_from(self._machine.mmap_threshold)
         self._threads_before = torch.get_num_threads()
         threads = threads_of_each(self._machine.ranks_per_host)
         try:
@@ -69,8 +72,6 @@ class MeasuredCosts:
             self._send_away()
             raise
         torch.set_num_threads(threads)
-        if self._machine.mmap_threshold is not None:
-            map_blocks_from(self._machine.mmap_threshold)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -23,6 +23,8 @@ Axes: TypeAlias = tuple[tuple[str, int], ...]
 
 # A module outside of the blocks gets a group of its own if it holds this part of all parameters.
 _LARGE_PART = 0.05
+# With a lower threshold many small objects would be mapped, a page and two calls of the system for each.
+_LEAST_THRESHOLD = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,12 @@ class Candidate:
 
 def with_mapped_blocks(machine: Machine) -> Machine:
     """The machine as plans assume it: on a CPU a limit can be held only where glibc's heap has few holes."""
-    if machine.device != "cpu" or not keeps_holes(machine.mmap_threshold):
-        return machine
-    return machine.replace(mmap_threshold=MAPPED_FROM)
+    if machine.device != "cpu":
+        return machine.replace(mmap_threshold=None)
+    threshold = machine.mmap_threshold
+    if threshold is None or keeps_holes(threshold) or threshold < _LEAST_THRESHOLD:
+        return machine.replace(mmap_threshold=MAPPED_FROM)
+    return machine
 
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:

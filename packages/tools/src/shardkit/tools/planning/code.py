@@ -24,7 +24,12 @@ def recompute(block: nn.Module) -> None:
 _MAP = '''\
 def map_blocks() -> None:
     """Has glibc map blocks from {threshold} bytes on, each by itself: freed tensors go back to the system at once."""
-    ctypes.CDLL(None).mallopt(-3, {threshold})  # M_MMAP_THRESHOLD
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not mallopt(-3, {threshold}):  # M_MMAP_THRESHOLD
+        raise RuntimeError(
+            "this C library has no mallopt, or it refuses {threshold} bytes; the memory limit counts on it: "
+            "run with glibc, or take out the call of map_blocks() and leave more memory free"
+        )
 
 
 map_blocks()  # when this is imported, before the model is made: the memory limit counts on it
