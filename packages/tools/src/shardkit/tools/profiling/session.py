@@ -92,7 +92,8 @@ def profile(
 
     Raises:
         ValueError: for a negative `warmup` or `steps` below 1.
-        RuntimeError: on leaving, on every rank, if the log of one cannot be read.
+        RuntimeError: on leaving, on every rank, if the log of one cannot be read. What fails after that (merging the
+            records, writing `path`) is raised on rank 0 alone, while the others go on.
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     where = Path(path) if path is not None else None
