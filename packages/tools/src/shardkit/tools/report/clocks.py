@@ -73,7 +73,10 @@ def _closed(most: dict[tuple[str, str], float], hosts: Sequence[str]) -> dict[tu
     These are shortest paths (Floyd-Warshall). Whatever holds against the hosts that are placed then leaves room for the
     next one.
     """
-    closed = {pair: 0.0 if pair[0] == pair[1] else most.get(pair, math.inf) for pair in product(hosts, repeat=2)}
+    closed = {
+        (first, second): 0.0 if first == second else most.get((first, second), math.inf)
+        for first, second in product(hosts, repeat=2)
+    }
     for via in hosts:
         for first, second in product(hosts, repeat=2):
             closed[first, second] = min(closed[first, second], closed[first, via] + closed[via, second])
