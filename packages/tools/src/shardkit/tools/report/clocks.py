@@ -73,12 +73,9 @@ def _closed(most: dict[tuple[str, str], float], hosts: Sequence[str]) -> dict[tu
     These are shortest paths (Floyd-Warshall). Whatever holds against the hosts that are placed then leaves room for the
     next one.
     """
-    closed = {
-        (first, second): 0.0 if first == second else most.get((first, second), math.inf)
-        for first, second in product(hosts, repeat=2)
-    }
+    closed = {pair: 0.0 if pair[0] == pair[1] else most.get(pair, math.inf) for pair in product(hosts, hosts)}
     for via in hosts:
-        for first, second in product(hosts, repeat=2):
+        for first, second in product(hosts, hosts):
             closed[first, second] = min(closed[first, second], closed[first, via] + closed[via, second])
         if any(closed[host, host] < 0 for host in hosts):
             return None
