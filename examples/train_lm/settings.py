@@ -134,7 +134,8 @@ def parser() -> argparse.ArgumentParser:
         type=whole(1),
         default=None,
         metavar="N",
-        help="processes to start; without it, one for each GPU, or 2 where there is none. Unused under torchrun",
+        help="processes to start; without it, one for each GPU, or 2 times --tp where there is none. Unused under "
+        "torchrun",
     )
     add(
         "--tp",

@@ -127,7 +127,10 @@ def check_sub_blocks(parameter: torch.Tensor, described: str, sub_blocks: SubBlo
         return
     seen = f"{described} of shape {tuple(parameter.shape)} is not "
     if sizes is not None:
-        raise ValueError(f"{seen}groups of {parts} on dim {dim}, made of {names} with {sizes} in each")
+        raise ValueError(
+            f"{seen}groups of {parts} on dim {dim}, made of {names} with {sizes} in each; give the sizes that one "
+            "group has on that dim, or another dim"
+        )
     raise ValueError(
         f"{seen}{parts} logical tensors {names} of one size stacked on dim {dim}. For queries that share keys and "
         "values say what a group has of each, SubBlocks(names, sizes=...), and pack them group by group (the queries "
