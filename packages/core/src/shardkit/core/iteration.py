@@ -294,10 +294,9 @@ class Iteration:
 
         As the end of a forward would, where one has used it and backward comes by again.
         """
-        ran = set() if in_backward else set(self._ran)
         for group in self._prefetched[in_backward]:
             if group.prefetched and not group.held_by_user:
-                group.reshard(keep=not ran.isdisjoint(user.index for user in group.users))
+                group.reshard(keep=not in_backward and any(user.index in self._ran for user in group.users))
         self._prefetched[in_backward].clear()
 
     def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
