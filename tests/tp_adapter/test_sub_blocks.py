@@ -71,7 +71,7 @@ def test_declarations_that_make_no_sense(arguments, said):
 
 
 def test_sizes_may_be_a_list():
-    packed = SubBlocks(QKV, sizes=[2, 1, 1])
+    packed = SubBlocks(list(QKV), sizes=[2, 1, 1])
     assert packed.sizes == (2, 1, 1)
     assert {packed} == {SubBlocks(QKV, sizes=(2, 1, 1))}
 

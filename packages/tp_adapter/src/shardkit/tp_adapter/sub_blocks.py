@@ -45,7 +45,7 @@ class SubBlocks:
     A logical tensor is then its parts of all groups, one behind another: what checkpoints of separate layers have.
 
     Attributes:
-        names: of the logical tensors, in the order of the stack, or of each group.
+        names: of the logical tensors, in the order of the stack, or of each group; a list becomes a tuple.
         dim: on which they lie.
         sizes: indices of `dim` in one group, for each name; a list becomes a tuple. The whole length is a multiple of
             their sum; if it is the sum itself there is one group, a stack of logical tensors of different sizes, which
@@ -61,10 +61,11 @@ class SubBlocks:
     sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))  # a list would leave it without a hash
         if not self.names or len(set(self.names)) < len(self.names):
             raise ValueError(f"{self}: expected distinct names of logical tensors, at least one")
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", tuple(self.sizes))  # a list would leave it without a hash
+            object.__setattr__(self, "sizes", tuple(self.sizes))
             whole = all(isinstance(size, int) and size > 0 for size in self.sizes)
             if len(self.sizes) != len(self.names) or not whole:
                 raise ValueError(
