@@ -1,15 +1,25 @@
 """What a budget of bytes holds, as arithmetic: a chain of groups that goes forward and then backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.core.residency import Ahead, Use, gather_ahead, make_room, worth_holding
+from shardkit.core.residency import Ahead, gather_ahead, make_room, worth_holding
+
+K = TypeVar("K")
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 # Held, and the packed buffer beside it while it is gathered.
 USES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=12)
+
+
+class Use(NamedTuple):
+    """What a group holds once it is there, and takes while it is gathered."""
+
+    held: int
+    gathering: int
 
 
 def _use(held: int, packed: int = 0) -> Use:
@@ -18,6 +28,27 @@ def _use(held: int, packed: int = 0) -> Use:
 
 def _anything(group: object) -> bool:
     return True
+
+
+def _order(groups: Sequence[K]) -> Callable[[], Iterator[K]]:
+    return lambda: iter(groups)
+
+
+def _ahead(
+    budget: int,
+    in_use: int,
+    idle: dict[K, int],
+    upcoming: Sequence[K],
+    use: Callable[[K], Use],
+    wanted: Callable[[K], bool],
+) -> Ahead[K]:
+    return gather_ahead(
+        budget, in_use, idle, _order(upcoming), lambda key: use(key).held, lambda key: use(key).gathering, wanted
+    )
+
+
+def _held(budget: int, in_use: int, upcoming: Sequence[K], use: Callable[[K], Use]) -> list[K]:
+    return worth_holding(budget, in_use, _order(upcoming), lambda key: use(key).held)
 
 
 def _gathers(groups: Sequence[Use], budget: int) -> list[int]:
@@ -34,18 +65,18 @@ def _gathers(groups: Sequence[Use], budget: int) -> list[int]:
     for time, group in enumerate(uses):
         upcoming = [one for one in uses[time + 1 :] if one != group]
         needs = held.get(group, groups[group].gathering)
-        for one in make_room(budget, needs, {one: n for one, n in held.items() if one != group}, upcoming):
+        for one in make_room(budget, needs, {one: n for one, n in held.items() if one != group}, _order(upcoming)):
             del held[one]
         if group not in held:
             gather(group)
         held[group] = groups[group].held
         idle = {one: n for one, n in held.items() if one != group}
-        ahead = gather_ahead(budget, held[group], idle, upcoming, groups.__getitem__, _anything)
+        ahead = _ahead(budget, held[group], idle, upcoming, groups.__getitem__, _anything)
         for one in ahead.free:
             del held[one]
         for one in ahead.gather:
             gather(one)
-        if group not in worth_holding(budget, 0, uses[time + 1 :], groups.__getitem__):
+        if group not in _held(budget, 0, uses[time + 1 :], groups.__getitem__):
             del held[group]
     assert not held
     return gathered
@@ -97,16 +128,16 @@ def test_what_is_decided_fits(
 ) -> None:
     idle = {key: sum(use) for key, use in held.items()}
     uses = {key: _use(*held.get(key, sizes[key])) for key in range(10)}
-    hold = worth_holding(budget, in_use, order, uses.__getitem__)
+    hold = _held(budget, in_use, order, uses.__getitem__)
     assert in_use + sum(uses[key].held for key in hold) <= budget or not hold
-    assert list(hold) == list(dict.fromkeys(order))[: len(hold)]
+    assert hold == list(dict.fromkeys(order))[: len(hold)]
 
-    free = make_room(budget, in_use, idle, order)
+    free = make_room(budget, in_use, idle, _order(order))
     left = in_use + sum(nbytes for key, nbytes in idle.items() if key not in free)
     assert left <= budget or len(free) == len(idle)
     assert not free or left + idle[free[-1]] > budget, "freed in vain"
 
-    ahead = gather_ahead(budget, in_use, idle, order, uses.__getitem__, now.__contains__)
+    ahead = _ahead(budget, in_use, idle, order, uses.__getitem__, now.__contains__)
     assert set(ahead.gather) <= (set(hold) - set(idle)) & now
     assert set(ahead.free) <= set(idle) - set(hold)
     after = in_use + sum(nbytes for key, nbytes in idle.items() if key not in ahead.free)
@@ -120,27 +151,46 @@ def test_what_is_used_last_goes_first() -> None:
     upcoming = ["next", "early", "late"]
 
     def ahead(budget: int) -> Ahead[str]:
-        return gather_ahead(budget, 4, idle, upcoming, lambda key: _use(4), _anything)
+        return _ahead(budget, 4, idle, upcoming, lambda key: _use(4), _anything)
 
     assert ahead(20) == Ahead((), ("next",))
     assert ahead(16) == Ahead(("unknown",), ("next",))
     assert ahead(12) == Ahead(("unknown", "late"), ("next",))
     assert ahead(8) == Ahead(("unknown", "late", "early"), ("next",))
     assert ahead(7) == Ahead((), ())
-    assert make_room(12, 4, idle, upcoming) == ("unknown",)
-    assert make_room(4, 4, idle, upcoming) == ("unknown", "late", "early")
+    assert make_room(12, 4, idle, _order(upcoming)) == ("unknown",)
+    assert make_room(4, 4, idle, _order(upcoming)) == ("unknown", "late", "early")
 
 
 def test_what_cannot_be_started_now_is_left_for_later() -> None:
     """It is worth holding, but its packed buffer has no room beside what is held; nothing is freed in vain for it."""
     uses = {"next": _use(4, packed=4), "late": _use(4)}
-    assert list(worth_holding(12, 4, ["next", "late"], uses.__getitem__)) == ["next", "late"]
-    assert gather_ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ())
-    assert gather_ahead(16, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ("next",))
+    assert _held(12, 4, ["next", "late"], uses.__getitem__) == ["next", "late"]
+    assert _ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ())
+    assert _ahead(16, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ("next",))
 
 
 def test_nothing_is_freed_for_what_backward_will_want() -> None:
     """Forward gathers nothing for backward, so there is nothing to make room for yet."""
     order = ["next", "in backward"]
     for wanted, decided in ((order, Ahead(("unknown",), ("next", "in backward"))), (["next"], Ahead((), ("next",)))):
-        assert gather_ahead(12, 4, {"unknown": 4}, order, lambda key: _use(4), wanted.__contains__) == decided
+        assert _ahead(12, 4, {"unknown": 4}, order, lambda key: _use(4), wanted.__contains__) == decided
+
+
+def test_nothing_is_asked_that_the_budget_cannot_hold() -> None:
+    """The decisions fall at every module: what they cost must not grow with the number of groups in the model."""
+    read: list[int] = []
+    asked: list[int] = []
+
+    def order() -> Iterator[int]:
+        for group in range(100):
+            read.append(group)
+            yield group
+
+    def gathering(group: int) -> int:
+        asked.append(group)
+        return 4
+
+    assert gather_ahead(12, 4, {0: 4}, order, lambda group: 4, gathering, _anything) == Ahead((), (1,))
+    assert read == [0, 1, 2] and asked == [1]
+    assert make_room(12, 4, {0: 4}, order) == () and read == [0, 1, 2]

@@ -6,17 +6,19 @@ that its module begins forward, or backward, until it has ended; and while the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from shardkit.core import residency
 from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.residency import Use
 
 __all__ = ["Upcoming", "make_room", "prefetch", "worth_keeping"]
 
-Upcoming: TypeAlias = Sequence[tuple[FSDPParamGroup, bool]]
-"""Groups in the order in which they are going to be used, and whether backward is what uses them."""
+Upcoming: TypeAlias = Callable[[], Iterable[tuple[FSDPParamGroup, bool]]]
+"""Begins the groups in the order in which they are going to be used, and whether backward is what uses them.
+
+It is asked at every module, so what reads it stops as soon as the budget is full.
+"""
 
 
 def make_room(
@@ -31,7 +33,8 @@ def make_room(
     Raises:
         ValueError: if they do not fit beside the groups in use, with the name and bytes of the one that does not.
     """
-    used = [group for group in everyone if group.in_use and group not in needed and group.held_bytes]
+    others = [group for group in everyone if group.is_unsharded and group not in needed]
+    used = [group for group in others if group.in_use]
     in_use = sum(group.held_bytes for group in used)
     for group in needed:
         group.refresh()
@@ -39,22 +42,30 @@ def make_room(
         if in_use + nbytes > budget:
             raise ValueError(_too_small(budget, group, nbytes, [*used, *needed[: needed.index(group)]], in_use))
         in_use += nbytes
-    others = [group for group in everyone if group not in needed]
-    _free(residency.make_room(budget, in_use, _idle(others), list(_first_uses(upcoming))), upcoming)
+    _free(residency.make_room(budget, in_use, _idle(others), lambda: _not_in_use(upcoming)), upcoming)
 
 
 def prefetch(
     budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming, backward: bool
 ) -> list[FSDPParamGroup]:
     """Gathers ahead what the budget has room for, of that which the phase that runs now is going to use; returns it."""
-    first = _first_uses(upcoming)
+    used_in_backward: dict[FSDPParamGroup, bool] = {}
+
+    def order() -> Iterator[FSDPParamGroup]:
+        for group, in_backward in upcoming():
+            if not group.in_use:
+                used_in_backward.setdefault(group, in_backward)
+                yield group
+
+    there = [group for group in everyone if group.is_unsharded]
     ahead = residency.gather_ahead(
         budget,
-        _in_use(everyone),
-        _idle(everyone),
-        list(first),
-        _use_of(first),
-        wanted=lambda group: first[group] == backward,
+        _in_use(there),
+        _idle(there),
+        order,
+        held=lambda group: group.unsharded_bytes,
+        gathering=lambda group: group.bytes_when_used(in_backward=used_in_backward[group]),
+        wanted=lambda group: used_in_backward[group] == backward,
     )
     _free(ahead.free, upcoming)
     for position, group in enumerate(ahead.gather):
@@ -64,35 +75,28 @@ def prefetch(
     return list(ahead.gather)
 
 
-def worth_keeping(budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming) -> set[FSDPParamGroup]:
+def worth_keeping(budget: int, everyone: Sequence[FSDPParamGroup], upcoming: Upcoming) -> Sequence[FSDPParamGroup]:
     """The groups not in use that are to stay unsharded until they are used again."""
-    first = _first_uses(upcoming)
-    return set(residency.worth_holding(budget, _in_use(everyone), list(first), _use_of(first)))
+    in_use = _in_use(group for group in everyone if group.is_unsharded)
+    return residency.worth_holding(budget, in_use, lambda: _not_in_use(upcoming), lambda group: group.unsharded_bytes)
 
 
-def _in_use(everyone: Iterable[FSDPParamGroup]) -> int:
-    return sum(group.held_bytes for group in everyone if group.in_use)
+def _in_use(there: Iterable[FSDPParamGroup]) -> int:
+    return sum(group.held_bytes for group in there if group.in_use)
 
 
-def _idle(everyone: Iterable[FSDPParamGroup]) -> dict[FSDPParamGroup, int]:
-    return {group: group.held_bytes for group in everyone if group.is_unsharded and not group.in_use}
+def _idle(there: Iterable[FSDPParamGroup]) -> dict[FSDPParamGroup, int]:
+    return {group: group.held_bytes for group in there if not group.in_use}
 
 
-def _first_uses(upcoming: Upcoming) -> dict[FSDPParamGroup, bool]:
-    """The groups that are not in use, in the order of their next one, and whether that is in backward."""
-    first: dict[FSDPParamGroup, bool] = {}
-    for group, in_backward in upcoming:
-        if not group.in_use:
-            first.setdefault(group, in_backward)
-    return first
+def _not_in_use(upcoming: Upcoming) -> Iterator[FSDPParamGroup]:
+    return (group for group, _ in upcoming() if not group.in_use)
 
 
-def _use_of(first: Mapping[FSDPParamGroup, bool]) -> Callable[[FSDPParamGroup], Use]:
-    return lambda group: Use(group.unsharded_bytes, group.bytes_when_used(in_backward=first[group]))
-
-
-def _free(groups: Iterable[FSDPParamGroup], upcoming: Upcoming) -> None:
-    awaited = {group for group, in_backward in upcoming if in_backward}
+def _free(groups: Sequence[FSDPParamGroup], upcoming: Upcoming) -> None:
+    if not groups:
+        return
+    awaited = {group for group, in_backward in upcoming() if in_backward}
     for group in groups:
         group.reshard(keep=group in awaited)
 

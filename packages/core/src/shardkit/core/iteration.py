@@ -18,8 +18,9 @@ ahead to gather, and whether forward frees what backward is going to need.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -243,19 +244,16 @@ class Iteration:
     def _groups(self) -> list[FSDPParamGroup]:
         return list(dict.fromkeys(group for state in self.all_states for group in state.groups))
 
-    @property
-    def _upcoming(self) -> list[tuple[FSDPParamGroup, bool]]:
+    def _upcoming(self) -> Iterator[tuple[FSDPParamGroup, bool]]:
         """What is going to be used, soonest first, and whether backward is what uses it."""
         in_forward = self.forward_root is not None and not self._backward_queued
-        ahead = self._learnt[self._position :] if in_forward else []
-        uses = [(index, False) for index in ahead] + [(index, True) for index in reversed(self._ran)]
-        return [
-            (group, backward)
-            for index, backward in uses
-            if (state := self._at(index)) is not None
-            for group in state.groups
-            if group.unshard_in_backward or not backward
-        ]
+        if in_forward:
+            for index in itertools.islice(self._learnt, self._position, None):
+                if (state := self._at(index)) is not None:
+                    yield from ((group, False) for group in state.groups)
+        for index in reversed(self._ran):
+            if (state := self._at(index)) is not None:
+                yield from ((group, True) for group in state.groups if group.unshard_in_backward)
 
     def make_room(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Before `groups` are gathered because they are used now: keeps to the budget, if there is one.
@@ -266,10 +264,10 @@ class Iteration:
         if self.prefetch_budget is not None:
             budget.make_room(self.prefetch_budget, groups, self._groups, self._upcoming, in_backward)
 
-    def worth_keeping(self) -> set[FSDPParamGroup]:
+    def worth_keeping(self) -> Sequence[FSDPParamGroup]:
         """The groups that are to stay unsharded until their next use, though forward has ended for them."""
         if self.prefetch_budget is None:
-            return set()
+            return ()
         return budget.worth_keeping(self.prefetch_budget, self._groups, self._upcoming)
 
     def prefetch_listed(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
@@ -279,10 +277,12 @@ class Iteration:
                 group.unshard(in_backward=in_backward)
             return
         listed = [(group, in_backward) for group in groups]
-        known = [(group, backward) for group, backward in self._upcoming if backward != in_backward]
-        self._note_prefetched(
-            budget.prefetch(self.prefetch_budget, self._groups, [*listed, *known], in_backward), in_backward
-        )
+
+        def upcoming() -> Iterator[tuple[FSDPParamGroup, bool]]:
+            yield from listed
+            yield from ((group, backward) for group, backward in self._upcoming() if backward != in_backward)
+
+        self._note_prefetched(budget.prefetch(self.prefetch_budget, self._groups, upcoming, in_backward), in_backward)
 
     def _note_prefetched(self, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
         for group in groups:

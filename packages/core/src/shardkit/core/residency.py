@@ -14,20 +14,17 @@ by the latter, what can be started at a moment by the former.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Ahead", "Use", "gather_ahead", "make_room", "worth_holding"]
+__all__ = ["Ahead", "Order", "gather_ahead", "make_room", "worth_holding"]
 
 K = TypeVar("K", bound=Hashable)
 
-
-class Use(NamedTuple):
-    """What a group that is going to be used holds once it is there, and takes while it is gathered, in bytes."""
-
-    held: int
-    gathering: int
+Order: TypeAlias = Callable[[], Iterable[K]]
+"""Begins the groups that are going to be used, soonest first; read no further than it takes. One may come twice."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +35,24 @@ class Ahead(Generic[K]):
     gather: tuple[K, ...]
 
 
-def worth_holding(budget: int, in_use: int, upcoming: Sequence[K], use: Callable[[K], Use]) -> dict[K, Use]:
-    """The groups that `budget` bytes hold beside the `in_use` ones; see Note [Held in order of use].
+def worth_holding(budget: int, in_use: int, upcoming: Order[K], held: Callable[[K], int]) -> list[K]:
+    """The groups that `budget` bytes hold beside the `in_use` ones, soonest first; see Note [Held in order of use].
 
-    `upcoming` has the groups that are going to be used, soonest first; one that comes twice counts once. `use` tells
-    the bytes of one; it is asked only about those that are held and the one after them.
+    `held` tells the bytes of a group that is there; it is asked only about those that fit and the one after them.
     """
-    hold: dict[K, Use] = {}
+    hold: dict[K, None] = {}
     taken = in_use
-    for key in upcoming:
+    for key in upcoming():
         if key in hold:
             continue
-        nbytes = use(key)
-        taken += nbytes.held
+        taken += held(key)
         if taken > budget:
             break
-        hold[key] = nbytes
-    return hold
+        hold[key] = None
+    return list(hold)
 
 
-def make_room(budget: int, in_use: int, idle: Mapping[K, int], upcoming: Sequence[K]) -> tuple[K, ...]:
+def make_room(budget: int, in_use: int, idle: Mapping[K, int], upcoming: Order[K]) -> tuple[K, ...]:
     """The idle groups to free so that `in_use` bytes and the rest of `idle` (bytes by group) take `budget` at most.
 
     First go those of which no use is known, then the one that is used last. All are freed if even that is too little.
@@ -76,33 +71,42 @@ def gather_ahead(
     budget: int,
     in_use: int,
     idle: Mapping[K, int],
-    upcoming: Sequence[K],
-    use: Callable[[K], Use],
+    upcoming: Order[K],
+    held: Callable[[K], int],
+    gathering: Callable[[K], int],
     wanted: Callable[[K], bool],
 ) -> Ahead[K]:
     """What to gather ahead of use beside `in_use` bytes: what is worth holding, as far as it can be started now.
 
-    `wanted` tells what may be gathered now. Only groups that are not worth holding are freed for it, and no more of
-    them than it takes.
+    `held` tells the bytes of a group that is there, `gathering` what it takes while it is gathered, and `wanted`
+    whether it may be gathered now. Only groups that are not worth holding are freed for it, and no more of them than it
+    takes.
     """
-    hold = worth_holding(budget, in_use, upcoming, use)
-    spare = [key for key in _last_first(idle, upcoming) if key not in hold]
+    hold = worth_holding(budget, in_use, upcoming, held)
     room = budget - in_use - sum(idle.values())
+    spare: list[K] | None = None  # put in order only where something has to be freed
     free: list[K] = []
     gather: list[K] = []
-    for key, nbytes in hold.items():
+    for key in hold:
         if key in idle or not wanted(key):
             continue
-        if nbytes.gathering > room + sum(idle[one] for one in spare):
-            break
-        while nbytes.gathering > room:
-            free.append(spare.pop(0))
-            room += idle[free[-1]]
+        needs = gathering(key)
+        if needs > room:
+            if spare is None:
+                kept = set(hold)
+                spare = [one for one in _last_first(idle, upcoming) if one not in kept]
+            if needs > room + sum(idle[one] for one in spare):
+                break
+            while needs > room:
+                free.append(spare.pop(0))
+                room += idle[free[-1]]
         gather.append(key)
-        room -= nbytes.gathering
+        room -= needs
     return Ahead(tuple(free), tuple(gather))
 
 
-def _last_first(idle: Mapping[K, int], upcoming: Sequence[K]) -> list[K]:
-    next_use = {key: position for position, key in reversed(list(enumerate(upcoming)))}
-    return sorted(idle, key=lambda key: next_use.get(key, len(upcoming)), reverse=True)
+def _last_first(idle: Mapping[K, int], upcoming: Order[K]) -> list[K]:
+    next_use: dict[K, int] = {}
+    for position, key in enumerate(upcoming()):
+        next_use.setdefault(key, position)
+    return sorted(idle, key=lambda key: next_use.get(key, math.inf), reverse=True)
