@@ -20,36 +20,15 @@ from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import unflatten
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.rewriting import FileWriter
+from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES
 from shardkit.core.checkpoint.stored import HF_INDEX, StoredTensor
 
 __all__ = ["export_safetensors", "export_torch", "renamed"]
 
-_SAFETENSORS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_SAFETENSORS = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-def export_safetensors(
-    target: Path,
-    tensors: Sequence[StoredTensor],
-    file_bytes: int,
-    progress: Callable[[int], object] = lambda _: None,
-) -> None:
+def export_safetensors(target: Path, tensors: Sequence[StoredTensor], file_bytes: int) -> None:
     """Writes a directory: `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index.
 
     At most 32 MiB of a tensor, or one row of it, are in memory. The target appears when everything is on disk.
@@ -58,7 +37,6 @@ def export_safetensors(
         target: must not exist.
         tensors: under the names that they get there.
         file_bytes: values in a file at most, but for a tensor that is larger by itself.
-        progress: is told bytes of values.
 
     Raises:
         CheckpointError: if the target exists, or for a dtype that safetensors has not.
@@ -74,12 +52,12 @@ def export_safetensors(
 
     def write(directory: Path) -> None:
         if len(groups) == 1:
-            _write_safetensors(directory / "model.safetensors", groups[0], progress)
+            _write_safetensors(directory / "model.safetensors", groups[0])
             return
         weight_map = {}
         for number, group in enumerate(groups, start=1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            _write_safetensors(directory / name, group, progress)
+            _write_safetensors(directory / name, group)
             weight_map.update(dict.fromkeys((one.name for one in group), name))
         total = sum(one.nbytes for one in tensors)
         with FileWriter(directory / HF_INDEX) as file:
@@ -89,7 +67,7 @@ def export_safetensors(
     _appear(target, write, directory=True)
 
 
-def _write_safetensors(path: Path, tensors: Sequence[StoredTensor], progress: Callable[[int], object]) -> None:
+def _write_safetensors(path: Path, tensors: Sequence[StoredTensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in tensors:
@@ -106,16 +84,9 @@ def _write_safetensors(path: Path, tensors: Sequence[StoredTensor], progress: Ca
         for one in tensors:
             for slab in one.slabs():
                 file.write(memory_of(slab))
-                progress(slab.nbytes)
 
 
-def export_torch(
-    target: Path,
-    tensors: Sequence[StoredTensor],
-    objects: Mapping[LeafPath, Any],
-    about: Index,
-    progress: Callable[[int], object] = lambda _: None,
-) -> None:
+def export_torch(target: Path, tensors: Sequence[StoredTensor], objects: Mapping[LeafPath, Any], about: Index) -> None:
     """Writes what torch.save would write for the nested state: one file, filled in slab by slab.
 
     Args:
@@ -123,7 +94,6 @@ def export_torch(
         tensors: by slabs.
         objects: other values, by path.
         about: whose order and empty mappings to take.
-        progress: is told bytes of values.
 
     Raises:
         CheckpointError: if the target exists.
@@ -145,7 +115,6 @@ def export_torch(
                 file.seek(places[str(number)][0])
                 for slab in stored[id(tensor)].slabs():
                     file.write(memory_of(slab))
-                    progress(slab.nbytes)
             file.flush()
             os.fsync(file.fileno())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -66,12 +66,7 @@ class FileWriter:
 
 
 def write_checkpoint(
-    target: Path,
-    tensors: Sequence[StoredTensor],
-    objects: Mapping[LeafPath, bytes],
-    about: Index,
-    ranks: int,
-    progress: Callable[[int], object] = lambda _: None,
+    target: Path, tensors: Sequence[StoredTensor], objects: Mapping[LeafPath, bytes], about: Index, ranks: int
 ) -> None:
     """Writes a checkpoint whose tensors are cut by rows into `ranks` files, as `fully_shard` cuts them.
 
@@ -83,7 +78,6 @@ def write_checkpoint(
         objects: bytes of torch.save, by path.
         about: whose step, world size, info and empty mappings to take.
         ranks: number of data files.
-        progress: is told bytes of values.
 
     Raises:
         CheckpointError: if the target exists.
@@ -93,7 +87,7 @@ def write_checkpoint(
     partial = target.with_name(f".{target.name}.{os.getpid()}.incomplete")
     partial.mkdir(parents=True)
     try:
-        index = _write_files(partial, tensors, objects, ranks, progress)
+        index = _write_files(partial, tensors, objects, ranks)
         write_index(
             partial,
             replace(
@@ -114,11 +108,7 @@ def write_checkpoint(
 
 
 def _write_files(
-    directory: Path,
-    tensors: Sequence[StoredTensor],
-    objects: Mapping[LeafPath, bytes],
-    ranks: int,
-    progress: Callable[[int], object],
+    directory: Path, tensors: Sequence[StoredTensor], objects: Mapping[LeafPath, bytes], ranks: int
 ) -> Index:
     chunks: dict[str, list[Chunk]] = {one.name: [] for one in tensors}
     placed: dict[str, ObjectEntry] = {}
@@ -130,7 +120,7 @@ def _write_files(
                 rows = -(-one.rows // ranks)
                 first, stop = min(rank * rows, one.rows), min((rank + 1) * rows, one.rows)
                 if first < stop and one.nbytes:
-                    chunks[one.name].append(_write_rows(file, name, one, first, stop, progress))
+                    chunks[one.name].append(_write_rows(file, name, one, first, stop))
             for path, data in objects.items() if rank == 0 else ():
                 placed[name_of(path)] = ObjectEntry(path, name, file.at, len(data))
                 file.write(data)
@@ -139,9 +129,7 @@ def _write_files(
     return Index(entries, placed, files)
 
 
-def _write_rows(
-    file: FileWriter, name: str, one: StoredTensor, first: int, stop: int, progress: Callable[[int], object]
-) -> Chunk:
+def _write_rows(file: FileWriter, name: str, one: StoredTensor, first: int, stop: int) -> Chunk:
     sizes = (stop - first, *one.shape[1:]) if one.shape else ()
     offsets = (first, *[0] * (len(one.shape) - 1)) if one.shape else ()
     archive = archive_of(one.dtype, sizes)
@@ -150,6 +138,5 @@ def _write_rows(
     file.write(archive.head)
     for slab in one.slabs(first, stop):
         file.write(memory_of(slab))
-        progress(slab.nbytes)
     file.write(archive.tail)
     return Chunk(name, start, archive.length, offsets, sizes, start + len(archive.head))

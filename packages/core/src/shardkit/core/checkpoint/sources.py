@@ -16,9 +16,18 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.archive import check_stored
 from shardkit.core.region import Region
 
-__all__ = ["DictSource", "Entry", "SafetensorsSource", "Source", "TorchFileSource", "open_file", "open_source"]
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "DictSource",
+    "Entry",
+    "SafetensorsSource",
+    "Source",
+    "TorchFileSource",
+    "open_file",
+    "open_source",
+]
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -137,9 +146,9 @@ class SafetensorsSource(Source):
         self.entries = {}
         for name, view in self._slices.items():
             kind = view.get_dtype()
-            if kind not in _SAFETENSORS_DTYPES:
-                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(_SAFETENSORS_DTYPES)}")
-            self.entries[name] = Entry(tuple(view.get_shape()), _SAFETENSORS_DTYPES[kind])
+            if kind not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(SAFETENSORS_DTYPES)}")
+            self.entries[name] = Entry(tuple(view.get_shape()), SAFETENSORS_DTYPES[kind])
         self.fingerprint = _fingerprint(path, self.entries)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
