@@ -21,7 +21,7 @@ from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, 
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.comparing import differences as lines
 from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.sources import open_file
+from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
 from tests.core.test_checkpoint_restoring import Held
@@ -170,6 +170,9 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
     [
         (["inspect", "{tmp}"], "is no checkpoint, and there is none in it"),
         (["export", "{saved}", "{tmp}"], "exists; it would be overwritten"),
+        (["reshard", "{saved}", "{tmp}", "--ranks=1"], "exists; it would be overwritten"),
+        (["inspect", "{tmp}/none"], "is no checkpoint, and there is none in it"),
+        (["import", "{tmp}/none", "{tmp}/x"], "none is missing, or no file"),
         (["export", "{saved}", "{tmp}/x", "--prefix", "nothing."], "no tensor whose name begins with 'nothing.'"),
         (["export", "{saved}", "{tmp}/x", "--all"], "add --to torch"),
         (["import", "{tmp}", "{tmp}/x"], "has no model.safetensors.index.json and 0 safetensors files"),
@@ -186,6 +189,13 @@ def test_errors_are_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--ranks=0", "--ranks=-1", "--ranks=x"])
+def test_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(tmp_path), str(tmp_path / "x"), option])
+    assert ended.value.code == 2 and "argument --ranks: " in capsys.readouterr().err
 
 
 def test_as_a_module(saved: tuple[Path, Any]):
@@ -265,6 +275,39 @@ def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.Ca
     assert status == 0 and f"{run / 'step-000001'}: 2 files are what was written" in text
 
 
+def test_a_checkpoint_that_is_named_from_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for step in (1, 2):
+        save_user(tmp_path / "run", step, step)
+    flip(tmp_path / "run" / "step-000002" / "__0_0.distcp")
+    monkeypatch.chdir(tmp_path / "run")
+    status, text = said(capsys, "verify", "step-000002", "--fallback")
+    assert status == 0 and f"{tmp_path / 'run' / 'step-000001'}: 2 files are what was written" in text
+
+
+def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Nobody can say that it is what was written."""
+    dcp.save({"model": {"a": torch.ones(3)}, "step": 3}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    status, text = said(capsys, "inspect", tmp_path / "stock")
+    assert status == 0 and text.endswith("1 tensors, 0.0 MB, 1 other values, 1 files, without checksums\n")
+    status, text = said(capsys, "verify", tmp_path / "stock")
+    assert status == 2 and "stock has no checksums to compare: it has no manifest.json" in text
+    assert said(capsys, "reshard", tmp_path / "stock", tmp_path / "x" / "y", "--ranks", 2)[0] == 0
+    status, text = said(capsys, "inspect", tmp_path / "x" / "y")
+    assert status == 0 and text.endswith("1 tensors, 0.0 MB, 1 other values, 3 files, with checksums\n")
+    assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (0, "no differences\n")
+
+
+def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tensors, objects = {"a": torch.ones(2)}, {"b": 1}
+    paths = [save_user(tmp_path / name, 1, value) for name, value in (("both", tensors | objects), ("one", {}))]
+    expected = [f"user.value.{name}: only in {paths[0]}" for name in "ab"]
+    for first, second in (paths, paths[::-1]):
+        status, text = said(capsys, "diff", first, second)
+        assert (status, text.splitlines()) == (1, [*expected, "2 differences"])
+
+
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
     """There is all that stock needs, and no checksum."""
     path = save_user(tmp_path / "run", 1, 1)
@@ -301,6 +344,52 @@ def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: s
     else:
         assert len(found) in (1, 2)
         assert [text for text in found if re.match(f"user.value: {expected}", text)]
+
+
+def test_differences_are_those_of_all_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The largest is in the first, the least in the last."""
+    monkeypatch.setattr("shardkit.core.checkpoint.stored._SLAB_BYTES", 8)
+    values = (torch.zeros(7), torch.tensor([0, 4.0, 0, 0, 0, 0, 0.5]))
+    saved = [save_user(tmp_path / str(number), 1, value) for number, value in enumerate(values)]
+    found = list(lines(*((path, open_index(path)) for path in saved)))
+    assert found == ["user.value: 2 of 7 elements differ, by at most 4"]
+
+
+@pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES.values(), ids=str)
+def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype):
+    """Ours is what the library takes it for, and the other way round."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {"a": torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype), "b": torch.ones((), dtype=dtype)}
+    safetensors.save_file(tensors, tmp_path / "theirs.safetensors")
+    assert main(["import", str(tmp_path / "theirs.safetensors"), str(tmp_path / "x")]) == 0
+    assert main(["export", str(tmp_path / "x"), str(tmp_path / "ours")]) == 0
+    assert differences(safetensors.load_file(tmp_path / "ours" / "model.safetensors"), tensors) == []
+
+
+def test_the_layout_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Files in which transformers finds the framework, whose values are aligned, and no larger than they may be."""
+    safetensors = pytest.importorskip("safetensors")
+    state = {"first": torch.ones(300_000), "a": torch.ones(100_000), "bc": torch.ones(150_000), "d": torch.ones(1)}
+    torch.save(state, tmp_path / "model.pt")
+    for arguments in (["import", tmp_path / "model.pt"], ["export", tmp_path / "in", "--file-mb", 1]):
+        command, source, *options = arguments
+        target = tmp_path / "in" if command == "import" else tmp_path / "new" / "hf"
+        assert said(capsys, command, source, target, *options)[0] == 0
+    index = json.loads((tmp_path / "new" / "hf" / "model.safetensors.index.json").read_text())
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert index["weight_map"] == {"first": names[0], "a": names[1], "bc": names[1], "d": names[2]}
+    assert sorted(path.name for path in (tmp_path / "new" / "hf").iterdir()) == [*names, "model.safetensors.index.json"]
+    for name in names:
+        file = tmp_path / "new" / "hf" / name
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_only_what_has_the_prefix_is_exported(tmp_path: Path):
+    path = save_user(tmp_path / "run", 1, {"model.x": torch.ones(2)})
+    assert main(["export", str(path), str(tmp_path / "x.pt"), "--to", "torch"]) == 0
+    assert list(torch.load(tmp_path / "x.pt")) == ["weight"]
 
 
 def test_a_download_of_the_hugging_face_hub_is_links(tmp_path: Path):
@@ -434,6 +523,19 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.Capture
     status, text = said(capsys, "export", double, tmp_path / "x", "--prefix", "user.")
     assert status == 2 and "value has dtype torch.complex128, which safetensors has not; export to torch" in text
     assert sorted(one.name for one in tmp_path.iterdir()) == ["double", "tuples"]
+
+
+def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It says what the model is; and without one, nothing says which of two files."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "f.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "f.safetensors"}}))
+    assert said(capsys, "import", tmp_path, tmp_path / "x")[0] == 0
+    assert list(open_index(tmp_path / "x").tensors) == ["model.a"]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "g.safetensors")
+    status, text = said(capsys, "import", tmp_path, tmp_path / "y")
+    assert status == 2 and "has no model.safetensors.index.json and 2 safetensors files, expected one of both" in text
 
 
 def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """`directory.py`: which checkpoints stay, and what two runs in one directory may do to each other."""
 
 import builtins
+import contextlib
 import errno
 import fcntl
 import io
@@ -84,6 +85,11 @@ def test_what_dead_runs_have_left_goes(tmp_path: Path):
         (tmp_path / f".step-00000{name}" / "part-0.json").write_text("")
     CheckpointManager(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_what_another_run_has_removed_first_is_no_error(tmp_path: Path):
+    remove_unless_written(tmp_path / ".step-000001.ab.incomplete", tmp_path / ".step-000001.ab.deleted")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_new_directories_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -305,6 +311,25 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
     assert seen == [*(f"fsync {one}" for one in files), "rename .x.incomplete x", f"fsync {tmp_path.name}"]
 
 
+def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of torch.save has its length from the beginning, so its values tell."""
+    model = torch.nn.Linear(3, 2)
+    CheckpointManager(tmp_path / "run").save(1, TrainingState(model), blocking=True)
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_file():
+            synced.append(torch.load(path, weights_only=True))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.pt"), "--to=torch"]) == 0
+    assert [torch.equal(one["weight"], model.weight) and torch.equal(one["bias"], model.bias) for one in synced] == [
+        True
+    ]
+
+
 def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another manager comes between the two renames: the run goes on, and its new checkpoint is the one that stays."""
     state = TrainingState(torch.nn.Linear(1, 1))
@@ -393,6 +418,32 @@ def test_a_forked_worker_holds_no_lock(tmp_path: Path):
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+def test_the_first_writer_to_be_done_leaves_the_lock_to_the_others(tmp_path: Path):
+    hidden = tmp_path / ".step-000001.ab.incomplete"
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(writing_in(hidden))
+    with second:
+        second.enter_context(writing_in(hidden))
+        first.close()
+        remove_unless_written(hidden, tmp_path / "doomed")
+        assert hidden.exists()
+    remove_unless_written(hidden, tmp_path / "doomed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One of the same step as one that was set aside before; and another name is on disk before the run goes on."""
+    state = TrainingState(torch.nn.Linear(1, 1))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, blocking=True)
+    for aside in ("step-000002.damaged", "step-000002.damaged1"):
+        manager.save(2, state, blocking=True)
+        flip(tmp_path / "step-000002" / "__0_0.distcp")
+        seen = calls_of(monkeypatch, lambda: manager.restore(state, fallback=True))
+        assert seen == [f"rename step-000002 {aside}", f"fsync {tmp_path.name}"]
+        assert (tmp_path / aside / "manifest.json").exists()
 
 
 def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):

@@ -25,6 +25,24 @@ def other_shape(rank: int) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5 + rank // 2, bias=False))
 
 
+def turned(rank: int) -> nn.Module:
+    """As many values, all of them zero."""
+    model = nn.Sequential(nn.Linear(2 + rank, 3 - rank, bias=False))
+    nn.init.zeros_(model[0].weight)
+    return model
+
+
+def other_dtype(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3, bias=False, dtype=(torch.float32, torch.bfloat16)[rank]))
+
+
+def second_differs(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    nn.init.constant_(model[1].weight, rank)
+    return model
+
+
 def sharded_stage(rank: int) -> nn.Module:
     """Two ranks share a stage, the other two another one of the same names."""
     mesh = rank_mesh((2, 2), ("stage", "shard"))
@@ -49,9 +67,12 @@ def refused(rank: int, world_size: int, path: Path, build: Any) -> str:
     [
         (2, plain_stage, "model.0.weight: ranks [1] hold other values than ranks [0] under this name"),
         (3, other_shape, "model.0.weight: ranks hold different parameters under this name: ranks [0, 1]"),
+        (2, turned, "model.0.weight: ranks hold different parameters under this name: ranks [0] torch.float32 (3, 2)"),
+        (2, other_dtype, "model.0.weight: ranks hold different parameters under this name: ranks [0] torch.float32"),
+        (2, second_differs, "model.1.weight: ranks [1] hold other values than ranks [0] under this name"),
         (4, sharded_stage, "model.0.weight: ranks [2] hold other values than ranks [0] under this name"),
     ],
-    ids=["plain", "shapes", "sharded"],
+    ids=["plain", "shapes", "turned", "dtypes", "second", "sharded"],
 )
 def test_modules_that_share_their_names(tmp_path: Path, world_size: int, build: Any, text: str):
     for seen in run_ranks(world_size, refused, tmp_path, build):
@@ -86,6 +107,17 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
     assert fingerprints({path: first}, [path], sharded=False) != same
     if one.ndim == 2:
         assert fingerprints({path: one.T}, [path], sharded=False) != same
+
+
+def test_every_fourth_of_4096_is_looked_at():
+    """With a step that is odd: every fifth. So of any five neighbours one is."""
+    path = ("model", "w")
+    one = torch.randn(4096)
+    same = fingerprints({path: one}, [path], sharded=False)
+    for start in range(0, 4092, 93):
+        other = one.clone()
+        other[start : start + 5] += 1
+        assert fingerprints({path: other}, [path], sharded=False) != same, start
 
 
 def test_what_is_looked_at_is_not_all_in_one_column():

@@ -1,8 +1,10 @@
 """What lies on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
 
+import copyreg
 import os
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from shardkit.core.checkpoint.archive import archive_of
 from shardkit.core.checkpoint.index import BLOCK_BYTES
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.parts import write_file
+from shardkit.core.checkpoint.rewriting import FileWriter
+from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.verified_file import checksums
 from tests.core.checkpoint_cases import Trainee, differences
 from tests.support import run_ranks
@@ -142,6 +146,36 @@ def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
     assert sums == list(checksums(memoryview(b"".join(parts)))) and sum(told) == sum(sizes)
 
 
+def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A write may end early, as one of more than 2 GiB does."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100_000]))
+    data = os.urandom(BLOCK_BYTES + 5)
+    write_file(tmp_path / "file", [data], lambda _: None)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (9, 2 * 2**20)]
+)
+def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Any):
+    """And all of it is there when the system is asked to put it on disk."""
+    parts = [os.urandom(size) for size in sizes]
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with FileWriter(tmp_path / "file") as file:
+        for part in parts:
+            file.write(part)
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
+    assert file.blocks == list(checksums(memoryview(b"".join(parts))))
+    assert file.at == sum(sizes) and synced == [sum(sizes)]
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -228,20 +262,94 @@ class _Exploit:
 def test_stock_metadata_runs_nothing(tmp_path: Path):
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path, no_dist=True)
     assert list(open_index(tmp_path).tensors) == ["model.weight"]
-    for payload in (pickle.dumps(_Exploit()), b"\x80\x02r\xff\xff\xff\x7f.", b"", b"\x80\x02]q\x00."):
+    for payload in (pickle.dumps(_Exploit()), b"", b"\x80\x02]q\x00."):
         (tmp_path / ".metadata").write_bytes(payload)
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             open_index(tmp_path)
     assert not Path("/tmp/shardkit-exploited").exists()
 
 
-def test_stock_metadata_leads_nowhere_else(tmp_path: Path):
-    inside = tmp_path / "inside"
-    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=inside, no_dist=True)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch", "float32.__class__"),
+        ("torch.serialization", "load"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemWriter"),
+        ("pathlib", "os"),
+        ("os", "system"),
+    ],
+)
+def test_stock_metadata_is_made_of_nothing_but_its_own_classes(module: str, name: str):
+    """Neither of what else there is in their modules; and a dtype is one."""
+    assert unpickle_metadata(b"ctorch\nfloat32\n.") is torch.float32
+    with pytest.raises(pickle.UnpicklingError, match=f"{module}.{name} is not allowed in the metadata"):
+        unpickle_metadata(f"c{module}\n{name}\n.".encode())
+
+
+def test_stock_metadata_takes_no_extensions():
+    """Codes of copyreg lead past the list of classes, if this process has seen them before."""
+    copyreg.add_extension("posix", "getcwd", 240)
+    try:
+        data = pickle.dumps(os.getcwd, 2)
+        assert pickle.loads(data) is os.getcwd
+        with pytest.raises(pickle.UnpicklingError, match="EXT1 is not allowed in the metadata"):
+            unpickle_metadata(data)
+    finally:
+        copyreg.remove_extension("posix", "getcwd", 240)
+        copyreg.clear_extension_cache()
+
+
+@pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 10**7), b"p10000000\n"], ids=["LONG_BINPUT", "PUT"])
+def test_stock_metadata_asks_for_no_memory(opcode: bytes):
+    """A memo is as long as its largest number."""
+    with pytest.raises(pickle.UnpicklingError, match=r"memo number 10000000 in a pickle of \d+ bytes"):
+        unpickle_metadata(b"\x80\x02N" + opcode + b".")
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> Path:
+    """A directory of stock's with two tensors, whose metadata has been changed."""
+    dcp.save({"model": {"a": torch.ones(3), "b": torch.zeros(3)}}, checkpoint_id=path, no_dist=True)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def test_stock_paths_that_contradict_their_names(tmp_path: Path):
+    """Two tensors would go to one place."""
+    path = changed(tmp_path / "x", lambda metadata: metadata.planner_data.update({"model.a": ("model", "b")}))
+    assert open_index(path).paths == {"model.a": ("model.a",), "model.b": ("model", "b")}
+
+
+def test_stock_files_that_are_transformed(tmp_path: Path):
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ("stream.zstd",)
+
+    with pytest.raises(
+        CheckpointError, match=r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"
+    ):
+        open_index(changed(tmp_path / "x", change))
+
+
+def test_stock_files_that_are_links(tmp_path: Path):
+    path = changed(tmp_path / "x", lambda metadata: None)
+    link(path / "__0_0.distcp")
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is missing, or no file"):
+        open_index(path)
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "../none.distcp"])
+def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
+    """And says nothing of what is there."""
+
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    inside = changed(tmp_path / "inside", change)
     shutil.copy(inside / "__0_0.distcp", tmp_path / "outside.distcp")
-    metadata = dcp.FileSystemReader(inside).read_metadata()
-    for info in metadata.storage_data.values():
-        info.relative_path = "../outside.distcp"
-    (inside / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"file name '../outside.distcp': expected a plain name"):
+    with pytest.raises(CheckpointError, match=f"file name '{name}': expected a plain name"):
         open_index(inside)

@@ -51,6 +51,7 @@ def test_what_fits_is_taken():
         (whole((4,), piece((0,), (3,))), {}, "w: chunks hold 3 of its 4 elements"),
         (whole((2,)), {}, "w: chunks hold 0 of its 2 elements"),
         (whole((4,), piece((0,), (3,)), piece((2,), (2,))), {}, r"w: chunks of \(3,\) at \(0,\) and .* overlap"),
+        (whole((4,), piece((0,), (2,)), piece((3,), (1,)), piece((1,), (2,))), {}, "overlap"),
         (whole((), piece((), ()), piece((), ())), {}, "overlap"),
         (whole((2, 4), piece((0, 0), (2, 3)), piece((1, 1), (1, 2))), {}, "overlap"),
         (whole((4,), piece((1,), (4,))), {}, r"w: a chunk of \(4,\) at \(1,\) sticks out of its shape \(4,\)"),

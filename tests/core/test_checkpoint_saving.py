@@ -14,10 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState, saving
-from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    DamagedCheckpointError,
+    TrainingState,
+    saving,
+)
+from shardkit.core.checkpoint.commit import Header, await_parts, build_index
 from shardkit.core.checkpoint.directory import CheckpointDirectory
-from shardkit.core.checkpoint.image import Image
+from shardkit.core.checkpoint.image import Image, places
+from shardkit.core.checkpoint.manifest import seal, unseal
+from shardkit.core.checkpoint.parts import Part, read_part, write_part
+from shardkit.core.checkpoint.pieces import Piece
 from tests.support import run_ranks
 
 
@@ -101,6 +110,46 @@ def test_parts_that_never_come(tmp_path: Path):
     text = r"ranks \[1, 2\] have not written their part where this rank sees it: they had 0.2 s; the directory must be"
     assert re.search(text, str(save.await_commit()))
     assert list(tmp_path.iterdir()) == [] and save.progress.phase == "failed"
+
+
+def part_of(*told: Piece) -> Part:
+    _, end = places(told)
+    return Part(end, ("0" * 32,) * bool(end), told, (), ())
+
+
+def test_parts_are_told_apart_by_rank_and_not_by_when_they_come(tmp_path: Path):
+    """Rank 1 is first to be done."""
+    write_part(tmp_path, 1, memoryview(b"one"), [], [], [], [], lambda _: None)
+
+    def gone() -> None:
+        write_part(tmp_path, 0, memoryview(b"zero"), [], [], [], [], lambda _: None)
+
+    assert [part.nbytes for part in await_parts(tmp_path, 2, gone)] == [4, 3]
+
+
+def test_notes_that_are_damaged_are_none(tmp_path: Path):
+    """One that a disk has spoilt, and one that another program has written."""
+    write_part(tmp_path, 0, memoryview(b"zero"), [], [], [], [], lambda _: None)
+    note = tmp_path / "part-0.json"
+    document = unseal(note.read_bytes(), "note")
+    note.write_bytes(note.read_bytes().replace(b'"nbytes":4', b'"nbytes":5'))
+    with pytest.raises(DamagedCheckpointError, match=r"part-0\.json is damaged: its seal does not fit"):
+        read_part(tmp_path, 0)
+    for change in ({"nbytes": []}, {"nbytes": "x"}, {"told": [[["w"], "float33", [], [], []]]}, {"objects": 3}):
+        note.write_bytes(seal({**document, **change}))
+        with pytest.raises(DamagedCheckpointError, match=r"part-0\.json is not put together as a note of a rank"):
+            read_part(tmp_path, 0)
+
+
+def test_parts_that_do_not_fit_make_no_checkpoint():
+    """What a rank wrote is as long as what it tells of; and all tell the same of a tensor that several have."""
+    one, other = (Piece(("w",), torch.float32, shape, (0,), shape) for shape in ((2,), (3,)))
+    with pytest.raises(CheckpointError, match="rank 0 wrote 5 bytes, but its tensors and objects take 0 and 5: the"):
+        build_index(Header(1, 1, {}), [], [Part(5, ("0" * 32,), (), (), ())])
+    with pytest.raises(CheckpointError, match=r"w: rank 1 has \(3,\) of torch.float32, another rank \(2,\) of torch"):
+        build_index(Header(1, 2, {}), [], [part_of(one), part_of(other)])
+    index = build_index(Header(1, 3, {}), [], [part_of(), part_of(one), part_of(one)])
+    assert [chunk.file for chunk in index.tensors["w"].chunks] == ["__1_0.distcp"]
 
 
 def no_thread(rank: int, world_size: int, path: Path) -> str:

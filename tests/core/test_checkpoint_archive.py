@@ -1,0 +1,99 @@
+"""`archive.py`: archives that torch.save never writes are refused before a value is taken from them."""
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.core.checkpoint import DamagedCheckpointError
+from shardkit.core.checkpoint.archive import check_stored, storages_in, values_in
+from shardkit.core.checkpoint.sources import open_file
+
+NOISE = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def packed(data: bytes) -> bytes:
+    """Deflated; noise becomes longer by that, so that no size gives it away."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
+        for one in source.infolist():
+            target.writestr(one.filename, source.read(one), zipfile.ZIP_DEFLATED if "/data/" in one.filename else 0)
+        target.writestr("archive/padding", b"", zipfile.ZIP_STORED)
+    return file.getvalue()
+
+
+def shared(data: bytes) -> bytes:
+    """A hundred entries over the same bytes."""
+    file = io.BytesIO(data)
+    with zipfile.ZipFile(file, "a") as archive:
+        (storage,) = (one for one in archive.infolist() if one.filename.endswith("/data/0"))
+        for number in range(100):
+            other = zipfile.ZipInfo(f"{storage.filename}{number}")
+            for name in ("header_offset", "file_size", "compress_size", "CRC"):
+                setattr(other, name, getattr(storage, name))
+            archive.filelist.append(other)
+        archive.writestr("archive/padding", b"")
+    return file.getvalue()
+
+
+def test_packed_values_are_not_taken_for_values(tmp_path: Path):
+    """They would be read as if they lay there plain, by torch.load(mmap=True) too."""
+    data = packed(saved({"weight": NOISE}))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert sum(one.file_size for one in archive.infolist()) <= len(data)
+    (tmp_path / "packed.pt").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=r"packed\.pt: its \d+ bytes are compressed"):
+        open_file(tmp_path / "packed.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"f: bytes 0 to .* hold a compressed storage"):
+        storages_in(io.BytesIO(data), 0, len(data), "f")
+
+
+def test_bytes_that_many_storages_share_count_for_each():
+    data = shared(saved(NOISE))
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"f: its {len(data)} bytes are compressed or claim to hold 12\d+"
+    ):
+        check_stored(io.BytesIO(data), len(data), "f")
+
+
+def longer(data: bytearray, entry: int, header: int) -> None:
+    struct.pack_into("<II", data, entry + 20, 10**6, 10**6)
+
+
+def elsewhere(data: bytearray, entry: int, header: int) -> None:
+    data[header : header + 4] = b"PK\x05\x06"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (longer, "f: bytes 7 to .*: the storage inside claims 1000000 bytes"),
+        (elsewhere, "f: bytes 7 to .* hold no storage where their directory says"),
+    ],
+)
+def test_a_storage_that_is_not_where_the_directory_says(change: Callable[[bytearray, int, int], None], text: str):
+    data = bytearray(saved(NOISE))
+    entry = data.index(b"/data/0", data.index(b"PK\x01\x02"))
+    entry = data.rindex(b"PK\x01\x02", 0, entry)
+    (header,) = struct.unpack_from("<I", data, entry + 42)
+    change(data, entry, header)
+    # What follows in the file is long enough: it would be taken for values.
+    with pytest.raises(DamagedCheckpointError, match=text):
+        values_in(io.BytesIO(b"before " + data + bytes(2 * 10**6)), 7, len(data), "f")
+
+
+def test_one_tensor_is_not_two():
+    data = saved((NOISE, NOISE.clone()))
+    with pytest.raises(DamagedCheckpointError, match=f"f: bytes 0 to {len(data)} hold 2 storages, expected one"):
+        values_in(io.BytesIO(data), 0, len(data), "f")
