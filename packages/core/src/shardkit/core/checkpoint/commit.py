@@ -91,7 +91,7 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
                 seen.add((piece.path, piece.offsets))
                 chunks.setdefault(piece.path, []).append(_chunk(piece, start, data_file(rank)))
         for path, offset, length in part.objects:
-            objects.setdefault(name_of(path), ObjectEntry(path, data_file(rank), offset, length))
+            objects[name_of(path)] = ObjectEntry(path, data_file(rank), offset, length)
         empties.update(dict.fromkeys(part.empties))
         order.update(dict.fromkeys(part.order))
     tensors = [TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()]

@@ -22,7 +22,7 @@ def open_index(path: Path) -> Index:
         CheckpointError: if it is no checkpoint.
         DamagedCheckpointError: if it is a damaged one.
     """
-    if (path / MANIFEST).is_symlink() or (path / MANIFEST).exists():
+    if (path / MANIFEST).exists():
         return read_manifest(path)
     if (path / METADATA).exists():
         return read_stock(path)

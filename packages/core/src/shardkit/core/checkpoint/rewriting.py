@@ -119,7 +119,7 @@ def _write_files(
             for one in tensors:
                 rows = -(-one.rows // ranks)
                 first, stop = min(rank * rows, one.rows), min((rank + 1) * rows, one.rows)
-                if first < stop and one.nbytes:
+                if first < stop:
                     chunks[one.name].append(_write_rows(file, name, one, first, stop))
             for path, data in objects.items() if rank == 0 else ():
                 placed[name_of(path)] = ObjectEntry(path, name, file.at, len(data))

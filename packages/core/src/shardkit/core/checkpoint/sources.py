@@ -153,9 +153,9 @@ class SafetensorsSource(Source):
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         entry, view = self.entries[name], self._slices[name]
-        if not entry.shape or region.numel == 0:
-            whole: torch.Tensor = self._file.get_tensor(name) if not entry.shape else torch.empty(region.shape)
-            return whole.to(entry.dtype)
+        if not entry.shape:
+            whole: torch.Tensor = self._file.get_tensor(name)
+            return whole
         boxes = list(region.boxes())
         if len(boxes) == 1:
             only: torch.Tensor = view[boxes[0][0]]
