@@ -171,6 +171,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
         (["inspect", "{tmp}"], "is no checkpoint, and there is none in it"),
         (["export", "{saved}", "{tmp}"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "{tmp}", "--ranks=1"], "exists; it would be overwritten"),
+        (["reshard", "{saved}", "/dev/null/x", "--ranks=1"], "Not a directory"),
         (["inspect", "{tmp}/none"], "is no checkpoint, and there is none in it"),
         (["import", "{tmp}/none", "{tmp}/x"], "none is missing, or no file"),
         (["export", "{saved}", "{tmp}/x", "--prefix", "nothing."], "no tensor whose name begins with 'nothing.'"),
@@ -273,6 +274,9 @@ def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.Ca
     assert status == 2 and "step-000002/__0_0.distcp is damaged" in text
     status, text = said(capsys, "verify", run / "step-000002", "--fallback")
     assert status == 0 and f"{run / 'step-000001'}: 2 files are what was written" in text
+    expected = (1, "user.value: 3 and 1\n1 differences\n")
+    assert said(capsys, "diff", run / "step-000003", run / "step-000001") == expected
+    assert said(capsys, "diff", run, run / "step-000001") == expected
 
 
 def test_a_checkpoint_that_is_named_from_where_one_is(
@@ -504,8 +508,9 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
-    """Step, ranks and info; empty dicts and the order of keys."""
-    state = TrainingState(torch.nn.Linear(1, 1), user={"user": Held({"b": 1, "a": torch.ones(2), "c": 2, "d": {}})})
+    """Step, ranks and info; empty dicts, tensors without elements and the order of keys."""
+    user = {"b": 1, "a": torch.ones(2), "c": 2, "e": torch.ones(3, 0), "d": {}}
+    state = TrainingState(torch.nn.Linear(1, 1), user={"user": Held(user)})
     manager = CheckpointManager(tmp_path / "run")
     manager.save(7, state, info={"loss": 0.5}, blocking=True)
     assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "x"), "--ranks", "3"]) == 0

@@ -75,7 +75,10 @@ def test_another_manager_spares_what_is_being_written(tmp_path: Path):
     assert CheckpointManager(tmp_path).checkpoints() == []
     second.start()
     assert second.await_commit() is None and first.await_commit() is None
-    assert [one.step for one in directory.complete()] == [1]
+    (found,) = directory.complete()
+    assert found.step == 1
+    files = sorted(path.name for path in found.path.iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
 
 
 def test_what_dead_runs_have_left_goes(tmp_path: Path):

@@ -81,7 +81,7 @@ def interchange(rank: int, world_size: int, path: Path, direction: str) -> list[
 
 
 @pytest.mark.parametrize("direction", ["ours to stock", "stock to ours"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_interchange_with_stock(tmp_path: Path, direction: str, world_size: int):
     assert run_ranks(world_size, interchange, tmp_path, direction) == [[]] * world_size
 
@@ -141,6 +141,7 @@ def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shap
 def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
     parts = [os.urandom(size) for size in sizes]
     told: list[int] = []
+    (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # what is there already goes
     sums = write_file(tmp_path / "file", parts, told.append)
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
     assert sums == list(checksums(memoryview(b"".join(parts)))) and sum(told) == sum(sizes)
@@ -331,6 +332,25 @@ def test_stock_files_that_are_transformed(tmp_path: Path):
     with pytest.raises(
         CheckpointError, match=r"model\.a: is transformed by \('stream\.zstd',\), which is not supported"
     ):
+        open_index(changed(tmp_path / "x", change))
+
+
+def test_stock_metadata_that_tells_of_more_than_there_is(tmp_path: Path):
+    path = changed(tmp_path / "x", lambda metadata: metadata.storage_data.clear())
+    with pytest.raises(
+        DamagedCheckpointError, match=r"model\.a: the metadata lists a chunk at \(0,\), and no file that"
+    ):
+        open_index(path)
+
+
+def test_stock_metadata_of_a_dtype_that_is_none(tmp_path: Path):
+    """Of a tensor without elements, too, in which nothing else would show it."""
+
+    def change(metadata: Any) -> None:
+        described = metadata.state_dict_metadata["model.a"]
+        described.size, described.chunks, described.properties.dtype = torch.Size([0]), [], "x"
+
+    with pytest.raises(DamagedCheckpointError, match=r"model\.a: dtype 'x'"):
         open_index(changed(tmp_path / "x", change))
 
 

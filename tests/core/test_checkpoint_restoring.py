@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
@@ -197,3 +199,23 @@ def test_tensors_without_elements(tmp_path: Path, world_size: int):
     assert run_ranks(world_size, save_and_restore, tmp_path) == [[]] * world_size
     assert main(["reshard", str(tmp_path), str(tmp_path / "x"), "--ranks", "3"]) == 0
     assert main(["diff", str(tmp_path), str(tmp_path / "x")]) == 0
+
+
+def on_a_mesh_of_one(rank: int, world_size: int, path: Path) -> list[float]:
+    """User state that lies on rank 1 alone; rank 0 has nothing of it, and knows."""
+    mesh = DeviceMesh("cpu", [1])
+    held = Held({"w": distribute_tensor(torch.arange(4.0), mesh, [Replicate()])})
+    state = TrainingState(torch.nn.Linear(1, 1), user={"user": held})
+    manager = CheckpointManager(path)
+    manager.save(1, state, blocking=True)
+    held.state = {"w": distribute_tensor(torch.zeros(4), mesh, [Replicate()])}
+    manager.restore(state)
+    found = held.state["w"].to_local().tolist()
+    held.state = {"w": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Partial()])}
+    with pytest.raises(CheckpointError, match=r"user\.w: placements \(Partial.*expected Shard or Replicate; redist"):
+        manager.save(2, state)
+    return found
+
+
+def test_tensors_on_a_mesh_of_some_ranks(tmp_path: Path):
+    assert run_ranks(2, on_a_mesh_of_one, tmp_path, isolated=True) == [[], [0.0, 1.0, 2.0, 3.0]]

@@ -150,6 +150,7 @@ def test_parts_that_do_not_fit_make_no_checkpoint():
         build_index(Header(1, 2, {}), [], [part_of(one), part_of(other)])
     index = build_index(Header(1, 3, {}), [], [part_of(), part_of(one), part_of(one)])
     assert [chunk.file for chunk in index.tensors["w"].chunks] == ["__1_0.distcp"]
+    assert list(index.files) == ["__1_0.distcp", "__2_0.distcp"], "rank 0 had nothing to write, and no file"
 
 
 def no_thread(rank: int, world_size: int, path: Path) -> str:

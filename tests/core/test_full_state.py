@@ -6,6 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,6 +238,33 @@ def test_ranks_with_different_files_take_that_of_rank_0(directory):
         torch.save({"weight": torch.full((5,), float(rank))}, path)
         os.utime(path, (1000 + rank, 1000 + rank))
     run_ranks(2, check_files_that_differ, paths)
+
+
+def test_files_that_are_the_same(directory):
+    """Ranks read a file themselves if it has the size, the time and the index of rank 0's."""
+
+    def fingerprint(state, time=1000, name="model.pt"):
+        torch.save(state, directory / name)
+        os.utime(directory / name, (time, time))
+        return open_source(directory / name).fingerprint
+
+    one = {"weight": torch.zeros(5), "note": "ab"}
+    same = fingerprint(one)
+    assert fingerprint(one, name="other.pt") == same, "of another name: mounts may differ"
+    others = [fingerprint(one, time=1001), fingerprint({"Weight": torch.zeros(5), "note": "ab"})]
+    assert (directory / "model.pt").stat().st_size == (directory / "other.pt").stat().st_size
+    others.append(fingerprint({"weight": torch.zeros(5), "note": "a" * 1000}))
+    assert len({same, *others}) == 4
+
+
+def test_a_file_is_not_read_before_it_is_needed(directory):
+    """256 MiB that nobody has written take no memory."""
+    with torch.serialization.skip_data():
+        torch.save({"weight": torch.empty(2**26)}, directory / "model.pt")
+    resident = psutil.Process().memory_info().rss
+    source = open_source(directory / "model.pt")
+    assert source.read("weight", Region((((7, 9),),))).tolist() == [0.0, 0.0]
+    assert psutil.Process().memory_info().rss - resident < 64 * 2**20
 
 
 class PeakMemory(TorchDispatchMode):
