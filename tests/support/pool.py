@@ -1,7 +1,7 @@
 """Pools of rank processes: one per world size, started on first use and kept until the pytest session ends.
 
-Ranks are forked from one server process that has imported torch, so a pool of four costs about as much as one Python
-start. A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
+Ranks are forked from one server process that has imported what they need (``rank_server.py``), so a pool costs little.
+A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
 It is then killed, and the next call starts a new one.
 """
 
@@ -27,10 +27,6 @@ from typing import Any
 from tests.support.failures import RankError, RankFailure, RankTimeout
 from tests.support.rank_process import Clean, Job, Outcome, RankPlace, serve
 
-_PRELOADED = [
-    *("pytest", "numpy", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *("torch.distributed.checkpoint.state_dict", "torch._dynamo"),  # the first step of an optimizer imports the latter
-]
 _START_TIMEOUT = 120.0
 _CLEAN_TIMEOUT = 30.0
 # How long ranks that have not failed may go on once one has: enough for the same error to arrive from each of them.
@@ -77,7 +73,7 @@ def start_server(*more: str) -> None:
     """
     # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
-        multiprocessing.set_forkserver_preload([*_PRELOADED, *more])
+        multiprocessing.set_forkserver_preload(["tests.support.rank_server", *more])
         multiprocessing.forkserver.ensure_running()
 
 

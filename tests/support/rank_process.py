@@ -97,7 +97,7 @@ def serve(place: RankPlace, connection: Connection) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_COLLECTIVE_TIMEOUT
     )
-    _collect_garbage(all_of_it=True)
+    _collect_garbage(all_of_it=False)
     environment = dict(os.environ)
     for count in itertools.count():
         request = requests.get()
@@ -122,10 +122,9 @@ def _prepare_process(place: RankPlace) -> None:
     faulthandler.enable(file=sys.stderr, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True)
     torch.set_num_threads(1)
-    _rewrite_assertions()
 
 
-def _rewrite_assertions() -> None:
+def rewrite_assertions() -> None:
     """Give asserts in bodies pytest's explanations. Best effort: without it a bare assert says less, and no more."""
     try:
         from _pytest.assertion import install_importhook
