@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -61,7 +61,7 @@ class Twins:
                 mine.copy_(theirs.full_tensor())
 
     def check_gradients(self) -> None:
-        """Every gradient, gathered, is the reference's; absent where that one is absent (collective)."""
+        """Every gradient is the reference's; absent where that one is absent."""
         expected = dict(self.whole.named_parameters())
         seen = dict(self.sharded.named_parameters())
         assert seen.keys() == expected.keys()
@@ -72,16 +72,21 @@ class Twins:
                 assert_close(parameter.grad, expected[fqn].grad, f"gradient of {fqn}")
 
     def check_parameters(self) -> None:
-        """Every parameter, gathered, is the reference's (collective)."""
+        """Every parameter is the reference's."""
         expected = dict(self.whole.named_parameters())
         for fqn, parameter in self.sharded.named_parameters():
             assert_close(parameter, expected[fqn], fqn)
 
 
 def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
-    """Gathered if need be, the values agree within a few roundings of their dtype."""
+    """The values agree within a few roundings of their dtype: of a DTensor what this rank holds, where it holds it.
+
+    Nothing is gathered: that every rank holds its part says as much, and takes a tenth of the time.
+    """
     if isinstance(seen, DTensor):
-        seen = seen.full_tensor()
+        assert seen.shape == expected.shape, f"{what}: {seen.shape}, expected {expected.shape}"
+        part = distribute_tensor(expected.detach(), seen.device_mesh, seen.placements, src_data_rank=None)
+        seen, expected = seen.to_local(), part.to_local()
     assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
     rtol, atol = {torch.float64: (1e-10, 1e-12), torch.float32: (1e-5, 1e-6)}.get(seen.dtype, (3e-2, 3e-3))
     torch.testing.assert_close(seen, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")

@@ -1,7 +1,7 @@
 """Training against stock's with several features at once: every pair of the main ones, the others with a few each.
 
-Three features in one run try three pairs. The runs are dealt out to the world sizes in turn, each to one of those that
-all its features mean something on.
+Four features in one run try six pairs. The runs are dealt out to the world sizes in turn, each to one of those that all
+its features mean something on.
 """
 
 import itertools
@@ -37,6 +37,7 @@ MAIN = (
     "clipped",
 )
 OTHERS = tuple(name for name in FEATURES if name not in MAIN)
+FEATURES_IN_A_RUN = 4
 COMPANIONS = ("no_reshard", "bfloat16_reduce_float32", "hsdp_2", "accumulate_no_sync")
 
 
@@ -45,9 +46,12 @@ def _deal_out() -> list[tuple[int, tuple[str, ...]]]:
     left = dict.fromkeys(frozenset(pair) for pair in pairs if _world_sizes(pair))
     dealt = []
     while left:
-        first, second = (name for name in FEATURES if name in next(iter(left)))
-        third = max(FEATURES, key=lambda name: _pairs_tried((first, second, name), left))
-        chosen = (first, second, third) if _pairs_tried((first, second, third), left) > 1 else (first, second)
+        chosen = tuple(name for name in FEATURES if name in next(iter(left)))
+        while len(chosen) < FEATURES_IN_A_RUN:
+            more = max(FEATURES, key=lambda name: _pairs_tried((*chosen, name), left))
+            if _pairs_tried((*chosen, more), left) <= _pairs_tried(chosen, left):
+                break
+            chosen = (*chosen, more)
         world_sizes = _world_sizes(chosen)
         dealt.append((world_sizes[len(dealt) % len(world_sizes)], chosen))
         for pair in itertools.combinations(chosen, 2):
