@@ -106,7 +106,7 @@ def _reduces(rank: int, world_size: int, kind: str, name: str) -> None:
                 continue
             wire = grad_dtype if grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
             errors: dict[tuple[int, int], Tensor] = {}
-            for step in range(3):
+            for step in range(3 if policy.error_feedback else 2):
                 seen = run_reduce(plan, _terms(case, grad_dtype, rank, step), before, after)
                 given = [_terms(case, grad_dtype, one, step) for one in range(world_size)]
                 for i, item in enumerate(plan.items):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -92,6 +93,10 @@ def threads(rank: int, world_size: int) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
+def was_prepared(rank: int, world_size: int) -> bool:
+    return "tests.support.rank_server" in sys.modules
+
+
 def pids(world_size: int) -> list[int]:
     return [result[2] for result in run_ranks(world_size, whoami)]
 
@@ -111,6 +116,11 @@ def test_ranks_share_a_process_group(world_size: int) -> None:
 
 def test_processes_are_reused() -> None:
     assert pids(2) == pids(2)
+
+
+def test_ranks_are_forked_from_a_prepared_server() -> None:
+    """An import that fails in the server is silent: ranks would import everything themselves, each time."""
+    assert run_ranks(2, was_prepared) == [True, True]
 
 
 def test_partial_of_a_function() -> None:
