@@ -1,40 +1,73 @@
 """The FSDP1 script of examples/fsdp1_tutorial: the same losses on stock and, with its imports rewritten, on ours."""
 
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
+import signal
 import sys
 import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardkit.legacy_fsdp_compat.migrate.script import rewrite
+from tests.support.pool import start_server
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp1_tutorial" / "train.py"
 LINE = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
 
 
 def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, float]]:
-    """Losses and gradient norms of a run on two processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    """Losses and gradient norms of a run on two ranks, which find each other as under torchrun.
+
+    They are forked from the server of the rank pools: nearly all of the time under torchrun itself went into three
+    processes that import torch.
+    """
+    start_server()
     for _ in range(2):
-        done = subprocess.run(
-            [*launcher, *arguments],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        outputs = [directory / f"{script.stem}-{rank}.txt" for rank in range(2)]
+        context = multiprocessing.get_context("forkserver")
+        ranks = [
+            context.Process(target=run_rank, args=(rank, store.port, script, arguments, outputs[rank], sys.path))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        wait([rank.sentinel for rank in ranks], timeout=240)
+        for rank in ranks:
+            rank.join(timeout=60)
+            rank.kill()
+            rank.join()
         # Seen once, on an overloaded machine: SIGABRT in a rank. Which side aborts, and why, is open.
-        if "SIGABRT" not in done.stderr:
+        if -signal.SIGABRT not in [rank.exitcode for rank in ranks]:
             break
-        warnings.warn(f"{script.name} aborted:\n{done.stderr}", stacklevel=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(done.stdout)]
+        warnings.warn(f"{script.name} aborted:\n{outputs[0].read_text()}{outputs[1].read_text()}", stacklevel=2)
+    said = "".join(output.read_text() for output in outputs)
+    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(said)]
+
+
+def run_rank(rank: int, port: int, script: Path, arguments: tuple[str, ...], output: Path, path: list[str]) -> None:
+    """The script as one rank; what it prints goes to a file."""
+    with output.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.chdir(output.parent)
+    sys.path[:] = path
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.slow
