@@ -167,6 +167,8 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
     if use_orig_params:
         with pytest.raises(CheckpointError, match=r"\['head.weight'\] beside .* tied"):
             open_checkpoint(files, unknown)
+        with pytest.raises(CheckpointError, match=r"elements of parameters and .* in its flat tensors"):
+            open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
     else:
         with pytest.raises(CheckpointError, match="tied parameters marked"):
             open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
@@ -175,7 +177,7 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("option", ["--model", "--config"])
 def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Ours keeps them, FSDP1 does not: only LOCAL files for it are refused."""
+    """Ours keeps them, FSDP1 does not: its forward fails with use_orig_params=True, and so that is refused."""
     (tmp_path / "ours").mkdir()
     run_ranks(2, write, "ties across units", use_orig_params, tmp_path / "ours")
     shapes = {name: list(value.shape) for name, value in build(Tied).state_dict().items()}
@@ -190,8 +192,14 @@ def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, c
     for to in (["full"], ["sharded", "--ranks", "3"]):
         assert main([str(tmp_path / "ours"), str(tmp_path / to[0]), "--to", *to, *known]) == 0
         assert_is(whole(open_checkpoint(tmp_path / to[0]), "model"), Tied)
-    assert main([str(tmp_path / "ours"), str(tmp_path / "no"), "--to", "local", "--ranks", "3", *known]) == 1
-    assert "FSDP1 keeps no such ties" in capsys.readouterr().err
+    parts = option == "--model" or not use_orig_params
+    local = [str(tmp_path / "ours"), str(tmp_path / "local"), "--to", "local", "--ranks", "3", *known]
+    assert main(local) == (0 if parts else 1)
+    if parts:
+        for_stock = {name: tuple(shape) for name, shape in shapes.items()}
+        assert_is(whole(open_checkpoint(tmp_path / "local", for_stock), "model"), Tied)
+    else:
+        assert "'head.weight' is tied to 'emb.weight' of another FSDP module" in capsys.readouterr().err
 
 
 def test_alignment_that_fits_by_chance(tmp_path: Path):

@@ -13,7 +13,10 @@ from shardkit.core.tensors import cast_floating
 from shardkit.legacy_fsdp_compat.api import MixedPrecision
 from shardkit.legacy_fsdp_compat.wrap import Policy
 
-__all__ = ["auto_wrap"]
+__all__ = ["CHOOSE", "auto_wrap"]
+
+CHOOSE = ("choose", "_run_policy")
+"""What policies that see the whole model at once have instead of being called; the second is stock's spelling."""
 
 Wrapper = Callable[..., nn.Module]
 
@@ -40,7 +43,7 @@ def auto_wrap(
             )
     mixed: MixedPrecision | None = arguments["mixed_precision"]
     exempt = _exempt_from_mixed_precision(root, mixed, ignored_modules)
-    choose = getattr(policy, "choose", None) or getattr(policy, "_run_policy", None)  # the second is stock's spelling
+    choose = next((getattr(policy, name) for name in CHOOSE if hasattr(policy, name)), None)
     if choose is not None:
         chosen = choose(root, ignored_modules, arguments)
         for module in exempt:

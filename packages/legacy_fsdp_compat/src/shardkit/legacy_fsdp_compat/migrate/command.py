@@ -14,25 +14,23 @@ from typing import Any
 
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
+from shardkit.legacy_fsdp_compat.migrate.model_factory import model_of, shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import Shapes
+from shardkit.legacy_fsdp_compat.migrate.model_wrapping import parameters_of_model, wrapping_of_model
 from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
 from shardkit.legacy_fsdp_compat.migrate.sources import (
-    model_of,
     open_checkpoint,
     shapes_of_checkpoint,
     shapes_of_file,
-    shapes_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.trees import joined
 from shardkit.legacy_fsdp_compat.migrate.wrapping import (
     Wrapping,
-    parameters_of_model,
     shapes_of_config,
     wrapping_of_config,
     wrapping_of_file,
-    wrapping_of_model,
 )
 
 __all__ = ["main"]

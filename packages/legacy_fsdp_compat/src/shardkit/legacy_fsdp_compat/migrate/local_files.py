@@ -20,6 +20,7 @@ from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, s
 from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, Read, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 
 __all__ = ["is_local", "local_checkpoint"]
 
@@ -48,20 +49,23 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
     checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
     bases = dict.fromkeys(path[:-1] for file in files for path in file.leaves if _is_flat(path))
     models = [_model(checkpoint, files, base, shapes) for base in bases]
-    checkpoint.config = found_config(files, next(iter(bases)), shapes, {cut.name for unit in models[0] for cut in unit})
+    known, first = models[0]
+    checkpoint.config = found_config(files, next(iter(bases)), known, {cut.name for unit in first for cut in unit})
     optimizers = optimizer_bases(files)
     of_optimizers = tuple((*base, key) for base in optimizers for key in ("state", "param_groups"))
     for path in dict.fromkeys(path for file in files for path in file.leaves):
         if path[:-1] not in bases and not any(path[: len(one)] == one for one in of_optimizers):
             add_leaf(checkpoint, files, path)
     for base in optimizers:
-        add_optimizer(checkpoint, files, base, models[0])
+        add_optimizer(checkpoint, files, base, first)
     return checkpoint
 
 
-def _model(checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: ModelShapes) -> list[list[Cut]]:
-    """Adds one model's parameters and buffers, in order of the shapes; returns how its parameters were cut: a list for
-    each parameter that the optimizer had.
+def _model(
+    checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: ModelShapes
+) -> tuple[ModelShapes, list[list[Cut]]]:
+    """Adds one model's parameters and buffers, in order of the shapes; returns these as the files have ties, and how
+    its parameters were cut: a list for each parameter that the optimizer had.
     """
     beside = {path: value for file in files for path, value in file.leaves.items() if path[:-1] == base}
     here = {path[-1] for path, value in beside.items() if isinstance(value, torch.Tensor) and not _is_flat(path)}
@@ -75,20 +79,60 @@ def _model(checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: M
     units = [[cut] for cut in cuts.values()]
     tensors = {name: _from_pieces(files, (*base, name), cut) for name, cut in cuts.items()}
     if not cuts:
-        for path in beside:
-            if _is_flat(path):
-                units.append(_flat_unit(tensors, files, path, shapes, here))
+        flats = [path for path in beside if _is_flat(path)]
+        shapes = _with_ties_of_files(checkpoint, files, flats, shapes, here)
+        for path in flats:
+            units.append(_flat_unit(tensors, files, path, shapes, here))
     for name in shapes.given:
         first = shapes.ties.get(name, name)
         if first in tensors:
             checkpoint.tensors[*base, name] = tensors[first]
+            if first != name and first in cuts:
+                _check_tie(files, base, name, tensors[first], cuts[first])
         elif name in here:
             add_leaf(checkpoint, files, (*base, name))
     for path, value in beside.items():
         if not isinstance(value, torch.Tensor):
             add_leaf(checkpoint, files, path)
     _check_shard_sizes(files, base, cuts)
-    return units
+    return shapes, units
+
+
+def _check_tie(files: list[RankFile], base: Path_, name: str, first: StoredTensor, cut: Cut) -> None:
+    """With use_orig_params=True the files list a tied parameter under each of its names."""
+    listed = [file for file in files if isinstance(file.leaves.get((*base, name)), torch.Tensor)]
+    if not listed:
+        return
+    found = _piece_cut(files, (*base, name), cut.shape)
+    if found is None or not _from_pieces(files, (*base, name), found).same_values(first):
+        raise CheckpointError(
+            f"'{joined((*base, name))}' is tied to '{cut.name}', say the shapes, but {listed[0].path} and the others "
+            "hold other values for it: it was a parameter of its own, which has a shape of its own"
+        )
+
+
+def _with_ties_of_files(
+    checkpoint: Checkpoint, files: list[RankFile], flats: list[Path_], shapes: ModelShapes, buffers: set[str]
+) -> ModelShapes:
+    """Of parameters that are tied across FSDP modules FSDP1 keeps a copy in each, which then train apart; ours stay
+    tied. How long the flat tensors are says which it was.
+    """
+    if not shapes.ties:
+        return shapes
+    names = {str(path[-1]).removesuffix(FLAT_NAME).removesuffix("."): path for path in flats}
+    wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), frozenset(buffers), use_orig_params=False)
+    of_flats = {unit: files[0].leaves[path] for unit, path in names.items()}
+    parted = [name for name, first in shapes.ties.items() if wrapping.known.ties.get(name) != first]
+    if not parted or any(
+        wrapping.layout(u, len(files), one.dtype).numel != one.whole[0] for u, one in of_flats.items()
+    ):
+        return shapes
+    for name in parted:
+        checkpoint.notes.append(
+            f"'{name}' is tied to '{shapes.ties[name]}' of another FSDP module in the model, but not in the files, as "
+            "FSDP1 has trained them apart; both are converted"
+        )
+    return wrapping.known
 
 
 def _piece_cut(files: list[RankFile], path: Path_, shape: tuple[int, ...]) -> Cut | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,36 @@ class LocalWriter(ShardedWriter):
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: LocalRanks) -> None:
         super().__init__(directory, checkpoint, Ranks(ranks.count, ranks.wrapping.parameters))
         self._wrapping = ranks.wrapping
-        self.shapes = ranks.wrapping.shapes
-        check_shapes(checkpoint, ModelShapes.of(self.shapes))
+        self.shapes = ranks.wrapping.known.given
+        check_shapes(checkpoint, ranks.wrapping.known)
         bases = dict.fromkeys(path[:-1] for path in checkpoint.tensors if path[-1] in self.shapes)
+        self._check_ties(bases)
+        self._check_parted()
         self._units = {base: {unit: self._unit(base, unit) for unit in ranks.wrapping.units} for base in bases}
+
+    def _check_ties(self, bases: Iterable[Path_]) -> None:
+        """What is tied lies in the files once."""
+        for name, first in self._wrapping.known.ties.items():
+            for base in bases:
+                one, other = (self._checkpoint.tensors[*base, each] for each in (name, first))
+                if one is not other and not one.same_values(other):
+                    raise CheckpointError(
+                        f"'{joined((*base, name))}' is tied to '{first}' in the model, but has other values in the "
+                        "checkpoint: only one of them can be written; give it a shape of its own, or another wrapping"
+                    )
+
+    def _check_parted(self) -> None:
+        """FSDP1 loads state for all parameters of an FSDP module, or for none."""
+        paths = (*self._checkpoint.tensors, *self._checkpoint.objects)
+        states = {path[:-1] for path in paths if len(path) > 2 and path[-3] == "state"}
+        for name, first in ModelShapes.of(self._wrapping.shapes).ties.items():
+            lacking = [path for path in states if path[-1] == first and (*path[:-1], name) not in states]
+            if name in self._wrapping.known.own and lacking:
+                raise CheckpointError(
+                    f"'{name}' is tied to '{first}' of another FSDP module, which FSDP1 parts, but the checkpoint has "
+                    f"optimizer state for '{joined(lacking[0])}' alone; leave the optimizer out (--without "
+                    f"{joined(lacking[0][:-2])})"
+                )
 
     def _unit(self, base: Path_, unit: str) -> _Unit:
         names = self._wrapping.members[unit]
@@ -100,7 +127,7 @@ class LocalWriter(ShardedWriter):
         pieces: dict[str, torch.Tensor] = {}
         for unit, described in self._units[base].items():
             pieces.update(_pieces(described, flats[unit], rank))
-        ties = ModelShapes.of(self._wrapping.shapes).ties
+        ties = self._wrapping.known.ties
         for key, unit_or_none in self._wrapping.entries():
             path = (*base, key)
             if unit_or_none is not None:

@@ -177,7 +177,7 @@ def stored_shards(name: str, files: list[RankFile], path: Path_, notes: list[str
             known, other = holders.setdefault((offsets, tensor.shape), (group, box))
             if other is box or known & group:
                 boxes.append(box)
-            elif notes is not None and not _same(_alone(box, dtype), _alone(other, dtype)):
+            elif notes is not None and not _alone(box, dtype).same_values(_alone(other, dtype)):
                 notes.append(f"'{name}' differs between {other.file} and {box.file}; taken from the first")
     return StoredTensor(name, dtype, first.whole, parts_of(name, first.whole, boxes))
 
@@ -254,7 +254,8 @@ def same_everywhere(files: list[RankFile], path: Path_) -> None:
     for other in others:
         mine, theirs = first.leaves[path], other.leaves[path]
         if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            same = _same(whole(joined(path), mine, str(first.path)), whole(joined(path), theirs, str(other.path)))
+            left, right = whole(joined(path), mine, str(first.path)), whole(joined(path), theirs, str(other.path))
+            same = left.same_values(right)
         else:
             same = type(mine) is type(theirs) and repr(mine) == repr(theirs)
         if not same:
@@ -263,15 +264,6 @@ def same_everywhere(files: list[RankFile], path: Path_) -> None:
                 "would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not optimizer.state_dict(); "
                 "leave out what belongs to a rank (random states, positions of data loaders) with --without KEY"
             )
-
-
-def _same(mine: StoredTensor, theirs: StoredTensor) -> bool:
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        return False
-    return all(
-        torch.equal(mine.read(low, high).view(torch.uint8), theirs.read(low, high).view(torch.uint8))
-        for low, high in mine.slabs()
-    )
 
 
 def _is_buffer(files: list[RankFile], path: Path_) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,8 @@ from shardkit.legacy_fsdp_compat.migrate.reading import whole
 from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill, joined
-from shardkit.legacy_fsdp_compat.migrate.wrapping import shapes_of_model as shapes_of_module
 
-__all__ = ["model_of", "open_checkpoint", "shapes_of_checkpoint", "shapes_of_file", "shapes_of_model"]
+__all__ = ["open_checkpoint", "shapes_of_checkpoint", "shapes_of_file"]
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
@@ -147,32 +145,3 @@ def _ties(path: Path, base: Path_) -> dict[str, str]:
             if known != name:
                 ties[name] = known
     return ties
-
-
-def model_of(factory: str) -> tuple[torch.nn.Module, dict[str, Any] | None]:
-    """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, perhaps none; None
-    if it returns the model alone. It is called on the meta device, so nothing is allocated.
-
-    Raises:
-        CheckpointError: if that cannot be imported or gives no module.
-    """
-    module, _, name = factory.partition(":")
-    try:
-        build: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"--model {factory}: {error}; expected MODULE:FUNCTION that can be imported") from error
-    with torch.device("meta"):
-        built = build()
-    paired = isinstance(built, tuple) and len(built) == 2
-    model, arguments = built if paired else (built, {})
-    if not isinstance(model, torch.nn.Module) or not isinstance(arguments, dict):
-        raise CheckpointError(
-            f"--model {factory} returned a {type(model).__name__}, expected a torch.nn.Module, or a pair of one and "
-            "the arguments of FullyShardedDataParallel"
-        )
-    return model, arguments if paired else None
-
-
-def shapes_of_model(factory: str | torch.nn.Module) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of the parameters and buffers of a model, or of what `model_of` builds; of a tied one its first name."""
-    return shapes_of_module(model_of(factory)[0] if isinstance(factory, str) else factory)

@@ -93,6 +93,15 @@ class StoredTensor:
             return pieces[0]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
 
+    def same_values(self, other: StoredTensor) -> bool:
+        """Whether both have one shape, one dtype, and the same bytes."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        return all(
+            torch.equal(self.read(low, high).view(torch.uint8), other.read(low, high).view(torch.uint8))
+            for low, high in self.slabs()
+        )
+
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Ranges of elements that are whole rows, each about CHUNK_BYTES; one empty range for an empty tensor."""
         if not self.numel:

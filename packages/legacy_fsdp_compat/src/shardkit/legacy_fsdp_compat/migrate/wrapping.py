@@ -11,27 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from shardkit.legacy_fsdp_compat.api import MixedPrecision, own
-from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, aligned_numel
-from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
-from shardkit.legacy_fsdp_compat.units import clean_name
 
 __all__ = [
     "ParamDtypes",
     "Wrapping",
     "alignment_of",
     "flat_key",
-    "parameters_of_model",
     "shapes_of_config",
-    "shapes_of_model",
+    "with_members",
     "wrapping_of_config",
     "wrapping_of_file",
-    "wrapping_of_model",
 ]
 
 ParamDtypes = tuple[str | None, ...]
@@ -50,7 +43,8 @@ class Wrapping:
         use_orig_params: FSDP1's flag.
 
     Raises:
-        CheckpointError: for shapes that are none, parameters in no unit, and those tied across units.
+        CheckpointError: for shapes that are none, parameters in no unit, and with use_orig_params=True for those tied
+            across units.
     """
 
     shapes: Shapes
@@ -59,13 +53,27 @@ class Wrapping:
     use_orig_params: bool
 
     def __post_init__(self) -> None:
-        ties = ModelShapes.of(self.shapes).ties
+        given, known = ModelShapes.of(self.shapes).ties, self.known.ties
+        parted = [name for name in given if known.get(name) != given[name]]
+        if parted and self.use_orig_params:
+            raise CheckpointError(
+                f"'{parted[0]}' is tied to '{given[parted[0]]}' of another FSDP module: with use_orig_params=True "
+                "FSDP1's forward fails then; wrap both in one, or take use_orig_params=False, which parts them"
+            )
+
+    @cached_property
+    def known(self) -> ModelShapes:
+        """Shapes and ties as FSDP1 has them: an FSDP module takes what it wraps for itself, so of parameters that are
+        tied across several, each keeps its own copy, and trains it.
+        """
+        given = ModelShapes.of(self.shapes)
+        first: dict[tuple[str, str], str] = {}
+        shapes = dict(self.shapes)
         for name in self.parameters:
-            if self.unit_of(name) != self.unit_of(ties.get(name, name)):
-                raise CheckpointError(
-                    f"'{name}' is tied to '{ties[name]}' of another FSDP module, and FSDP1 keeps no such ties: wrap "
-                    "both in one, or give each a shape of its own"
-                )
+            tied = given.ties.get(name, name)
+            known = first.setdefault((tied, self.unit_of(name)), name)
+            shapes[name] = given.shape(name) if known == name else known
+        return ModelShapes.of(shapes)
 
     @property
     def parameters(self) -> list[str]:
@@ -91,7 +99,7 @@ class Wrapping:
         """Each unit's own parameters, in the order of its flat parameter."""
         found: dict[str, list[str]] = {unit: [] for unit in self.units}
         for name in self.parameters:
-            if not isinstance(self.shapes[name], str):
+            if name in self.known.own:
                 found[self.unit_of(name)].append(name)
         return found
 
@@ -101,8 +109,7 @@ class Wrapping:
         Raises:
             CheckpointError: where the `param_dtype` is not known well enough to say.
         """
-        known = ModelShapes.of(self.shapes).own
-        shapes = tuple(known[name] for name in self.members[unit])
+        shapes = tuple(self.known.own[name] for name in self.members[unit])
         layouts = [
             FlatLayout(shapes, count, alignment_of(name, dtype) if self.use_orig_params else 1)
             for name in self.units[unit]
@@ -201,7 +208,7 @@ def _json(path: Path) -> Any:
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
     """What `wrapping_of_file` reads, as it is in Python; `file` is for messages."""
     shapes, units, buffers, use_orig_params = _parts(config, file)
-    return _with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
+    return with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
 
 
 def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[str], bool]:
@@ -231,7 +238,7 @@ def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dic
         matching = [module for module in modules if _matches(module, pattern)]
         if not matching:
             raise CheckpointError(f"{path}: no name of the shapes lies in an FSDP module '{pattern}'")
-        dtypes = tuple(given) if isinstance(given, list) else (given,)
+        dtypes = tuple(given) if isinstance(given, list) and given else (given,)
         for name in dtypes:
             alignment_of(name, torch.float32)
         found.update(dict.fromkeys(matching, dtypes))
@@ -243,73 +250,15 @@ def _matches(module: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def shapes_of_model(model: nn.Module) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of the parameters and buffers of a model, in order; of a tied one its first name."""
-    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    clean = {clean_name(name): tensor for name, tensor in named.items()}
-    first: dict[int, str] = {}
-    shapes: dict[str, tuple[int, ...] | str] = {}
-    for name in model.state_dict():
-        if name in clean:
-            known = first.setdefault(id(clean[name]), name)
-            shapes[name] = tuple(clean[name].shape) if known == name else known
-    return shapes
+def with_members(wrapping: Wrapping) -> Wrapping:
+    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter.
 
-
-def parameters_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> set[str]:
-    """Names of what FSDP would shard of a model with these arguments, also of tied parameters: all but the ignored."""
-    return _not_ignored(model, _ignored(model, arguments))
-
-
-def _ignored(model: nn.Module, arguments: Mapping[str, Any]) -> Ignored:
-    return resolve_ignored(model, arguments.get("ignored_modules"), arguments.get("ignored_states"), _never)
-
-
-def _not_ignored(model: nn.Module, ignored: Ignored) -> set[str]:
-    named = model.named_parameters(remove_duplicate=False)
-    return {clean_name(name) for name, one in named if one not in ignored.parameters}
-
-
-def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrapping:
-    """How FSDP would wrap a model, which may be on the meta device, with these arguments.
-
-    Args:
-        model: not wrapped yet.
-        arguments: those of `FullyShardedDataParallel`; `auto_wrap_policy`, `mixed_precision`, `use_orig_params`,
-            `ignored_modules` and `ignored_states` count.
+    Raises:
+        CheckpointError: if none is left.
     """
-    mixed = arguments.get("mixed_precision")
-    passed = {"mixed_precision": None if mixed is None else own(MixedPrecision, mixed, "mixed_precision")}
-    ignored = _ignored(model, arguments)
-    shapes = shapes_of_model(model)
-    wrapped: dict[nn.Module, Any] = {model: passed}
-
-    def note(module: nn.Module, **given: Any) -> nn.Module:
-        wrapped[module] = given
-        return module
-
-    policy = arguments.get("auto_wrap_policy")
-    if policy is not None:
-        auto_wrap(model, policy, ignored.modules, ignored.parameters, passed, note, _never)
-    units = {
-        clean_name(f"{name}.").rstrip("."): (_param_dtype(wrapped[module]),)
-        for name, module in model.named_modules()
-        if module in wrapped
-    }
-    buffers = frozenset(shapes.keys() - _not_ignored(model, ignored))
-    return _with_members(Wrapping(shapes, units, buffers, bool(arguments.get("use_orig_params"))))
-
-
-def _with_members(wrapping: Wrapping) -> Wrapping:
-    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter."""
-    return replace(wrapping, units={unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names})
-
-
-def _never(module: nn.Module) -> bool:
-    return False
-
-
-def _param_dtype(arguments: Mapping[str, Any]) -> str | None:
-    mixed = arguments.get("mixed_precision")
-    dtype = None if mixed is None else mixed.param_dtype
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    units = {unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names}
+    if not units:
+        raise CheckpointError(
+            f"no FSDP module has parameters: all {len(wrapping.buffers)} names are of buffers or ignored parameters"
+        )
+    return replace(wrapping, units=units)

@@ -1,0 +1,243 @@
+"""`migrate --model MODULE:FUNCTION` with functions that go wrong: one line says what was seen, expected and to be done.
+
+The source is what stock FSDP1 wrote.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.legacy_fsdp_compat.migrate.command import main
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
+from tests.support import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = api(OURS)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Sequential(nn.Linear(4, width)), nn.Linear(width, 2)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def write(rank: int, world_size: int, directory: Path) -> None:
+    names = api(STOCK)
+    model = names.FSDP(Net(), auto_wrap_policy=names.ModuleWrapPolicy({nn.Sequential}), device_id=CPU)
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        torch.save({"model": model.state_dict()}, directory / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def local_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("local")
+    run_ranks(2, write, directory)
+    return directory
+
+
+def converted(source: Path, target: Path, model: str, to: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status, and the last line that was printed."""
+    ranks = [] if to == "dcp" else ["--ranks", "2"]
+    status = main([str(source), str(target), "--to", to, *ranks, "--no-progress", "--model", model])
+    assert target.exists() == (status == 0)
+    assert not target.with_name(target.name + ".partial").exists()
+    return status, capsys.readouterr().err.splitlines()[-1]
+
+
+def fails() -> nn.Module:
+    raise OSError("no such file:\n  'vocabulary.txt'")
+
+
+def leaves() -> nn.Module:
+    raise SystemExit(2)
+
+
+def needs_arguments(config: object) -> nn.Module:
+    raise NotImplementedError(config)
+
+
+def needs_values() -> nn.Module:
+    return nn.Linear(int(torch.ones(3).sum().item()), 2)
+
+
+def returns_nothing() -> None:
+    """A function without its return."""
+
+
+def returns_three() -> Any:
+    return Net(), {}, "more"
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def wrapped_already() -> nn.Module:
+    model = Net()
+    model.outer._modules["_fsdp_wrapped_module"] = nn.Linear(6, 2)
+    return model
+
+
+def wider() -> nn.Module:
+    return Net(7)
+
+
+def with_more() -> nn.Module:
+    model = Net()
+    model.more = nn.Linear(2, 2)
+    return model
+
+
+NOT_A_FUNCTION, A_MODULE = 5, Net()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", r"raised OSError in line \d+ of .*_model_function.py: no such file: 'vocabulary.txt'; it is called"),
+        ("leaves", r"raised SystemExit in line \d+ of .*: 2; it is called without arguments"),
+        ("needs_arguments", "raised TypeError: .*missing 1 required positional argument: 'config'; it is called"),
+        ("needs_values", "cannot be called on meta tensors; it is called without arguments on the meta device"),
+        ("returns_nothing", "returned something of type NoneType, expected a torch.nn.Module, or a pair"),
+        ("returns_three", "returned a tuple of Net, dict, str, expected"),
+        ("Net.__init__", "has no 'Net.__init__', expected a function"),
+        ("NOT_A_FUNCTION", "is something of type int, expected a function"),
+        ("A_MODULE", "is something of type Net, expected a function"),
+        ("lazy", r"\['0.weight', '0.bias'\] of the model have no shapes before its first forward"),
+        ("wrapped_already", "'outer' of the model is an FSDP module: build the model without FSDP"),
+        ("wider", r"_flat_param' has \d+ elements, .* make \d+"),
+        ("with_more", r"'model._flat_param' has 14 elements, .* make 20"),
+    ],
+)
+def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    status, said = converted(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", capsys)
+    assert status == 1
+    assert re.search(f"^error: .*{message}", said), said
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            "no_such_module:build",
+            "raised ModuleNotFoundError: No module named 'no_such_module'; expected a module that",
+        ),
+        (".relative:build", "raised TypeError: .* relative import"),
+        ("broken:build", r"raised SyntaxError: .*broken.py, line 1"),
+        ("no_colon", "--model no_colon is not MODULE:FUNCTION"),
+        ("no_function:", "--model no_function: is not MODULE:FUNCTION"),
+    ],
+)
+def test_modules(
+    module: str,
+    message: str,
+    local_files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (tmp_path / "broken.py").write_text("def build(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, said = converted(local_files, tmp_path / "out", module, "dcp", capsys)
+    assert status == 1
+    assert re.search(f"^error: .*{message}", said), said
+
+
+def per_module(**arguments: Any) -> Any:
+    return NAMES.CustomPolicy(lambda module: arguments if isinstance(module, nn.Sequential) else False)
+
+
+def raising(module: nn.Module) -> bool:
+    raise KeyError(type(module).__name__)
+
+
+def frozen(model: Net) -> dict[str, Any]:
+    model.outer.bias.requires_grad_(False)
+    return {}
+
+
+def repeated(model: Net) -> dict[str, Any]:
+    model.again = model.inner
+    return {"auto_wrap_policy": NAMES.ModuleWrapPolicy({nn.Sequential})}
+
+
+ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
+    "unknown": (lambda m: {"auto_wrap_polcy": None}, r"\['auto_wrap_polcy'\] of the model are no arguments of Fully"),
+    "policy": (lambda m: {"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy of the model is {<class .*}, expected"),
+    "policy class": (lambda m: {"auto_wrap_policy": NAMES.ModuleWrapPolicy}, "auto_wrap_policy of the model raised Ty"),
+    "policy raises": (
+        lambda m: {"auto_wrap_policy": NAMES.CustomPolicy(raising)},
+        r"auto_wrap_policy of the model raised KeyError in line \d+ of .*: 'Net'; expected a policy",
+    ),
+    "policy of one argument": (lambda m: {"auto_wrap_policy": lambda module: True}, "unexpected keyword argument"),
+    "precision": (lambda m: {"mixed_precision": torch.bfloat16}, "must be a MixedPrecision, got torch.bfloat16"),
+    "dtype": (
+        lambda m: {"mixed_precision": NAMES.MixedPrecision(param_dtype="bf16")},
+        "param_dtype of the model is 'bf16', expected a torch.dtype",
+    ),
+    "flag": (lambda m: {"use_orig_params": "yes"}, "use_orig_params of the model is 'yes', expected True or False"),
+    "ignored names": (
+        lambda m: {"ignored_modules": ["inner"]},
+        "ignored_modules must hold modules, got a str; expected",
+    ),
+    "one ignored": (
+        lambda m: {"ignored_modules": m.outer},
+        "ignored_modules or ignored_states raised .*; expected lis",
+    ),
+    "ignored twice": (
+        lambda m: {"ignored_modules": [], "ignored_states": []},
+        "pass ignored_modules or ignored_states",
+    ),
+    "all ignored": (lambda m: {"ignored_modules": [m.inner, m.outer]}, "no FSDP module has parameters: all 5 names"),
+    "not sharded": (
+        lambda m: {"sharding_strategy": NAMES.ShardingStrategy.NO_SHARD},
+        "sharding_strategy of the model is NO_SHARD, whose state dicts are whole in FSDP1: convert to 'full'",
+    ),
+    "a module's flag": (
+        lambda m: {"auto_wrap_policy": per_module(use_orig_params=True)},
+        r"\['use_orig_params'\] of the FSDP module 'inner' are no arguments of .* that can be given here",
+    ),
+    "a module's precision": (
+        lambda m: {"auto_wrap_policy": per_module(mixed_precision="fp16")},
+        "mixed_precision of the FSDP module 'inner' raised TypeError",
+    ),
+    "partly frozen": (frozen, r"of the FSDP module '' \['outer.bias'\] are frozen and the others train"),
+    "repeated": (repeated, r"several places in the model, \['inner', 'again'\]; such LOCAL files are not"),
+}
+
+
+def build_with(arguments: str) -> tuple[nn.Module, dict[str, Any]]:
+    model = Net()
+    return model, ARGUMENTS[arguments][0](model)
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Nothing is written, where a wrapping that nobody meant would be."""
+    model, _ = build_with(case)
+    torch.save(model.state_dict(), tmp_path / "full.pt")
+    monkeypatch.setattr(f"{__name__}.A_MODULE", lambda: build_with(case))
+    status, said = converted(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:A_MODULE", "local", capsys)
+    assert status == 1
+    assert re.search(f"^error: .*{ARGUMENTS[case][1]}", said), said
+
+
+def good() -> tuple[nn.Module, dict[str, Any]]:
+    """With arguments that do not matter here, and stock's classes."""
+    names = api(STOCK)
+    return Net(), {
+        "auto_wrap_policy": names.ModuleWrapPolicy({nn.Sequential}),
+        "sharding_strategy": names.ShardingStrategy.SHARD_GRAD_OP,
+        "device_id": 0,
+    }
+
+
+def test_what_fits_is_converted(local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    status, said = converted(local_files, tmp_path / "out", f"{__name__}:good", "local", capsys)
+    assert (status, said[:26]) == (0, "wrote and verified 5 tenso")
