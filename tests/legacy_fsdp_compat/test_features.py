@@ -179,8 +179,10 @@ def full_precision_in_eval(rank: int, world_size: int) -> None:
     model.eval()
     with torch.no_grad():
         model(inputs)
+    assert model.blocks[0].scale.dtype == torch.float32
     model.train()
     loss_of(model, rank, 1).backward()
+    assert model.blocks[0].scale.dtype == torch.bfloat16
     twice = whole_gradients(OURS, model)["inp.weight"]
     for step in (0, 1):
         (sum(loss_of(plain, one, step) for one in range(world_size)) / world_size).backward()
@@ -452,6 +454,34 @@ def test_freezing_after_wrapping():
     run_ranks(2, freezing)
 
 
+class Scaled(nn.Module):
+    """A 0-dim parameter beside one that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.gain
+
+
+def hook_beside_a_scalar(rank: int, world_size: int) -> None:
+    """No hook for shards could reduce it: it is averaged as without a hook."""
+    gradients = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = api(OURS).FSDP(Scaled(), use_orig_params=True, device_id=CPU)
+        if hooked:
+            model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+        model(batch(rank, 0)[0]).square().mean().backward()
+        gradients.append(whole_gradients(OURS, model))
+    assert_same_tensors(*gradients, **TOLERANCE)
+
+
+def test_a_communication_hook_beside_a_scalar():
+    run_ranks(2, hook_beside_a_scalar)
+
+
 # -- whole parameters --------------------------------------------------------------------------------------------------
 
 
@@ -493,6 +523,9 @@ def summon(rank: int, world_size: int) -> None:
     with names.FSDP.summon_full_params(model, with_grads=True):
         model.inp.weight.grad.fill_(2.0)
     assert torch.all(model.inp.weight.grad.to_local() == 2.0)
+    with names.FSDP.summon_full_params(model, with_grads=True):
+        model.inp.weight.grad = None
+    assert model.inp.weight.grad is None
     with pytest.raises(RuntimeError, match="change values, not shapes"), names.FSDP.summon_full_params(model):
         model.inp.weight = nn.Parameter(torch.zeros(2, 2))
     assert isinstance(model.inp.weight, DTensor)
@@ -587,6 +620,20 @@ def ignoring(rank: int, world_size: int, by: str) -> None:
 @pytest.mark.parametrize("by", ["modules", "states", "state modules"])
 def test_ignored(by: str):
     run_ranks(2, ignoring, by)
+
+
+def ignoring_while_syncing(rank: int, world_size: int) -> None:
+    model = build()
+    with torch.no_grad():
+        model.inp.bias.fill_(rank)
+        model.out.bias.fill_(rank)
+    model = wrap(OURS, Setting(), model, sync_module_states=True, ignored_states=[model.out.bias])
+    assert torch.all(model.out.bias == rank), "what is ignored stays this rank's own"
+    assert torch.all(model.inp.bias.to_local() == 0)
+
+
+def test_what_is_ignored_is_not_synced():
+    run_ranks(2, ignoring_while_syncing)
 
 
 def meta_init(rank: int, world_size: int, how: str) -> None:

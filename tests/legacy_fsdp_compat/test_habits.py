@@ -134,6 +134,8 @@ def mixed_settings(rank: int, world_size: int) -> None:
             fsdp.get_state_dict_type(model)
         part = {name: type(value).__name__ for name, value in model.blocks[0].state_dict().items()}
         mixed = {name: type(value).__name__ for name, value in model.state_dict().items()}
+        with pytest.raises(AssertionError, match=r"state.dict.type"):
+            fsdp.set_state_dict_type(model, kinds.FULL_STATE_DICT)
         seen[engine] = outer, set(inner.items()), part, mixed
     assert seen[OURS] == seen[STOCK]
 

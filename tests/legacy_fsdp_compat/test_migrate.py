@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pickle
 import shutil
 from dataclasses import dataclass
@@ -274,6 +275,30 @@ def test_an_attempt_of_another_source_is_not_taken_up(written: Any, tmp_path: Pa
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "there", "dcp")
+
+
+@pytest.mark.parametrize("what", ["source", "output"])
+def test_what_changed_between_two_attempts(what: str, tmp_path: Path):
+    """A source of the same size was written in its place; what was written is gone."""
+    path, out = tmp_path / "full.pt", tmp_path / "out"
+
+    def stop(nbytes: int) -> None:
+        raise Interruption
+
+    torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, path)
+    with pytest.raises(Interruption):
+        convert(open_checkpoint(path), out, "safetensors", progress=stop)
+    if what == "source":
+        size = path.stat().st_size
+        torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, path)
+        os.utime(path, ns=(1, 1))
+        assert path.stat().st_size == size
+        with pytest.raises(CheckpointError, match="another source"):
+            convert(open_checkpoint(path), out, "safetensors")
+    else:
+        (tmp_path / "out.partial" / "model.safetensors").unlink()
+        assert convert(open_checkpoint(path), out, "safetensors").resumed == 0
+        assert torch.equal(open_checkpoint(out).tensors["a",].read(0, 4), torch.ones(4))
 
 
 def test_damaged_output_is_noticed(written: Any, tmp_path: Path):

@@ -174,3 +174,10 @@ def test_a_box_outside():
     (box,) = boxes_of(torch.ones(2, 3), [(slice(0, 2), slice(0, 3))])
     with pytest.raises(CheckpointError, match=r"'w' of shape \(2, 2\) has a part of shape \(2, 3\) at \(0, 0\)"):
         parts_of("w", (2, 2), [box])
+
+
+def test_a_box_twice_in_the_place_of_another():
+    """As many elements as the tensor has, but not each once."""
+    boxes = boxes_of(torch.ones(2, 4), [(slice(0, 2), slice(0, 2))] * 2)
+    with pytest.raises(CheckpointError, match="of rows 0 to 2 the checkpoint has twice, in"):
+        parts_of("w", (2, 4), boxes)

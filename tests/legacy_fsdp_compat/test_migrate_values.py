@@ -272,6 +272,9 @@ def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     torch.save({"w": torch.sparse_coo_tensor([[0]], [1.0], (3,))}, tmp_path / "sparse.pt")
     assert "'w'" in refused(capsys, tmp_path / "sparse.pt", tmp_path / "out")
+    torch.save({"w": torch.ones(3, dtype=torch.complex64).conj()}, tmp_path / "lazy.pt")
+    assert "'w' in " in (said := refused(capsys, tmp_path / "lazy.pt", tmp_path / "out"))
+    assert "conjugated or negated" in said
     torch.save({}, tmp_path / "nothing.pt")
     assert "nothing.pt" in refused(capsys, tmp_path / "nothing.pt", tmp_path / "out")
     for rank in range(2):

@@ -142,7 +142,7 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
-                state["scale"] = torch.tensor(0.5)
+                state["scale"], state["step"] = torch.tensor(0.5), torch.tensor(2.0)
                 state["count"] = state.get("count", 0) + 1
                 state["nothing"] = None
                 parameter.sub_(state["sum"], alpha=group["lr"])
@@ -190,6 +190,7 @@ def odd_state(rank: int, world_size: int, kind: str) -> None:
         assert isinstance(loaded["sum"], DTensor)
         assert torch.equal(loaded["sum"].to_local(), values["sum"].to_local())
         assert (loaded["count"], loaded["nothing"]) == (2, None)
+        assert type(loaded["step"]) is torch.Tensor, "a counter of steps is plain, also of a 0-dim parameter"
     optimizer.step()
 
 
@@ -242,6 +243,11 @@ def rekeying(rank: int, world_size: int) -> None:
         plain_optimizer.state_dict(), kinds.PARAM_NAME, plain, optim=plain_optimizer
     )
     assert set(named["state"]) == set(full["state"])
+    stock = api(STOCK)
+    of_stock = stock.FSDP.rekey_optim_state_dict(
+        plain_optimizer.state_dict(), stock.OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer
+    )
+    assert named["param_groups"] == of_stock["param_groups"]
     assert names.FSDP.rekey_optim_state_dict(named, kinds.PARAM_NAME, plain, optim=plain_optimizer) is named
     theirs = api(STOCK).FSDP.rekey_optim_state_dict(
         full, api(STOCK).OptimStateKeyType.PARAM_ID, plain, optim_input=list(plain.parameters())
@@ -335,13 +341,15 @@ def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     for name, parameter in model.named_parameters():
         if name in ("inp.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"):
             del optimizer.state[parameter]
+    for values in optimizer.state.values():
+        values["exp_avg_sq"] = values["exp_avg_sq"].double()
     state = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     assert "inp.bias" in state["param_groups"][0]["params"]
     assert "blocks.1.up.weight" not in state["state"], "of the whole unit there is none"
     if use_orig_params:
         assert "inp.bias" not in state["state"]
         return
-    expected = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5)}
+    expected = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5).double()}
     assert_same_tensors(expected, state["state"]["inp.bias"], rtol=0, atol=0)
 
 
@@ -401,6 +409,10 @@ def factored(rank: int, world_size: int, use_orig_params: bool, kind: str) -> di
         state["state"]["inp.weight"]["row_var"] = torch.zeros(4, 1)
         with pytest.raises(ValueError, match=r"'inp.weight: row_var' has shape \(4, 1\)"):
             names.FSDP.optim_state_dict_to_load(again, loaded, state)
+    filters = names.FSDP(nn.Conv1d(4, 3, 5), use_orig_params=use_orig_params)
+    of_filters = {"state": {"weight": {"sum": torch.zeros(1, 4, 5)}}, "param_groups": []}
+    with pytest.raises(ValueError, match=r"'weight: sum' has shape \(1, 4, 5\)"):  # no row or column of a matrix
+        names.FSDP.optim_state_dict_to_load(filters, torch.optim.Adam(filters.parameters()), of_filters)
     torch.testing.assert_close(train(again, loaded, rank, range(2, 4)), losses, rtol=0, atol=0)
     return full["state"]
 
