@@ -57,6 +57,10 @@ def changed(source: str) -> str:
             "import torch, shardkit.legacy_fsdp_compat\ntorch.manual_seed(0)\n",
         ),
         (
+            "import torch\nimport torch.distributed.fsdp\ntorch.manual_seed(0)\n",
+            "import torch\nimport shardkit.legacy_fsdp_compat\ntorch.manual_seed(0)\n",
+        ),
+        (
             "import torch.distributed as dist\nmodel = dist.fsdp.FullyShardedDataParallel(model)\n",
             (
                 "import torch.distributed as dist\nimport shardkit.legacy_fsdp_compat\n"
@@ -96,6 +100,7 @@ def test_what_a_person_must_decide():
         from torch.distributed.fsdp._runtime_utils import _lazy_init
         print(model._flat_param)
         torch.save(optimizer.state_dict(), "optim.pt")
+        torch.save(model.state_dict(), "model.pt")
         """
     )
     found = rewrite(source).findings

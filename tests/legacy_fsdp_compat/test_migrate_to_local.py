@@ -383,6 +383,8 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
         (lambda c: {**c, "units": {**c["units"], "head": None}}, "'head.weight' is tied to 'emb.weight' of another"),
         (lambda c: {**c, "use_orig_params": "yes"}, "use_orig_params is 'yes', expected true or false"),
         (lambda c: {**c, "buffers": ["lost"]}, r"lists the buffers \['lost'\], which have no shapes"),
+        (lambda c: {**c, "units": {"": []}}, r"param_dtype \[\] is no dtype of torch"),
+        (lambda c: {**c, "buffers": list(c["shapes"])}, "no FSDP module has parameters: all 19 names"),
         (lambda c: {**c, "shapes": {**c["shapes"], "inp.bias": ["five"]}}, "the shape of 'inp.bias' is"),
         (lambda c: without(c, "units"), "is no configuration: KeyError"),
         (lambda c: [c], "is no configuration"),
@@ -441,6 +443,17 @@ def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
             stored = back.tensors[base, name]
             assert torch.equal(stored.read(0, stored.numel).view(stored.shape), expected), (base, name)
     assert {"rank0.pt", "rank1.pt", "migration.json"} == {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_alignment_shows_in_where_pieces_lie(param_dtype: str | None, tmp_path: Path):
+    """Over five ranks both alignments give every rank as much of each parameter, but "b" lies at 20 or at 24."""
+    torch.save({"w": torch.ones(20), "b": torch.ones(1)}, tmp_path / "full.pt")
+    written = Wrapping({"w": (20,), "b": (1,)}, {"": (param_dtype,)}, frozenset(), use_orig_params=True)
+    convert(open_checkpoint(tmp_path / "full.pt"), tmp_path / "out", "local", ranks=LocalRanks(5, written))
+    found = open_checkpoint(tmp_path / "out", written.shapes).config
+    assert found is not None
+    assert found["units"] == {"": "bfloat16" if param_dtype else [None, "float64"]}
 
 
 def test_the_order_of_keys():
