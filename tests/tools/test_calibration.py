@@ -25,6 +25,7 @@ def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_pa
     assert load_machine(path) == machine
     assert machine.ranks_per_host == 2
     assert machine.transport == "shared"
+    assert 1e7 < machine.mapping_bandwidth < 1e11  # a page in 0.04 to 400 microseconds
     assert machine.memory_bandwidth > 1e8 and machine.flops["float32"] > 1e8
     assert 0 < machine.inside.latency < 1 and 0 < machine.operator_seconds < 1e-2
     assert 0 < machine.dtensor_seconds < 1e-2 and machine.dtensor_each_seconds >= 0

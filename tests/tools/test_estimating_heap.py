@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tools.estimating.heap import MAPPED_FROM, Heap, keeps_holes, map_blocks_from, threshold_of
+from shardkit.tools.estimating.heap import MAPPED_FROM, Heap, keeps_holes, threshold_of
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.machine import MachineError, preset
 
@@ -152,23 +152,41 @@ def test_the_threshold_of_an_environment_is_what_glibc_reads(environment: dict[s
     assert real_heap(changes, environment)[1] == {None: 0, 1: 2}.get(threshold, 1)
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [
-        (SimpleNamespace(), "the C library of this process has no mallopt"),
-        (SimpleNamespace(mallopt=lambda *_: 0), "less"),
-    ],
-)
-def test_a_setting_that_cannot_be_made_is_an_error(
-    library: SimpleNamespace, message: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    with pytest.raises(MachineError, match=message):
-        map_blocks_from(MAPPED_FROM)
+# Faults of the kernel while an operator makes blocks: before, while, and after operators are timed.
+TIMED = """
+import resource, torch
+from shardkit.tools.estimating.measured_costs import MeasuredCosts
+from shardkit.tools.machine import preset
+torch.set_num_threads(1)
+small = torch.ones(16 * 2**20 // 4)
+def faults():
+    out = small + 1
+    del out
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        out = small + 1
+        del out
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+found = [faults()]
+with MeasuredCosts(preset("h100").replace(device="cpu", ranks_per_host=1, mmap_threshold=262144)):
+    found.append(faults())
+print(*found, faults())
+"""
 
 
-def test_a_threshold_that_is_no_int_is_refused_before_any_process_is_started():
-    costs = MeasuredCosts(preset("h100").replace(device="cpu", ranks_per_host=2, mmap_threshold=2**32))
-    with pytest.raises(MachineError, match="does not map blocks from 4294967296 bytes on"), costs:
+def test_operators_are_timed_in_memory_that_is_there_as_estimates_charge_mapped_blocks_by_themselves():
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MAPPED_FROM)}
+    command = [sys.executable, "-c", TIMED]
+    found = subprocess.run(command, env=environment, text=True, capture_output=True, check=True)
+    before, within, after = map(int, found.stdout.split())
+    pages = 4 * 16 * MIB // 4096
+    assert before == pytest.approx(pages, rel=0.02) and after == pytest.approx(pages, rel=0.02)
+    assert within < 0.02 * pages
+
+
+def test_a_c_library_that_cannot_keep_blocks_is_refused_before_any_process_is_started(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    costs = MeasuredCosts(preset("h100").replace(device="cpu", ranks_per_host=2, mmap_threshold=MAPPED_FROM))
+    with pytest.raises(MachineError, match="the C library of this process has no mallopt"), costs:
         raise AssertionError("it was entered")
     assert costs._company == []

@@ -61,6 +61,8 @@ class Machine:
         process_bytes: memory of a rank that no tensor accounts for: context, libraries, communication.
         mmap_threshold: on a CPU, from how many bytes on glibc maps a block by itself, if the environment of the ranks
             fixes that (MALLOC_MMAP_THRESHOLD_); None where glibc learns it.
+        mapping_bandwidth: bytes per second of such blocks, beside what is done with them: the kernel maps them, clears
+            each page when it is first written to, and takes them back.
         sources: for each number, where it comes from.
     """
 
@@ -80,6 +82,7 @@ class Machine:
     dtensor_seconds: float = 40e-6
     dtensor_each_seconds: float = 4e-6
     mmap_threshold: int | None = None
+    mapping_bandwidth: float = 2e9
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_for(self, dtype: torch.dtype) -> float:
@@ -131,10 +134,11 @@ _NUMBERS = {
     "dtensor_seconds": float,
     "dtensor_each_seconds": float,
     "mmap_threshold": int,
+    "mapping_bandwidth": float,
 }
 _MAY_BE_ZERO = ("operator_seconds", "process_bytes", "dtensor_seconds", "dtensor_each_seconds")
 # What a description may leave out.
-_OPTIONAL = ("dtensor_seconds", "dtensor_each_seconds", "mmap_threshold", "sources")
+_OPTIONAL = ("dtensor_seconds", "dtensor_each_seconds", "mmap_threshold", "mapping_bandwidth", "sources")
 _NAMES = {"device": ("cpu", "cuda"), "transport": get_args(Transport)}
 
 
@@ -271,6 +275,7 @@ def _gpu(
                     "operator_seconds",
                     "dtensor_seconds",
                     "dtensor_each_seconds",
+                    "mapping_bandwidth",
                     "storage_bandwidth",
                     "process_bytes",
                 ),

@@ -13,12 +13,13 @@ under a learnt one the simulated heap, which holds tensors only, is a lower boun
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from shardkit.tools.estimating.blocks import Block, FreeBlocks, joined
 from shardkit.tools.machine import MachineError
 
-__all__ = ["MAPPED_FROM", "VARIABLE", "Heap", "keeps_holes", "map_blocks_from", "threshold_of"]
+__all__ = ["MAPPED_FROM", "VARIABLE", "Heap", "keeps_holes", "keeping_blocks", "threshold_of"]
 
 MAPPED_FROM = 256 * 1024
 """The threshold that plans fix: below it, the blocks of a training job are few bytes."""
@@ -31,7 +32,9 @@ _TRIMMED_FROM = 128 * 1024
 _OVERHEAD = 80
 # The variable of old, and the name of the same among GLIBC_TUNABLES.
 VARIABLE, _TUNABLE = "MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold"
-_M_MMAP_THRESHOLD = -3
+# Parameters of mallopt(3), and what glibc begins with.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MOST_MAPPED = 65536
 _LAST_INT = 2**31 - 1
 
 
@@ -55,23 +58,30 @@ def keeps_holes(threshold: int | None) -> bool:
     return threshold is None or threshold > 4 * MAPPED_FROM
 
 
-def map_blocks_from(threshold: int) -> None:
-    """Fixes the threshold of this process, in bytes; glibc cannot go back to learning it.
+@contextmanager
+def keeping_blocks() -> Iterator[None]:
+    """Within it no blocks of this process are mapped, and none given back: operators are timed in memory that is there.
+
+    Afterwards what was kept goes back, and large blocks are mapped again; what is large glibc no longer learns.
 
     Raises:
-        MachineError: where the C library is not glibc, or refuses the threshold: some do above 32 MiB.
+        MachineError: where the C library is not glibc.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)
     if mallopt is None:
         raise MachineError(
-            f"operators cannot be timed with blocks mapped from {threshold} bytes on: the C library of this process "
-            "has no mallopt, which glibc has; estimate with a description of the machine in a file"
+            "operators cannot be timed apart from the mapping of blocks: the C library of this process has no mallopt, "
+            "which glibc has; estimate with a description of the machine in a file"
         )
-    if threshold > _LAST_INT or not mallopt(_M_MMAP_THRESHOLD, threshold):  # ctypes cuts off what is no int
-        raise MachineError(
-            f"mallopt does not map blocks from {threshold} bytes on; expected at most {_LAST_THRESHOLD}: set "
-            f'{VARIABLE}, or "mmap_threshold" in the description of the machine, to less'
-        )
+    mallopt(_M_MMAP_MAX, 0)
+    mallopt(_M_TRIM_THRESHOLD, _LAST_INT)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_MAX, _MOST_MAPPED)
+        mallopt(_M_TRIM_THRESHOLD, _TRIMMED_FROM)
+        library.malloc_trim(0)
 
 
 class Heap:
@@ -79,13 +89,15 @@ class Heap:
 
     Args:
         threshold: from how many bytes on blocks are mapped; None where glibc learns it.
+        mapped: called with the size of each block that is mapped.
 
     Attributes:
         peak: most bytes of heap and large blocks together, since `start`.
     """
 
-    def __init__(self, threshold: int | None = None) -> None:
+    def __init__(self, threshold: int | None = None, mapped: Callable[[int], None] | None = None) -> None:
         self.peak = 0
+        self._mapped = mapped
         self._size = self._large = 0
         self._learns = threshold is None
         self._threshold = threshold or _FIRST_THRESHOLD
@@ -110,6 +122,8 @@ class Heap:
         if nbytes + _OVERHEAD >= self._threshold:
             self._blocks[key] = large = -(-(nbytes + _OVERHEAD) // _PAGE) * _PAGE
             self._large += large
+            if self._mapped is not None:
+                self._mapped(large)
         elif nbytes:
             self._blocks[key] = self._take(-(-(nbytes + _OVERHEAD) // 16) * 16)
         self.peak = max(self.peak, self._size + self._large)

@@ -15,7 +15,16 @@ from shardkit.core.tensors import tensors_in
 from shardkit.core.torch_compat import local_of
 from shardkit.tools.estimating.errors import EstimateError
 from shardkit.tools.estimating.ledger import Category, Ledger
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operators, Ran, Trace, dtensors_among
+from shardkit.tools.estimating.trace import (
+    Awaited,
+    Dispatched,
+    Launched,
+    Mapped,
+    Operators,
+    Ran,
+    Trace,
+    dtensors_among,
+)
 from shardkit.tools.estimating.traffic import Collective, Transfer, neighbourhood
 from shardkit.tools.estimating.whereabouts import Whereabouts
 from shardkit.tools.torch_compat import (
@@ -117,6 +126,10 @@ class Observer(OperatorMode):
     def announce(self, inside: int) -> None:
         """The next communication of core sends so many bytes inside this host."""
         self._inside = inside
+
+    def mapped(self, nbytes: int) -> None:
+        """A tensor got a block that glibc maps by itself."""
+        self.trace.steps.append(Mapped(nbytes, *self.where.here()))
 
     # -- operators -----------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,8 @@ def _run(
     transports: dict[dist.ProcessGroup, SimulatedTransport],
     machine: Machine,
 ) -> Recording:
-    heap = Heap(machine.mmap_threshold)
+    fixed = machine.device == "cpu" and machine.mmap_threshold is not None
+    heap = Heap(machine.mmap_threshold, observer.mapped if fixed else None)
     observer.ledger.watch(heap.changed)
     with explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
