@@ -6,6 +6,7 @@ place under A: four pairs a round. A step is as long as the slowest rank says; b
 of the ranks' main threads, which other programs on the machine disturb less.
 """
 
+import gc
 import json
 import random
 import statistics
@@ -36,6 +37,7 @@ def rounds(seconds: float) -> Iterator[bool]:
 
 def timed_block(step: Callable[[], object]) -> Block:
     """Runs the steps of a block on this rank; all ranks begin each timed one together."""
+    gc.collect()  # what the block before has left, such as a report, would be collected within a timed step
     step()
     seconds = []
     for _ in range(TIMED):

@@ -1,11 +1,15 @@
 """What recording costs: steps with and without a recorder side by side (`benchmarks/pairs.py` says how).
 
     python benchmarks/profiler_overhead.py --ranks 2 --seconds 60
+    python benchmarks/profiler_overhead.py --ranks 1 --calls
 
-Beside the median of the pairs stands what the recorder says of itself.
+Beside the median of the pairs stands what the recorder says of itself. `--calls` counts the calls of functions in a
+step, Python's and built-in ones, which no other program on the machine disturbs.
 """
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import sys
 from contextlib import nullcontext
@@ -34,14 +38,36 @@ def steps_in_turn(rank: int, ranks: int, seconds: float, activations: bool) -> d
     return {"blocks": blocks, "told": told}
 
 
+def calls_of_a_step(rank: int, ranks: int, activations: bool) -> dict:
+    model, optimizer, step = training_step(ranks)
+    for _ in range(3):
+        step()
+    found = []
+    for recorded in (False, True):
+        with profile(model, optimizer, activations=activations) if recorded else nullcontext():
+            step()
+            with cProfile.Profile() as counted:
+                step()
+        found.append(pstats.Stats(counted).total_calls)
+    return {"calls": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--activations", choices=["counted", "left-out", "both"], default="both")
+    parser.add_argument("--calls", action="store_true", help="calls of functions in a step, in the place of times")
     options = parser.parse_args()
     for name in ("counted", "left-out"):
-        if options.activations in (name, "both"):
+        if options.activations not in (name, "both"):
+            continue
+        if options.calls:
+            plain, recorded = on_ranks(calls_of_a_step, options.ranks, name == "counted")[0]["calls"]
+            print(
+                f"{options.ranks} ranks, activations {name}: {recorded - plain} calls beside {plain} of the step itself"
+            )
+        else:
             found = on_ranks(steps_in_turn, options.ranks, options.seconds, name == "counted")
             says = statistics.median(found[0]["told"])
             result = compared([one["blocks"] for one in found])

@@ -118,16 +118,16 @@ class SavedTensors:
                 self._know_parameters()
             storage = plain.untyped_storage()
             key = id(storage)
-            if key not in self._saved and key not in self._parameters and storage.nbytes():
-                self._saved[key] = weakref.ref(storage, lambda _: self._dropped(key))
-                self._write(ActivationSaved(key, storage.nbytes()))
+            if key not in self._saved and key not in self._parameters and (nbytes := storage.nbytes()):
+                self._saved[key] = weakref.ref(storage, functools.partial(self._dropped, key))
+                self._write(ActivationSaved(key, nbytes))
         self.seconds += time.perf_counter() - began
         return tensor
 
     def _forget(self, key: int, _: object) -> None:
         self._parameters.pop(key, None)
 
-    def _dropped(self, key: int) -> None:
+    def _dropped(self, key: int, _: object) -> None:
         del self._saved[key]
         if self.active:
             self._write(ActivationDropped(key))
