@@ -90,6 +90,25 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
     assert measured[0] == pytest.approx(found[0].estimate.peak.bytes, rel=0.01)
 
 
+def test_the_margin_stays_free(ample: list[Proposal]):
+    unbudgeted = [one for one in ample if one.candidate.policies.prefetch_budget is None]
+    limit = max(one.estimate.reserved_bytes for one in unbudgeted)  # what takes most fits exactly
+    for margin in (0.0, 0.1):
+        found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2, count=100, margin=margin)
+        most = max(one.estimate.reserved_bytes for one in found)
+        assert most <= (1 - margin) * limit and (margin or most > 0.9 * limit)
+
+
+def test_micro_batches_grow_to_the_largest_and_samples_are_what_is_compared():
+    found = propose(JOB, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=4, count=100)
+    assert {proposal.candidate.micro_batch for proposal in found} == {1, 2, 4}
+    for proposal in found:
+        samples = 2 * proposal.candidate.micro_batch
+        assert proposal.sample_seconds == pytest.approx(proposal.estimate.timeline.step / samples)
+    assert [one.sample_seconds for one in found] == sorted(one.sample_seconds for one in found)
+    assert found[0].candidate.micro_batch == 4
+
+
 # Teaches glibc that 16 MiB are not large, pastes the code of a plan, and counts the blocks that are mapped after that.
 PASTED = """
 import ctypes, sys, torch
@@ -188,6 +207,15 @@ def test_tensor_parallelism_is_proposed_where_there_is_a_plan_for_it(cut: list[P
     assert any(row.collective == "all-reduce" for row in cut[0].estimate.traffic)
 
 
+def test_tensor_parallelism_is_tried_where_nothing_fits_without_it(cut: list[Proposal]):
+    most = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, count=100)
+    plain = [one.estimate.reserved_bytes for one in most if "tp" not in dict(one.candidate.axes)]
+    smallest = min(one.estimate.reserved_bytes for one in cut)
+    assert 1.1 * smallest < min(plain)
+    found = propose(LLAMA, 2, MACHINE, (smallest + min(plain)) // 2, micro_batch=1, most_micro_batch=1)
+    assert found and all(dict(one.candidate.axes)["tp"] == 2 for one in found)
+
+
 def test_the_code_of_tensor_parallelism_can_be_followed(cut: list[Proposal]):
     measured = run_ranks(2, follow, code_of(cut[0]), 1, "LLAMA")
     assert measured[0] == pytest.approx(cut[0].estimate.peak.bytes, rel=0.01)
@@ -223,6 +251,9 @@ def test_ranks_that_share_samples_do_not_count_twice():
     assert candidate.samplers == 8
     machine = MACHINE.replace(ranks_per_host=4)
     assert tensor_parallel_meshes(8, machine) == [(("dp_shard", 4), ("tp", 2)), (("dp_shard", 2), ("tp", 4))]
+    assert tensor_parallel_meshes(16, MACHINE.replace(ranks_per_host=8))[-1] == (("dp_shard", 2), ("tp", 8))
+    assert [axes[1][1] for axes in tensor_parallel_meshes(12, MACHINE.replace(ranks_per_host=4))] == [2, 4]
+    assert [axes[1][1] for axes in tensor_parallel_meshes(6, MACHINE.replace(ranks_per_host=6))] == [2]
 
 
 def test_when_nothing_fits_the_closest_is_told(ample: list[Proposal]):
