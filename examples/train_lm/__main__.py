@@ -20,10 +20,11 @@ from processes import device_type, print_error
 from settings import Settings, parse
 
 CPU_PROCESSES = 2
+INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, 2 for bad input, or that of the first rank that failed."""
+    """The exit code: 0, 2 for bad input, 130 after Ctrl-C, or that of the first rank that failed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import train
 
@@ -35,7 +36,10 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print_error(error)
         return 2
-    return launch(processes, settings.restarts, argv)
+    code = launch(processes, settings.restarts, argv)
+    if code == INTERRUPTED:
+        print(f"\ntrain_lm: {checkpointing.how_to_go_on(settings)}", file=sys.stderr)
+    return code
 
 
 def check(settings: Settings) -> int:
@@ -79,7 +83,7 @@ def launch(processes: int, restarts: int, argv: list[str]) -> int:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 1
     except (KeyboardInterrupt, SignalException):
-        return 130
+        return INTERRUPTED
     return 0
 
 

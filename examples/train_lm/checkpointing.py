@@ -64,6 +64,14 @@ def to_go_on_from(settings: Settings) -> Checkpoint | None:
     return None
 
 
+def how_to_go_on(settings: Settings) -> str:
+    """What to tell who has stopped a run."""
+    complete = StoredCheckpoint.all_in(settings.out / "checkpoints")
+    if not complete:
+        return f"stopped before the first checkpoint, which --save-every {settings.save_every} had asked for"
+    return f"stopped; --resume goes on from {complete[-1].path}"
+
+
 def check_fits(
     path: Path, model: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]], config: ModelConfig
 ) -> None:
@@ -95,7 +103,9 @@ def make_way(out: Path) -> None:
     try:
         if (out / "metrics.jsonl").exists() or (out / "checkpoints").exists():
             numbered = (out.with_name(f"{out.name}.{number}") for number in itertools.count(1))
-            out.rename(next(path for path in numbered if not path.exists()))
+            aside = next(path for path in numbered if not path.exists())
+            out.rename(aside)
+            print(f"the run that was in {out} is in {aside} now (--resume would have gone on with it)", flush=True)
         out.mkdir(parents=True, exist_ok=True)
         (out / "metrics.jsonl").touch()
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,7 +29,16 @@ from shardkit.core.checkpoint import CheckpointManager, TrainingState
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank of the job."""
+    """One rank of the job. Ctrl-C ends it with exit code 130; whoever started it says how to go on."""
+    try:
+        run(argv)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on the one that the terminal sent already
+        raise SystemExit(130) from None
+
+
+def run(argv: Sequence[str]) -> None:
+    """Join the others, check the input, train."""
     with process_group():
         with failing_together():
             settings = parse(argv)

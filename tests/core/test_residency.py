@@ -178,7 +178,7 @@ def test_nothing_is_freed_for_what_backward_will_want() -> None:
 
 
 def test_nothing_is_asked_that_the_budget_cannot_hold() -> None:
-    """The decisions fall at every module: what they cost must not grow with the number of groups in the model."""
+    """The decisions fall at every module, so they must not ask all the groups of a model for their bytes."""
     read: list[int] = []
     asked: list[int] = []
 

@@ -6,9 +6,11 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,30 @@ def test_a_killed_run_goes_on_by_itself(finished: Path, text: Path, tmp_path: Pa
     expected, seen = (weights(run / "checkpoints" / "step-000006", tmp_path) for run in (finished, out))
     assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+
+
+def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").touch()
+    flags = [*SMALL, "--steps=100000", "--nproc", "2", "--data", text, "--out", out]
+    job = subprocess.Popen(
+        [sys.executable, str(EXAMPLE), *map(str, flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # the terminal sends the signal to all processes of the job
+    )
+    give_up = time.monotonic() + 120
+    while not list(out.glob("checkpoints/step-*")) and job.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.01)
+    os.killpg(job.pid, signal.SIGINT)
+    printed, complaints = job.communicate(timeout=60)
+    newest = max(out.glob("checkpoints/step-*"))
+    assert job.returncode == 130, complaints
+    assert complaints.splitlines()[-1] == f"train_lm: stopped; --resume goes on from {newest}"
+    assert "Traceback" not in complaints
+    assert f"is in {tmp_path / 'run.1'} now" in printed and (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
 def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path, text: Path) -> None:

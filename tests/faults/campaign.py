@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tests.faults.damage import DISK_KINDS, FILE_KINDS, Pristine, Seen, can_mount, try_disk, try_file
-from tests.faults.injection import ERRNOS, REMOVING, STEP_KINDS, Fault
+from tests.faults.injection import ERRNOS, STEP_KINDS, Fault
 from tests.faults.job import STEPS, WORLD, digests, left_behind, resume_until_done
 
 AT_INSTANTS = ("kill", "kill all", "system", "writer", "stop", "slow", "store")
@@ -98,7 +98,7 @@ def verdict(path: Path, fault: Fault, expected: Undisturbed) -> Seen:
         wrong = f"nobody reported it: {outcome.reports}"
     elif fault.kind in STEP_KINDS and outcome.attempts == 1:
         wrong = "the job went on as if nothing had been"
-    elif left := left_behind(path, another_run=fault.kind == "system" and outcome.struck in REMOVING):
+    elif left := left_behind(path, removal_failed=fault.kind == "system"):
         wrong = f"left behind: {left}"
     return Seen(outcome.struck, wrong and f"{fault}: {wrong}")
 

@@ -19,9 +19,6 @@ import torch
 from shardkit.core.checkpoint.image import Image
 
 SYSTEM_CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
-REMOVING = ("open", "fsync", "unlink", "rmdir")
-"""Among them those by which directories are removed, once their names are gone from the disk. Where that fails, the
-next run does it."""
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 STEP_KINDS = ("forward", "backward", "hook", "optimizer", "nan", "branch", "exit")
 """What goes wrong in a training step."""

@@ -243,10 +243,14 @@ def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | 
     return [process.exitcode for process in ranks], late
 
 
-def left_behind(path: Path, another_run: bool = False) -> list[str]:
-    """What should not be there after a job, or when another run has begun after it: hidden directories, notes."""
+def left_behind(path: Path, removal_failed: bool = False) -> list[str]:
+    """What should not be there after a job: hidden directories, notes.
+
+    Where a call may have failed that removes an old checkpoint, which has lost its name, the next run removes it.
+    """
     checkpoints = path / "checkpoints"
-    if another_run:
+    hidden = list(checkpoints.glob(".*"))
+    if removal_failed and hidden and all(one.name.endswith(".deleted") for one in hidden):
         CheckpointManager(checkpoints)
     names = sorted(one.name for one in checkpoints.iterdir())
     # Older ones may be there still if the fault hit their removal: the next save would see to it.

@@ -72,7 +72,9 @@ def start_server(*more: str) -> None:
     If it was not there yet it imports these modules, too.
     """
     # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
-    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+    # The server looks for what it imports on this path, wherever pytest was started.
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
         multiprocessing.set_forkserver_preload(["tests.support.rank_server", *more])
         multiprocessing.forkserver.ensure_running()
 

@@ -20,6 +20,7 @@ from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.targets import bytes_of
 from shardkit.tools.estimating.tensor_parallel import cut_llama
 from shardkit.tools.machine import Link, Machine, preset
+from shardkit.tools.planning import proposals
 from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, with_mapped_blocks, wrappings
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
@@ -258,8 +259,31 @@ def test_ranks_that_share_samples_do_not_count_twice():
 
 def test_when_nothing_fits_the_closest_is_told(ample: list[Proposal]):
     least = min(proposal.estimate.reserved_bytes for proposal in ample)
-    with pytest.raises(NothingFits, match=r"none of \d+ ways fits .*; the smallest takes"):
+    with pytest.raises(
+        NothingFits, match=r"none of \d+ ways fits .*; the smallest takes .*largest part of it"
+    ) as raised:
         propose(JOB, 2, MACHINE, least // 2)
+    assert "the process" not in str(raised.value) and "Use more ranks, " in str(raised.value)
+
+
+def test_a_process_that_is_too_large_by_itself_is_told():
+    heavy = MACHINE.replace(process_bytes=2**30)
+    with pytest.raises(NothingFits) as raised:
+        propose(JOB, 2, heavy, 2**30, margin=0.5)
+    assert "fits 512.0 MiB (1.0 GiB less 50% for errors)" in str(raised.value)
+    assert "the process without a model (1.0 GiB, process_bytes of the machine)" in str(raised.value)
+    enough = str(raised.value).rpartition("give at least ")[2]
+    assert propose(JOB, 2, heavy, bytes_of(enough) + 2**27, margin=0.5)
+
+
+def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proposals, "entry_points", lambda group: ())  # as where shardkit-tp-adapter is not installed
+    told: list[str] = []
+    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, progress=told.append)
+    assert found and not any("tp" in dict(one.candidate.axes) for one in found)
+    assert [text for text in told if not text.startswith("estimating ")] == [
+        "fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed"
+    ]
 
 
 def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():

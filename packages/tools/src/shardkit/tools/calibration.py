@@ -172,7 +172,9 @@ def _mapping() -> float:
         for _ in range(_TIMED):
             held[0].fill_(1)
 
-    return _TIMED * _BLOCK / max(_seconds(fresh) - _seconds(known), 1e-9)
+    longer = _seconds(fresh) - _seconds(known)
+    # Where other programs have slowed down only the latter nothing can be told.
+    return _TIMED * _BLOCK / longer if longer > 0 else Machine.mapping_bandwidth
 
 
 def _fresh() -> torch.Tensor:

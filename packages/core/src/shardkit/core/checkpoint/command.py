@@ -1,4 +1,7 @@
-"""`python -m shardkit.core checkpoint ...`; an entry point offers it to a common command, too."""
+"""`python -m shardkit.core checkpoint ...`: inspects, verifies, compares, exports, imports and cuts anew what is saved.
+
+An entry point offers it to the common command of shardkit-tools, too.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ VARIABLE, _TUNABLE = "MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold"
 # Parameters of mallopt(3), and what glibc begins with.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MOST_MAPPED = 65536
-_LAST_INT = 2**31 - 1
+_NEVER = -1
 
 
 def threshold_of(environment: Mapping[str, str]) -> int | None:
@@ -75,7 +75,7 @@ def keeping_blocks() -> Iterator[None]:
             "which glibc has; estimate with a description of the machine in a file"
         )
     mallopt(_M_MMAP_MAX, 0)
-    mallopt(_M_TRIM_THRESHOLD, _LAST_INT)
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:

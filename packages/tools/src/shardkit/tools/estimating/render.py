@@ -68,6 +68,7 @@ def _memory(estimate: Estimate) -> Table:
         nbytes = peak.by_category[category]
         table.add_row(category.replace("_", " "), size(nbytes), f"{nbytes / max(1, peak.bytes):.0%}")
     table.add_row("all tensors", size(peak.bytes), "", style="bold")
+    table.add_row("the process without tensors", size(estimate.machine.process_bytes), "")
     of = "resident" if estimate.machine.device == "cpu" else "reserved"
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     table.add_row(f"{of} ({verdict} in {size(estimate.machine.memory)})", size(estimate.reserved_bytes), "")

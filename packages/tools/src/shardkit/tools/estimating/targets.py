@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError, explained
@@ -125,10 +126,11 @@ def job_from_config(
 
 
 def machine_named(name: str) -> Machine:
-    """A preset, the description in a file, or ("this") the measured description of this machine."""
+    """A preset, the description in a file, or ("this") the measured one of this machine: half a minute, announced."""
     if name == "this":
         from shardkit.tools.calibration import calibrate
 
+        Console(stderr=True).print("measuring this machine; other programs would make it look slower", highlight=False)
         return calibrate()
     return load_machine(Path(name)) if name.endswith(".json") else preset(name)
 

@@ -17,7 +17,7 @@ from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.targets import bytes_of, costs_for, machine_named
 from shardkit.tools.planning.candidates import with_mapped_blocks
 from shardkit.tools.planning.code import code_of
-from shardkit.tools.planning.proposals import Proposal, propose
+from shardkit.tools.planning.proposals import Proposal, below, propose
 from shardkit.tools.report.files import check_targets, write_text
 
 __all__ = ["main"]
@@ -78,9 +78,9 @@ def _run(options: argparse.Namespace) -> int:
             count=options.count,
             margin=options.margin / 100,
             costs=costs,
-            progress=lambda text: progress.print(f"estimating {text}", markup=False, highlight=False),
+            progress=lambda text: progress.print(text, markup=False, highlight=False),
         )
-    _print(found, int(limit * (1 - options.margin / 100)), console)
+    _print(found, below(limit, options.margin / 100), console)
     if options.write is not None:
         write_text(options.write, code_of(found[0]))
     else:
@@ -90,8 +90,8 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(proposals: Sequence[Proposal], limit: int, console: Console) -> None:
-    table = Table(title=f"below {size(limit)} a rank, fastest per sample first", box=None, pad_edge=False)
+def _print(proposals: Sequence[Proposal], limit: str, console: Console) -> None:
+    table = Table(title=f"below {limit} a rank, fastest per sample first", box=None, pad_edge=False)
     for name in ("proposal", "memory", "step", "samples/s", "exposed"):
         table.add_column(name, justify="left" if name == "proposal" else "right")
     for proposal in proposals:

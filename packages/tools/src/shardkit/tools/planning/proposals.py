@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 
 from torch import nn
 
@@ -27,8 +28,10 @@ from shardkit.tools.planning.candidates import (
 )
 from shardkit.tools.torch_compat import FakeTensors
 
-__all__ = ["NothingFits", "Proposal", "propose"]
+__all__ = ["NothingFits", "Proposal", "below", "propose"]
 
+# The group of entry points by which core finds what shards DTensors.
+_ADAPTERS = "shardkit.dtensor_adapters"
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
@@ -82,7 +85,7 @@ class _Search:
 
     def run(self, candidate: Candidate) -> Estimate:
         if candidate not in self.known:
-            self._progress(candidate.describe())
+            self._progress(f"estimating {candidate.describe()}")
             job = candidate.job(self.job)
             self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
         return self.known[candidate]
@@ -94,6 +97,10 @@ class _Search:
         except (EstimateError, MachineError) as error:
             self.problem = str(error)
             self._progress(f"gave up: {error}")
+
+    def leave_out(self, reason: str) -> None:
+        """Tells why some ways are not tried."""
+        self._progress(f"fewer ways: {reason}")
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it stays below the limit; one that cannot be estimated does not."""
@@ -146,7 +153,7 @@ def propose(
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, job, world_size)
     if not search.ranked():
-        raise NothingFits(_closest(search))
+        raise NothingFits(_closest(search, limit, margin))
     for candidate in search.ranked()[:_GROWN]:
         grown = replace(candidate, micro_batch=2 * candidate.micro_batch)
         while grown.micro_batch <= most_micro_batch and search.fits(grown):
@@ -158,7 +165,10 @@ def propose(
 
 def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
     """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
-    if job.tensor_parallel is None:
+    if job.tensor_parallel is None or not tensor_parallel_meshes(world_size, search.machine):
+        return
+    if not entry_points(group=_ADAPTERS):
+        search.leave_out("tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
     smallest = sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
     for candidate in (search.ranked() or smallest)[:_CUT]:
@@ -217,7 +227,7 @@ def _reasons(search: _Search, candidate: Candidate) -> list[str]:
     line = found.timeline
     share = found.reserved_bytes / search.limit
     reasons = [
-        f"takes {size(found.reserved_bytes)}, {share:.0%} of the limit; the peak is {found.peak.place}",
+        f"takes {size(found.reserved_bytes)}, {share:.0%} of what may be taken; the peak is {found.peak.place}",
         f"waits {time(line.exposed)} of a {time(line.step)} step for communication",
     ]
     if (threshold := search.machine.mmap_threshold) is not None:
@@ -264,12 +274,21 @@ def _difference(what: str, this: Estimate, other: Estimate, limit: int) -> str:
     return f"{what} {' and '.join(texts)}{without}"
 
 
-def _closest(search: _Search) -> str:
+def _closest(search: _Search, limit: int, margin: float) -> str:
     best = min(search.known, key=lambda one: search.known[one].reserved_bytes)
     found = search.known[best]
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
+    part, advice = f"{biggest.replace('_', ' ')} ({size(found.peak.by_category[biggest])})", "Use more ranks, "
+    advice += "a smaller micro-batch, or shorter sequences" if best.micro_batch > 1 else "or shorter sequences"
+    if search.machine.process_bytes >= found.peak.by_category[biggest]:
+        part = f"the process without a model ({size(search.machine.process_bytes)}, process_bytes of the machine)"
+        advice = f"No way to shard makes that smaller; give at least {size(found.reserved_bytes / (1 - margin))}"
     return (
-        f"none of {len(search.known)} ways fits {size(search.limit)}; the smallest takes {size(found.reserved_bytes)} "
-        f"({best.describe()}), most of it {biggest.replace('_', ' ')} ({size(found.peak.by_category[biggest])}). Use "
-        "more ranks, a smaller micro-batch, or shorter sequences"
+        f"none of {len(search.known)} ways fits {below(limit, margin)}; the smallest takes "
+        f"{size(found.reserved_bytes)} ({best.describe()}), the largest part of it {part}. {advice}"
     )
+
+
+def below(limit: int, margin: float) -> str:
+    """What may be taken of a limit, in words."""
+    return f"{size(limit * (1 - margin))} ({size(limit)} less {margin:.0%} for errors)" if margin else size(limit)

@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = options.records or Path(directory)
         status = _run(command, extent, records, activations=not options.no_activations)
         if status != 0:
-            errors.print(f"the command ended with status {status}; reporting what was recorded", markup=False)
+            recorded = "reporting what was recorded" if list(records.glob("rank-*.json")) else "nothing was recorded"
+            errors.print(f"the command ended with status {status}; {recorded}", markup=False)
         try:
             report = merge(read_records(records), command)
             write_report(report, options.out)
@@ -51,13 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.trace is not None:
                 write_text(options.trace, trace_json(report))
         except (ReportError, OSError) as error:
+            if status != 0 and not list(records.glob("rank-*.json")):
+                return status  # it said why; that nothing was recorded was told, too
             errors.print(f"error: {error}", markup=False, soft_wrap=True)
-            if status == 0 and not list(records.glob("rank-*.json")):
+            if not list(records.glob("rank-*.json")):
                 hint = "a rank records from its first fully_shard call on; does the command call it?"
                 errors.print(hint, markup=False, soft_wrap=True)
             return status or 2
     print_report(report, Console())
-    Console().print(f"\nwritten to {options.out}", markup=False)
+    written = ", ".join(str(path) for path in (options.out, options.html, options.trace) if path is not None)
+    Console().print(f"\nwritten to {written}", markup=False)
     return status
 
 
