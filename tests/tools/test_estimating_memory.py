@@ -16,7 +16,7 @@ from shardkit.tools.machine import preset
 from tests.support import run_ranks
 from tests.tools import jobs
 from tests.tools.jobs import JOBS, mesh_of
-from tests.tools.measured import run_job
+from tests.tools.measured import HUGE_PAGES, run_job
 
 
 def cpu(transport: str):
@@ -89,6 +89,7 @@ print(found)
 """
 
 
+@pytest.mark.skipif(HUGE_PAGES, reason="transparent_hugepage is 'always': a fault is not a page of 4 KiB")
 @pytest.mark.parametrize("name", ["gpt", "checkpointing"])
 def test_pages_that_the_kernel_clears_are_those_of_the_blocks_that_the_trace_tells(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
