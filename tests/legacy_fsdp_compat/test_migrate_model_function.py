@@ -84,6 +84,15 @@ def wrapped_already() -> nn.Module:
     return model
 
 
+class WithExtraState(Net):
+    def get_extra_state(self) -> object:
+        raise RuntimeError("no state\nyet")
+
+
+def with_extra_state() -> nn.Module:
+    return WithExtraState()
+
+
 def wider() -> nn.Module:
     return Net(7)
 
@@ -111,6 +120,10 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
         ("A_MODULE", "is something of type Net, expected a function"),
         ("lazy", r"\['0.weight', '0.bias'\] of the model have no shapes before its first forward"),
         ("wrapped_already", "'outer' of the model is an FSDP module: build the model without FSDP"),
+        (
+            "with_extra_state",
+            r"state_dict of the model raised RuntimeError in line \d+ of .*_function.py: no state yet;",
+        ),
         ("wider", r"_flat_param' has \d+ elements, .* make \d+"),
         ("with_more", r"'model._flat_param' has 14 elements, .* make 20"),
     ],
@@ -130,6 +143,9 @@ def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, c
         ),
         (".relative:build", "raised TypeError: .* relative import"),
         ("broken:build", r"raised SyntaxError: .*broken.py, line 1"),
+        ("sys:build", "--model sys:build: the module sys has no 'build', expected a function"),
+        ("namespace:build", "--model namespace:build: the module namespace has no 'build', expected a function"),
+        ("of_a_user:build", r"raised ValueError in line 2 of .*/shardkit/of_a_user.py: no; it is called"),
         ("no_colon", "--model no_colon is not MODULE:FUNCTION"),
         ("no_function:", "--model no_function: is not MODULE:FUNCTION"),
     ],
@@ -143,6 +159,11 @@ def test_modules(
     monkeypatch: pytest.MonkeyPatch,
 ):
     (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "namespace").mkdir()
+    theirs = tmp_path / "shardkit"  # as a directory of a user may be called
+    theirs.mkdir()
+    (theirs / "of_a_user.py").write_text("def build():\n    raise ValueError('no')\n")
+    monkeypatch.syspath_prepend(theirs)
     monkeypatch.syspath_prepend(tmp_path)
     status, said = converted(local_files, tmp_path / "out", module, "dcp", capsys)
     assert status == 1

@@ -55,7 +55,7 @@ def _function(factory: str, option: str) -> Callable[[], Any]:
         imported = importlib.import_module(module)
     build = getattr(imported, name, None)
     if build is None:
-        raise CheckpointError(f"{option}: {imported.__file__} has no '{name}', expected a function that builds a model")
+        raise CheckpointError(f"{option}: the module {module} has no '{name}', expected a function that builds a model")
     if not callable(build) or isinstance(build, nn.Module):
         raise CheckpointError(f"{option} is {_described(build)}, expected a function that returns a torch.nn.Module")
     function: Callable[[], Any] = build

@@ -29,14 +29,17 @@ def shapes_of_module(model: nn.Module) -> dict[str, tuple[int, ...] | str]:
     """Shapes of the parameters and buffers of a model, in order; of a tied one its first name.
 
     Raises:
-        CheckpointError: for a model that is wrapped already, and parameters that have no shape yet.
+        CheckpointError: for a model that is wrapped already, parameters that have no shape yet, and a state_dict that
+            raises.
     """
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     _check_built(model, named)
     clean = {clean_name(name): tensor for name, tensor in named.items()}
     first: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...] | str] = {}
-    for name in model.state_dict():
+    with users_code("state_dict of the model", "expected the names of its parameters and buffers"):
+        names = list(model.state_dict())
+    for name in names:
         if name in clean:
             known = first.setdefault(id(clean[name]), name)
             shapes[name] = tuple(clean[name].shape) if known == name else known

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 
 __all__ = ["users_code"]
 
 _SHOWN = 300
-_NOT_THEIRS = ("/site-packages/", "/lib/python3", "/shardkit/", "<frozen ")
+_NOT_THEIRS = ("/site-packages/", "/lib/python3", f"{Path(__file__).parents[1]}/", "<frozen ")
 
 
 @contextlib.contextmanager
