@@ -24,12 +24,14 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
     """Losses and gradient norms of a run on two ranks, which find each other as under torchrun.
 
     They are forked from the server of the rank pools: nearly all of the time under torchrun itself went into three
-    processes that import torch.
+    processes that import torch. So torchrun itself is not covered.
     """
     start_server()
     for _ in range(2):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         outputs = [directory / f"{script.stem}-{rank}.txt" for rank in range(2)]
+        for output in outputs:
+            output.touch()  # a rank may die before it opens its own
         context = multiprocessing.get_context("forkserver")
         ranks = [
             context.Process(target=run_rank, args=(rank, store.port, script, arguments, outputs[rank], sys.path))
