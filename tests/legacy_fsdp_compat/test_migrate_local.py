@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
+from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api, whole_state
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -174,6 +175,30 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
             open_checkpoint(files, {**shapes, "head.weight": (7, 4)})
 
 
+def load_tied(rank: int, world_size: int, directory: Path, use_orig_params: bool) -> None:
+    """On ours, whose ties across units hold: the files for any number of ranks, but not those for stock."""
+    names = api(OURS)
+    for source in ("sharded", "dcp", "local"):
+        model, arguments = across()
+        model = names.FSDP(model, use_orig_params=use_orig_params, device_id=CPU, **arguments)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        kind = names.StateDictType.LOCAL_STATE_DICT if source == "local" else names.StateDictType.SHARDED_STATE_DICT
+        with names.FSDP.state_dict_type(model, kind):
+            if source == "dcp":
+                state = {"model": model.state_dict()}
+                dcp.load(state, checkpoint_id=directory / source)
+            else:
+                state = torch.load(directory / source / f"rank{rank}.pt", weights_only=False)
+            if source == "local":
+                with pytest.raises((RuntimeError, ValueError), match="flat_param"):
+                    model.load_state_dict(state["model"])
+            else:
+                model.load_state_dict(state["model"])
+                assert_is(whole_state(OURS, model), Tied)
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("option", ["--model", "--config"])
 def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -198,6 +223,10 @@ def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, c
     if parts:
         for_stock = {name: tuple(shape) for name, shape in shapes.items()}
         assert_is(whole(open_checkpoint(tmp_path / "local", for_stock), "model"), Tied)
+        said = capsys.readouterr().err
+        assert "note: ['head.weight'] are tied to parameters of other FSDP modules" in said
+        assert main([str(tmp_path / "ours"), str(tmp_path / "dcp"), *known]) == 0
+        run_ranks(3, load_tied, tmp_path, use_orig_params)
     else:
         assert "'head.weight' is tied to 'emb.weight' of another FSDP module" in capsys.readouterr().err
 

@@ -175,3 +175,62 @@ def test_values_that_no_file_could_keep(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"'head.weight' is tied to 'emb.weight', say the shapes, but .*rank0.pt"):
         open_checkpoint(tmp_path / "out", shapes_of_model(build()[0]))
     assert not (tmp_path / "no").exists()
+
+
+@pytest.fixture(scope="module")
+def stock_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stock")
+    run_ranks(2, write, directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("ranks", "as_tensor", "message"),
+    [
+        ([0], False, "'model.emb._flat_param' is missing in .*rank0.pt, but a ShardedTensor"),
+        ([0], True, "'model.emb._flat_param' is Tensor in .*rank0.pt, but a ShardedTensor"),
+        ([0, 1], True, "'model.emb._flat_param' is no ShardedTensor in .*rank0.pt"),
+    ],
+)
+def test_files_without_a_flat_tensor(
+    ranks: list[int], as_tensor: bool, message: str, stock_files: Path, tmp_path: Path
+):
+    run_ranks(2, spoil, stock_files, tmp_path, ranks, as_tensor)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path, shapes_of_model(build()[0]))
+
+
+def spoil(rank: int, world_size: int, source: Path, target: Path, ranks: list[int], as_tensor: bool) -> None:
+    """The files, without one unit's flat tensor for some ranks, or with a plain one."""
+    state = torch.load(source / f"rank{rank}.pt", weights_only=False)
+    if rank in ranks:
+        flat = state["model"].pop("emb._flat_param")
+        if as_tensor:
+            state["model"]["emb._flat_param"] = torch.zeros(flat.size())
+    torch.save({"model": state["model"]}, target / f"rank{rank}.pt")
+
+
+class Root(nn.Module):
+    """All parameters are in units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+
+
+def write_root(rank: int, world_size: int, directory: Path) -> None:
+    names = api(STOCK)
+    policy = names.ModuleWrapPolicy({nn.Linear})
+    model = names.FSDP(Root(), auto_wrap_policy=policy, use_orig_params=False, device_id=CPU)
+    with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):
+        torch.save(model.state_dict(), directory / f"rank{rank}.pt")
+
+
+def test_a_buffer_that_the_files_lack(tmp_path: Path):
+    run_ranks(2, write_root, tmp_path)
+    shapes: dict[str, tuple[int, ...] | str] = {"scale": (2,), **shapes_of_model(Root())}
+    with pytest.raises(CheckpointError, match=r"does not fit the shapes at its top: .* 1 missing \(scale\)"):
+        open_checkpoint(tmp_path, shapes)
+    del shapes["scale"]
+    assert len(open_checkpoint(tmp_path, shapes).notes) == 1

@@ -124,6 +124,12 @@ def _run(options: argparse.Namespace) -> int:
     for note in checkpoint.notes:
         _say(f"note: {note}")
     ranks = _ranks(options, checkpoint, known)
+    if isinstance(ranks, LocalRanks) and ranks.wrapping.parted:
+        _say(
+            f"note: {list(ranks.wrapping.parted)} are tied to parameters of other FSDP modules, and FSDP1 keeps a copy "
+            f"in each: these files are for stock FSDP1. shardkit keeps them tied; for it convert to '{SHARDED}' or "
+            "'dcp'"
+        )
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
             sys.stdout.write(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}\n")

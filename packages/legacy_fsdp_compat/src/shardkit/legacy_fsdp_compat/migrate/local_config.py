@@ -35,7 +35,7 @@ def found_config(files: list[RankFile], base: Path_, shapes: ModelShapes, cut: s
             return wrapping.as_config()
         found = {unit: tuple(one for one in _CANDIDATES if _fits(files, base, wrapping, unit, one)) for unit in units}
         return Wrapping(names, found, buffers, True).as_config() if all(found.values()) else None
-    except CheckpointError:  # ties across units, which only ours keeps
+    except CheckpointError:  # ties across units with use_orig_params=True, which only ours runs
         return None
 
 

@@ -120,16 +120,18 @@ def _with_ties_of_files(
     if not shapes.ties:
         return shapes
     names = {str(path[-1]).removesuffix(FLAT_NAME).removesuffix("."): path for path in flats}
-    wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), frozenset(buffers), use_orig_params=False)
-    of_flats = {unit: files[0].leaves[path] for unit, path in names.items()}
-    parted = [name for name, first in shapes.ties.items() if wrapping.known.ties.get(name) != first]
-    if not parted or any(
-        wrapping.layout(u, len(files), one.dtype).numel != one.whole[0] for u, one in of_flats.items()
+    prefixes = tuple(path[-1].removesuffix(FLAT_NAME) for path in flats)
+    # What lies in no FSDP module is a buffer, also one that the files lack.
+    outside = frozenset(name for name in shapes.given if not name.startswith(prefixes))
+    wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), outside | buffers, use_orig_params=False)
+    of_flats = {unit: stored_shards(joined(path), files, path) for unit, path in names.items()}
+    if not wrapping.parted or any(
+        wrapping.layout(u, len(files), one.dtype).numel != one.numel for u, one in of_flats.items()
     ):
         return shapes
-    for name in parted:
+    for name, first in wrapping.parted.items():
         checkpoint.notes.append(
-            f"'{name}' is tied to '{shapes.ties[name]}' of another FSDP module in the model, but not in the files, as "
+            f"'{name}' is tied to '{first}' of another FSDP module in the model, but not in the files, as "
             "FSDP1 has trained them apart; both are converted"
         )
     return wrapping.known

@@ -154,7 +154,10 @@ def stored_shards(name: str, files: list[RankFile], path: Path_, notes: list[str
     Raises:
         CheckpointError: files that describe different tensors, or parts that do not make up one.
     """
-    first = next(value for file in files if isinstance(value := file.leaves.get(path), StoredShards))
+    found = [value for file in files if isinstance(value := file.leaves.get(path), StoredShards)]
+    if not found:
+        raise CheckpointError(f"'{name}' is no ShardedTensor in {files[0].path} or another file, expected parts of one")
+    first = found[0]
     dtype = first.dtype
     boxes: list[Box] = []
     holders: dict[tuple[tuple[int, ...], torch.Size], tuple[frozenset[int], Box]] = {}

@@ -53,13 +53,19 @@ class Wrapping:
     use_orig_params: bool
 
     def __post_init__(self) -> None:
-        given, known = ModelShapes.of(self.shapes).ties, self.known.ties
-        parted = [name for name in given if known.get(name) != given[name]]
+        parted = list(self.parted.items())
         if parted and self.use_orig_params:
+            name, first = parted[0]
             raise CheckpointError(
-                f"'{parted[0]}' is tied to '{given[parted[0]]}' of another FSDP module: with use_orig_params=True "
+                f"'{name}' is tied to '{first}' of another FSDP module: with use_orig_params=True "
                 "FSDP1's forward fails then; wrap both in one, or take use_orig_params=False, which parts them"
             )
+
+    @property
+    def parted(self) -> dict[str, str]:
+        """Names that are tied in the model to one of another unit -> the one they are tied to."""
+        given = ModelShapes.of(self.shapes).ties
+        return {name: first for name, first in given.items() if self.known.ties.get(name) != first}
 
     @cached_property
     def known(self) -> ModelShapes:
