@@ -182,8 +182,9 @@ def test_operators_are_timed_in_memory_that_is_there_as_estimates_charge_mapped_
     found = subprocess.run(command, env=environment, text=True, capture_output=True, check=True)
     before, within, after = map(int, found.stdout.split())
     pages = 4 * 16 * MIB // 4096
-    assert before == pytest.approx(pages, rel=0.02) and after == pytest.approx(pages, rel=0.02)
+    assert before == pytest.approx(pages, rel=0.02)
     assert within < 0.02 * pages
+    assert after > 0.5 * pages  # what was kept goes back, but for what a small block may hold
 
 
 def test_a_c_library_that_cannot_keep_blocks_is_refused_before_any_process_is_started(monkeypatch: pytest.MonkeyPatch):

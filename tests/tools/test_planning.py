@@ -194,9 +194,13 @@ LLAMA = TrainingJob(
 
 
 @pytest.fixture(scope="module")
-def cut() -> list[Proposal]:
-    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, count=100)
-    return [proposal for proposal in found if dict(proposal.candidate.axes).get("tp") == 2]
+def llama() -> list[Proposal]:
+    return propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, count=100)
+
+
+@pytest.fixture(scope="module")
+def cut(llama: list[Proposal]) -> list[Proposal]:
+    return [proposal for proposal in llama if dict(proposal.candidate.axes).get("tp") == 2]
 
 
 def test_tensor_parallelism_is_proposed_where_there_is_a_plan_for_it(cut: list[Proposal], ample: list[Proposal]):
@@ -208,9 +212,8 @@ def test_tensor_parallelism_is_proposed_where_there_is_a_plan_for_it(cut: list[P
     assert any(row.collective == "all-reduce" for row in cut[0].estimate.traffic)
 
 
-def test_tensor_parallelism_is_tried_where_nothing_fits_without_it(cut: list[Proposal]):
-    most = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, count=100)
-    plain = [one.estimate.reserved_bytes for one in most if "tp" not in dict(one.candidate.axes)]
+def test_tensor_parallelism_is_tried_where_nothing_fits_without_it(llama: list[Proposal], cut: list[Proposal]):
+    plain = [one.estimate.reserved_bytes for one in llama if "tp" not in dict(one.candidate.axes)]
     smallest = min(one.estimate.reserved_bytes for one in cut)
     assert 1.1 * smallest < min(plain)
     found = propose(LLAMA, 2, MACHINE, (smallest + min(plain)) // 2, micro_batch=1, most_micro_batch=1)
@@ -272,8 +275,8 @@ def test_a_process_that_is_too_large_by_itself_is_told():
         propose(JOB, 2, heavy, 2**30, margin=0.5)
     assert "fits 512.0 MiB (1.0 GiB less 50% for errors)" in str(raised.value)
     assert "the process without a model (1.0 GiB, process_bytes of the machine)" in str(raised.value)
-    enough = str(raised.value).rpartition("give at least ")[2]
-    assert propose(JOB, 2, heavy, bytes_of(enough) + 2**27, margin=0.5)
+    enough = bytes_of(str(raised.value).rpartition("give at least ")[2])
+    assert propose(JOB, 2, heavy, enough, margin=0.5, most_micro_batch=1)
 
 
 def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.MonkeyPatch):

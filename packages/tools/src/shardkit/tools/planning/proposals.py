@@ -282,7 +282,8 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
     advice += "a smaller micro-batch, or shorter sequences" if best.micro_batch > 1 else "or shorter sequences"
     if search.machine.process_bytes >= found.peak.by_category[biggest]:
         part = f"the process without a model ({size(search.machine.process_bytes)}, process_bytes of the machine)"
-        advice = f"No way to shard makes that smaller; give at least {size(found.reserved_bytes / (1 - margin))}"
+        enough = math.ceil(found.reserved_bytes / (1 - margin) / _MIB)
+        advice = f"No way to shard makes that smaller; give at least {enough} MiB"
     return (
         f"none of {len(search.known)} ways fits {below(limit, margin)}; the smallest takes "
         f"{size(found.reserved_bytes)} ({best.describe()}), the largest part of it {part}. {advice}"
