@@ -26,9 +26,10 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.torch_compat import new_dtensor
 
-__all__ = ["DTensorAdapter", "Holder", "ParameterForm", "SubclassGather", "form_of"]
+__all__ = ["ADAPTERS", "DTensorAdapter", "Holder", "ParameterForm", "SubclassGather", "form_of"]
 
-_GROUP = "shardkit.dtensor_adapters"
+ADAPTERS = "shardkit.dtensor_adapters"
+"""The group of entry points under which distributions offer a `DTensorAdapter`."""
 
 Holder = tuple[nn.Module, str]
 """A module, and the name of its attribute that is the parameter."""
@@ -145,7 +146,7 @@ def _dtensor_adapter() -> DTensorAdapter | None:
     Raises:
         RuntimeError: if several distributions provide one.
     """
-    found = list(entry_points(group=_GROUP))
+    found = list(entry_points(group=ADAPTERS))
     if len(found) > 1:
         names = ", ".join(sorted(f"{entry.name} = {entry.value}" for entry in found))
         raise RuntimeError(f"several adapters for DTensor parameters are installed ({names}); uninstall all but one")

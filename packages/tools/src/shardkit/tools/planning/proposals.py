@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 
 from torch import nn
 
+from shardkit.core.adapters import ADAPTERS
 from shardkit.tools.estimating.batches import micro_batch_of
 from shardkit.tools.estimating.costs import OperatorCosts
 from shardkit.tools.estimating.errors import EstimateError, explained
@@ -30,8 +31,6 @@ from shardkit.tools.torch_compat import FakeTensors
 
 __all__ = ["NothingFits", "Proposal", "below", "propose"]
 
-# The group of entry points by which core finds what shards DTensors.
-_ADAPTERS = "shardkit.dtensor_adapters"
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
@@ -167,7 +166,7 @@ def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
     """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
     if job.tensor_parallel is None or not tensor_parallel_meshes(world_size, search.machine):
         return
-    if not entry_points(group=_ADAPTERS):
+    if not entry_points(group=ADAPTERS):
         search.leave_out("tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
     smallest = sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
@@ -278,9 +277,11 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
     best = min(search.known, key=lambda one: search.known[one].reserved_bytes)
     found = search.known[best]
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
-    part, advice = f"{biggest.replace('_', ' ')} ({size(found.peak.by_category[biggest])})", "Use more ranks, "
-    advice += "a smaller micro-batch, or shorter sequences" if best.micro_batch > 1 else "or shorter sequences"
-    if search.machine.process_bytes >= found.peak.by_category[biggest]:
+    if search.machine.process_bytes < found.peak.by_category[biggest]:
+        part = f"{biggest.replace('_', ' ')} ({size(found.peak.by_category[biggest])})"
+        smaller = "a smaller micro-batch, " if best.micro_batch > 1 else ""
+        advice = f"Use more ranks, {smaller}or shorter sequences"
+    else:
         part = f"the process without a model ({size(search.machine.process_bytes)}, process_bytes of the machine)"
         enough = math.ceil(found.reserved_bytes / (1 - margin) / _MIB)
         advice = f"No way to shard makes that smaller; give at least {enough} MiB"

@@ -41,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardkit-profile-") as directory:
         records = options.records or Path(directory)
         status = _run(command, extent, records, activations=not options.no_activations)
+        recorded = any(records.glob("rank-*.json"))
         if status != 0:
-            recorded = "reporting what was recorded" if list(records.glob("rank-*.json")) else "nothing was recorded"
-            errors.print(f"the command ended with status {status}; {recorded}", markup=False)
+            told = "reporting what was recorded" if recorded else "nothing was recorded"
+            errors.print(f"the command ended with status {status}; {told}", markup=False)
+            if not recorded:
+                return status
         try:
             report = merge(read_records(records), command)
             write_report(report, options.out)
@@ -52,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.trace is not None:
                 write_text(options.trace, trace_json(report))
         except (ReportError, OSError) as error:
-            if status != 0 and not list(records.glob("rank-*.json")):
-                return status  # it said why; that nothing was recorded was told, too
             errors.print(f"error: {error}", markup=False, soft_wrap=True)
-            if not list(records.glob("rank-*.json")):
+            if not recorded:
                 hint = "a rank records from its first fully_shard call on; does the command call it?"
                 errors.print(hint, markup=False, soft_wrap=True)
             return status or 2
