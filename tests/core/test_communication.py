@@ -472,9 +472,12 @@ class NotesEvents:
     def __init__(self, lane: Any) -> None:
         self.lane, self.log = lane, []
 
-    def start(self, program: Any, label: str, keep_alive: Sequence[Tensor] = ()) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lane, name)
+
+    def start(self, program: Any, label: str, keep_alive: Sequence[Tensor] = (), **options: Any) -> Any:
         self.log.append(label)
-        return self.lane.start(program, label, keep_alive)
+        return self.lane.start(program, label, keep_alive, **options)
 
     def wait_event(self, event: Any) -> None:
         self.log.append(event)

@@ -186,6 +186,12 @@ class _Stream:
     def __init__(self, device: _Device, name: str) -> None:
         self.device, self.name = device, name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def record_event(self, event: str = "") -> str:
         self.device.log.append(f"{self.name} records {event}".rstrip())
         return f"{event or 'event'} of {self.name}"

@@ -1,31 +1,102 @@
-"""What the groups of one root share: the lanes that communication runs on and the reductions that are in flight."""
+"""What the groups of one root share: lanes, memory that can be taken back or taken over, reductions in flight."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections import deque
+from typing import Any, Protocol
 
 import torch
 
-from shardkit.core.runtime.lanes import Program, Ticket, make_lane
+from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
 from shardkit.core.runtime.transport import SharedTransport
 
-__all__ = ["CommContext"]
+__all__ = ["DEFAULT_PREFETCH_DEPTH", "CommContext", "MemoryOwner"]
+
+DEFAULT_PREFETCH_DEPTH = 1
+
+
+class MemoryOwner(Protocol):
+    """A parameter group, as far as its memory goes."""
+
+    def free_memory(self) -> None:
+        """Frees the unsharded memory, on the host; its readers' streams were waited for."""
 
 
 class CommContext:
     """One lane for gathers, one for reductions. `share_comm_ctx` gives several roots the same one.
 
-    `unsharded` counts the groups that hold unsharded memory which forward is to free; it bounds prefetching.
+    Note [Released memory]: a group that is resharded when its forward or backward ends is *released*: its modules hold
+    the sharded parameters, its memory stays and is still valid. A gather frees the memory that was released first when
+    it would otherwise exceed `slots` groups; on streams it then waits for the events recorded at that release, and not
+    for what computes now. A group that is used again before that (backward begins with what forward used last) takes
+    its memory back without a gather. At the end of forward only the group that backward needs first stays released,
+    and none at the end of backward.
+
+    Attributes:
+        slots: how many groups may hold unsharded memory that forward is to free: `prefetch_depth + 1`.
+        unsharded: how many of them are in use or being gathered.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gathers = make_lane(device, "all-gather", priority=-1)
-        self.reductions = make_lane(device, "reduce-scatter", priority=-1)
+        self.slots = DEFAULT_PREFETCH_DEPTH + 1
         self.unsharded = 0
+        self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[Any, ...]] = {}
         self._lent: list[tuple[Ticket, SharedTransport]] = []
         self._in_flight: deque[Ticket] = deque()
+
+    @functools.cached_property
+    def gathers(self) -> Lane:
+        """Runs gathers, and owns the memory of unsharded parameters: runtime/lanes.py, Note [Who owns memory]."""
+        return make_lane(self.device, "all-gather", priority=-1)
+
+    @functools.cached_property
+    def reductions(self) -> Lane:
+        """Runs reductions; owns no memory."""
+        return make_lane(self.device, "reduce-scatter", priority=-1)
+
+    # -- unsharded memory ----------------------------------------------------------------------------------------------
+
+    def release(self, group: MemoryOwner, readers: tuple[Any, ...]) -> None:
+        """Notes that `group` is not in use any more; its memory may be taken over after the events `readers`."""
+        self._released[weakref.ref(group)] = readers
+
+    def take_back(self, group: MemoryOwner) -> None:
+        """The group uses its memory again, which is as it left it."""
+        del self._released[weakref.ref(group)]
+
+    def make_room(self) -> None:
+        """Frees what was released first, so that one more group may be gathered."""
+        self.free_released(but=max(0, self.slots - self.unsharded - 1))
+
+    def free_released(self, *, but: int = 0) -> None:
+        """Frees the memory of all released groups but the `but` that were released last."""
+        while len(self._released) > but:
+            self._free(next(iter(self._released)))
+
+    def free(self, group: MemoryOwner) -> None:
+        """Frees the memory of one released group."""
+        self._free(weakref.ref(group))
+
+    def _free(self, reference: weakref.ReferenceType[MemoryOwner]) -> None:
+        readers, group = self._released.pop(reference), reference()
+        for event in readers:
+            self.gathers.wait_event(event)
+        if group is not None:
+            group.free_memory()
+
+    def wait_for_writers(self) -> None:
+        """Makes the gather lane wait for reductions under way: an optimizer may step on the shards as they end.
+
+        What the current stream has queued is the caller's to wait for.
+        """
+        for ticket in self._in_flight:
+            self.gathers.wait_event(ticket.finished)
+
+    # -- communication in flight ---------------------------------------------------------------------------------------
 
     def reduce(self, program: Program, label: str, max_inputs: int) -> None:
         """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have let go of their inputs.

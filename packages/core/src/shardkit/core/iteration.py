@@ -14,6 +14,15 @@ is repeated) stays unsharded in between. A user's explicit prefetch lists take t
 such bound.
 With a budget of bytes instead (`budget`), all groups count, the root's and explicit lists included; it decides how far
 ahead to gather, and whether forward frees what backward is going to need.
+
+Note [Ready in order]
+A block may keep a tensor aside (`self.aux = ...`) that its caller adds to the loss. Backward then enters the block
+through a tensor that no hook of ours sits on, and must find its parameters there. Autograd runs the nodes of one device
+in the reverse of the order in which forward made them. So a state's parameters are waited for before backward can get
+to any node that its forward made: when backward leaves the state that ran next in forward (`left_backward`), or, if
+nothing would tell us that, as soon as backward enters that state (`entered_backward`). Nothing would if the state is
+nested in the other one, or if the other's inputs need no gradient. Whatever order a backward takes, parameters whose
+gather is under way are never left for autograd to find half-filled.
 """
 
 from __future__ import annotations
@@ -21,27 +30,44 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardkit.core import budget, events
-from shardkit.core.context import CommContext
+from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
 from shardkit.core.on_stack import calling_frame, is_on_stack
 from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.torch_compat import in_backward, queue_end_of_backward
+from shardkit.core.torch_compat import in_backward, queue_end_of_backward, runs_in_this_backward
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from shardkit.core.state import FSDPState
 
-__all__ = ["DEFAULT_PREFETCH_DEPTH", "Iteration"]
-
-DEFAULT_PREFETCH_DEPTH = 1
+__all__ = ["Iteration", "Pass"]
 
 # Entries of forwards that no backward followed are dropped beyond this many.
 _LONGEST = 10_000
+
+
+class Pass(NamedTuple):
+    """A forward of one state that backward will come by.
+
+    Attributes:
+        state: the place of the state in the list of the iteration.
+        began: autograd's sequence number when it began; the nodes that it made have this one and higher ones.
+        leaving: weakly, the autograd node through which backward leaves it; None if no input of it needs a gradient.
+    """
+
+    state: int
+    began: int
+    leaving: weakref.ReferenceType[Any] | None
+
+    def will_be_left(self) -> bool:
+        """Whether the backward that runs now will call us when it leaves this pass."""
+        node = None if self.leaving is None else self.leaving()
+        return node is not None and runs_in_this_backward(node)
 
 
 class Iteration:
@@ -67,7 +93,7 @@ class Iteration:
         self._learnt: list[int] = []
         self._position = 0
         self._running: list[int] = []
-        self._ran: list[int] = []
+        self._ran: list[Pass] = []
         self._ran_before = 0
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._backward_queued = False
@@ -115,8 +141,11 @@ class Iteration:
         self._position = 0
         self._running = []
         self._ran_before = len(self._ran)
+        self.context.slots = 1 if self.prefetch_budget is not None else self.depth + 1
+        self.context.free_released()  # writes to a local shard since then are not always noticed
         if state.is_root:
             self._free_stale()
+            self._settle_shards()
         if self.post_optim_event is not None:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
@@ -128,6 +157,14 @@ class Iteration:
             for group in state.groups:
                 if group.is_unsharded and group.is_stale and not group.in_use:
                     group.reshard()
+
+    def _settle_shards(self) -> None:
+        """Lets gathers of this iteration wait, once, for what has been queued before it: an optimizer step, a load."""
+        gathers = self.context.gathers
+        if gathers.has_streams:
+            gathers.wait_event(gathers.current_event())
+            for group in self._groups:
+                group.settle_shards()
 
     def _forget_forward(self, root: FSDPState) -> None:
         """What the hooks after each forward would have done, which did not run for one that was interrupted."""
@@ -158,12 +195,15 @@ class Iteration:
             ahead = self._learnt[self._position : self._position + self.depth]
             self._prefetch(ahead, in_backward=False)
 
-    def left(self, state: FSDPState) -> None:
+    def left(self, passed: Pass) -> None:
         """A state's forward has ended and backward will come by: in the reverse of this order."""
-        if self._backward_queued and state.index in self._ran:  # recomputed
+        if self._backward_queued and self._awaited(passed.state):  # recomputed
             return
-        self._ran.append(state.index)
+        self._ran.append(passed)
         del self._ran[:-_LONGEST]
+
+    def _awaited(self, index: int) -> bool:
+        return any(passed.state == index for passed in self._ran)
 
     def end_forward(self, state: FSDPState, *, failed: bool) -> None:
         """The outermost forward has ended: learns its order, frees what was prefetched in vain.
@@ -179,6 +219,7 @@ class Iteration:
             self._learnt = self._running
         self._running = []
         self._free_unused(in_backward=False)
+        self.context.free_released(but=1 if self._ran and torch.is_grad_enabled() else 0)
         if not failed:
             self.context.settle_gathers()
 
@@ -191,16 +232,29 @@ class Iteration:
             queue_end_of_backward(self.end_backward)
 
     def entered_backward(self, state: FSDPState) -> None:
-        """A state's backward begins: prefetch the states that ran before it in forward."""
-        if not self._ran:
-            return
+        """A state's backward begins: prefetch the states that ran before it in forward.
+
+        Where nothing would tell us that backward leaves it, the next one begins at once: Note [Ready in order].
+        """
         last = len(self._ran) - 1
-        while last >= 0 and self._ran[last] != state.index:
+        while last >= 0 and self._ran[last].state != state.index:
             last -= 1
         if last < 0:
             return
+        entered = self._ran[last]
         del self._ran[last:]
-        self._prefetch(self._ran[: -self.depth - 1 : -1] if self.depth else [], in_backward=True)
+        if state.backward_prefetch:
+            state.prefetch_for_backward()
+        else:
+            ahead = self._ran[: -self.depth - 1 : -1] if self.depth else []
+            self._prefetch([passed.state for passed in ahead], in_backward=True)
+        if self._ran and (self._ran[-1].began >= entered.began or not entered.will_be_left()):
+            self.left_backward()
+
+    def left_backward(self) -> None:
+        """Backward leaves a state, so it may go to the one that ran before it: the parameters of that must be there."""
+        if self._ran and (state := self._at(self._ran[-1].state)) is not None:
+            state.pre_backward()
 
     def end_backward(self) -> None:
         """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
@@ -214,6 +268,7 @@ class Iteration:
         if self.is_last_backward:
             self._ran.clear()
             self._free_unused(in_backward=True)
+            self.context.free_released()
             self.context.finish_reductions()
             self._wait_for_host_copies()
         self.context.settle_gathers()
@@ -251,8 +306,8 @@ class Iteration:
             for index in itertools.islice(self._learnt, self._position, None):
                 if (state := self._at(index)) is not None:
                     yield from ((group, False) for group in state.groups)
-        for index in reversed(self._ran):
-            if (state := self._at(index)) is not None:
+        for passed in reversed(self._ran):
+            if (state := self._at(passed.state)) is not None:
                 yield from ((group, True) for group in state.groups if group.unshard_in_backward)
 
     def make_room(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
@@ -296,7 +351,7 @@ class Iteration:
         """
         for group in self._prefetched[in_backward]:
             if group.prefetched and not group.held_by_user:
-                group.reshard(keep=not in_backward and any(user.index in self._ran for user in group.users))
+                group.reshard(keep=not in_backward and any(self._awaited(user.index) for user in group.users))
         self._prefetched[in_backward].clear()
 
     def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
@@ -320,9 +375,9 @@ class Iteration:
                 self._note_prefetched([group], in_backward)  # a tied or repeated module's own: it stays for the next
 
     def note_use(self, group: FSDPParamGroup) -> None:
-        """Tells tools whether a group that is needed now had been prefetched."""
+        """Tells tools whether a group that is needed now had been prefetched, or was left where it is."""
         if events.hub.active:
-            events.emit((events.PrefetchHit if group.is_unsharded else events.PrefetchMiss)(group.label))
+            events.emit((events.PrefetchHit if group.has_memory else events.PrefetchMiss)(group.label))
 
     def reset(self) -> None:
         """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""

@@ -64,7 +64,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     held = _held_by.get(optimizer)
     for reference in held.groups if held is not None else ():
         if (group := reference()) is not None:
-            group.stale = True
+            group.note_step()
 
 
 def watch_optimizers() -> None:

@@ -141,6 +141,7 @@ class FSDPParam:
         self.kept: list[torch.Tensor] = []
         self._gathered_requires_grad = original.requires_grad
         self._gathered_version = 0
+        self._settled_version = -1
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
@@ -205,6 +206,7 @@ class FSDPParam:
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
         self._held = local
+        self._settled_version = -1
         self._local = local = self.form.shard(local)
         self.orig_dtype = local.dtype
         self.dtype = self.mp_policy.param_dtype or local.dtype
@@ -417,6 +419,26 @@ class FSDPParam:
             if current is not None and current is not self.unsharded_param:
                 return True
         return not self.aliased and version_of(self.sharded_param) != self._gathered_version
+
+    @property
+    def changed_since_gather(self) -> bool:
+        """The same of a parameter that is registered as sharded at the moment."""
+        for slot in self.slots:
+            current = slot.get()
+            if current is not None and current is not self.sharded_param:
+                return True
+        return (
+            local_of(self.sharded_param) is not self._held or version_of(self.sharded_param) != self._gathered_version
+        )
+
+    @property
+    def shard_written(self) -> bool:
+        """Whether the shard was written to, or replaced, since `settle_shard`."""
+        return version_of(self.sharded_param) != self._settled_version or local_of(self.sharded_param) is not self._held
+
+    def settle_shard(self) -> None:
+        """Notes that gathers from now on come after what was written to the shard so far."""
+        self._settled_version = version_of(self.sharded_param)
 
     def free(self) -> None:
         """Frees the unsharded storage; the tensors over it stay."""

@@ -1,14 +1,15 @@
 """A parameter group: what is gathered and reduced together, and the lifecycle of its memory.
 
-                      unshard                 wait
-            SHARDED ----------> GATHERING ----------> UNSHARDED
-               ^  ^                                    |    |
-               |  '------------- reshard --------------'    | reshard(keep=True)
-               |                                            v
-               '----------------- unshard <--------------- KEPT    (this rank's part for a smaller group)
+               unshard                wait
+    SHARDED ------------> GATHERING ----------> UNSHARDED
+       ^  ^                   ^                  |  |  |
+       |  |                   | unshard          |  |  | reshard(keep=True)
+       |  |                   '--- RELEASED <----'  |  v
+       |  '------------- reshard -------------------' KEPT    (this rank's part for a smaller group)
 
-`unshard` starts a gather and returns; `wait` finishes it and registers the unsharded parameters on the modules;
-`reshard` frees them and registers the sharded ones. All three do nothing when there is nothing to do.
+`unshard` starts a gather and returns; `wait_for_unshard` finishes it and registers the unsharded parameters on the
+modules; `reshard` registers the sharded ones and frees the memory, or releases it: context.py, Note [Released memory].
+All three do nothing when there is nothing to do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardkit.core.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
-from shardkit.core.runtime.gather import gather, gather_buffer_bytes
+from shardkit.core.runtime.gather import copy_alone, gather, gather_buffer_bytes
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
@@ -55,6 +56,7 @@ class Residence(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
+    RELEASED = enum.auto()
     KEPT = enum.auto()
 
 
@@ -143,7 +145,10 @@ class FSDPParamGroup:
         self._partial_in_flight = False
         self._communication = Communication(compression)
         self._reduction = GradientReduction(mesh)
-        self._ticket: Ticket | None = None
+        self._ticket: Ticket | None = None  # of the gather under way
+        self._gathered: Ticket | None = None  # of the gather that filled the memory
+        self._kept_event: Any = None  # behind which the parts for the smaller group are there
+        self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
         self._plan: GatherPlan | None = None
         self._items: list[list[GatherItem]] = []
         self._kept_plan: GatherPlan | None = None
@@ -269,7 +274,7 @@ class FSDPParamGroup:
         if transport is None:
             return 0
         plan = self._plan
-        if plan is None and not any(param.subclass for param in self.params):
+        if plan is None and not self._has_subclass:
             plan = plan_gather(
                 [item for param in self.params for item in param.items([])],
                 transport,
@@ -285,30 +290,58 @@ class FSDPParamGroup:
         """Whether unsharded memory is held: gathered, or being gathered."""
         return self.residence is Residence.GATHERING or self.residence is Residence.UNSHARDED
 
+    @property
+    def has_memory(self) -> bool:
+        """The same, or whether it was released and the memory is still there."""
+        return self.is_unsharded or self.residence is Residence.RELEASED
+
     def unshard(self, *, in_backward: bool = False) -> None:
         """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
         backward takes what forward kept. For the same reason forward gathers again when they have changed since the
-        last gather, as by a step after a forward that no backward followed.
+        last gather, as by a step after a forward that no backward followed. Released memory is taken back.
         """
         if self.is_unsharded:
             if self.residence is Residence.GATHERING or in_backward or not self.is_stale:
                 return
             self.reshard()
+        if self.residence is Residence.RELEASED:
+            if self._take_back():
+                return
+            self.reshard()
+        counted = self.bounded and self.reshard_after_forward
         with profiler_range("unshard", self.label), torch.no_grad():
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
+            if counted:
+                self.context.make_room()
             try:
                 self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
             except BaseException:
                 self._free()
                 raise
         self.residence = Residence.GATHERING
-        if self.bounded and self.reshard_after_forward:
-            self._counted_in = self.context
-            self.context.unsharded += 1
+        if counted:
+            self._count()
+
+    def _take_back(self) -> bool:
+        """Takes released memory into use again, unless the shards have changed since it was gathered."""
+        if self.stale or any(param.changed_since_gather for param in self.params):
+            return False
+        self.context.take_back(self)
+        self.residence = Residence.GATHERING
+        self._count()
+        return True
+
+    def _count(self) -> None:
+        self._counted_in = self.context
+        self.context.unsharded += 1
+
+    def note_step(self) -> None:
+        """An optimizer has stepped, which bumps no version counter."""
+        self.stale = self._written = True
 
     @property
     def is_stale(self) -> bool:
@@ -338,29 +371,49 @@ class FSDPParamGroup:
             return None
         sources = [param.sources() for param in self.params]
         self._drop_kept()
-        if not self._items or any(param.subclass for param in self.params):
+        if not self._items or self._has_subclass:
             items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
             if items != self._items:
                 self._check_wire_sizes(items)
                 self._plan, self._buffer_bytes, self._items = None, None, items
-        for param, items_of in zip(self.params, self._items, strict=True):
-            param.allocate(items_of)
-        flat_sources = [source for each in sources for source in each]
-        targets = [target for param in self.params for target in param.targets()]
-        if not targets:
+        lane = self.context.gathers
+        with lane.owning_memory():
+            for param, items_of in zip(self.params, self._items, strict=True):
+                param.allocate(items_of)
+            flat_sources = [source for each in sources for source in each]
+            targets = [target for param in self.params for target in param.targets()]
+            if not targets:
+                return None
+            transport = self._through.gather
+            if transport is not None and self._plan is None:
+                items_flat = [item for each in self._items for item in each]
+                self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
+            if self._plan is not None:
+                program = gather(self._plan, flat_sources, targets)
+            else:
+                program = copy_alone(flat_sources, targets)
+        if self._plan is None and not lane.has_streams:
+            next(program, None)
             return None
-        transport = self._through.gather
-        if transport is None:
-            for source, target in zip(flat_sources, targets, strict=True):
-                target[: source.numel()].copy_(source.reshape(-1), non_blocking=True)
-            return None
-        if self._plan is None:
-            items_flat = [item for each in self._items for item in each]
-            self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
-        ticket = self.context.gathers.start(gather(self._plan, flat_sources, targets), self.label, flat_sources)
+        written = self._shards_written
+        if written:
+            self.context.wait_for_writers()
+            self.settle_shards()
+        ticket = lane.start(program, self.label, flat_sources, after_current=written)
         if isinstance(transport, SharedTransport):
             self.context.lent(ticket, transport)
         return ticket
+
+    @property
+    def _shards_written(self) -> bool:
+        """Whether somebody may have written to the shards since the gather lane last waited for everybody."""
+        return self._written or any(param.shard_written for param in self.params)
+
+    def settle_shards(self) -> None:
+        """The gather lane waits for all that has been queued so far: gathers need not wait for it again."""
+        self._written = False
+        for param in self.params:
+            param.settle_shard()
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
         """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).
@@ -388,11 +441,16 @@ class FSDPParamGroup:
         )
 
     def _gather_kept(self) -> Ticket:
-        for param in self.params:
-            param.allocate([])
-        sources = [part for param in self.params for part in param.kept]
-        targets = [flat for param in self.params for flat in param.flats]
-        return self.context.gathers.start(gather(self._plan_kept(), sources, targets), self.label, sources)
+        lane = self.context.gathers
+        plan = self._plan_kept()
+        with lane.owning_memory():
+            for param in self.params:
+                param.allocate([])
+            sources = [part for param in self.params for part in param.kept]
+            targets = [flat for param in self.params for flat in param.flats]
+            program = gather(plan, sources, targets)
+        lane.wait_event(self._kept_event)
+        return lane.start(program, self.label, sources, after_current=False)
 
     def _plan_kept(self) -> GatherPlan:
         smaller = self.post_forward_mesh
@@ -404,8 +462,13 @@ class FSDPParamGroup:
         return self._kept_plan
 
     def wait_for_unshard(self) -> None:
-        """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has."""
+        """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has.
+
+        On streams the current stream waits, also if another one has waited before.
+        """
         if self.residence is not Residence.GATHERING:
+            if self._gathered is not None and self.residence is Residence.UNSHARDED:
+                self._gathered.wait()
             return
         with profiler_range("wait_for_unshard", self.label), torch.no_grad():
             self._end_gather()
@@ -418,28 +481,46 @@ class FSDPParamGroup:
                     self._parameter_bytes = None
         self.residence = Residence.UNSHARDED
 
-    def reshard(self, *, keep: bool = False) -> None:
-        """Frees the unsharded parameters and registers the sharded ones.
+    def reshard(self, *, keep: bool = False, release: bool = False) -> None:
+        """Registers the sharded parameters and frees the unsharded ones.
 
-        With `keep`, and a smaller group to reshard to, this rank's part for that group stays.
+        With `keep`, and a smaller group to reshard to, this rank's part for that group stays. With `release` the memory
+        stays where it is until another gather needs it, if prefetching counts this group.
         """
         if self.residence is Residence.SHARDED:
             return
+        if self.residence is Residence.RELEASED:
+            if not release:
+                self.context.free(self)
+            return
         self.prefetched = self.held_by_user = False
+        release = release and self._counted_in is not None and self.context.slots > 1 and not self._has_subclass
         self._uncount()
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
         self.residence = Residence.SHARDED
+        for param in self.params:
+            param.register_sharded()
         if was_unsharded and keep and self.post_forward_mesh is not None:
             smaller = self.post_forward_mesh
             with torch.no_grad():
                 for param in self.params:
                     param.keep_part(smaller.size, smaller.rank)
+            self._kept_event = self.context.gathers.current_event()
             self.residence = Residence.KEPT
         else:
             self._drop_kept()
+            if release and was_unsharded:
+                self.residence = Residence.RELEASED
+                self.context.release(self, self._reader_events())
+                return
+        self._free()
+
+    def free_memory(self) -> None:
+        """The end of released memory, whose readers the gather lane waits for."""
+        self.residence = Residence.SHARDED
+        self._gathered = None
         for param in self.params:
-            param.register_sharded()
             param.free()
 
     def _end_gather(self) -> None:
@@ -454,9 +535,16 @@ class FSDPParamGroup:
             self.residence = Residence.SHARDED
             self._free()
             raise
+        self._gathered = ticket
+
+    def _reader_events(self) -> tuple[Any, ...]:
+        return () if self._gathered is None else self._gathered.reader_events()
 
     def _free(self) -> None:
         self._uncount()
+        for event in self._reader_events():
+            self.context.gathers.wait_event(event)
+        self._gathered = None
         for param in self.params:
             param.free()
 
@@ -464,6 +552,10 @@ class FSDPParamGroup:
         if self._counted_in is not None:
             self._counted_in.unsharded -= 1
             self._counted_in = None
+
+    @property
+    def _has_subclass(self) -> bool:
+        return any(param.subclass for param in self.params)
 
     def _drop_kept(self) -> None:
         if self.post_forward_mesh is not None:
@@ -499,7 +591,7 @@ class FSDPParamGroup:
 
     def _reshard_after_backward(self) -> None:
         if self.reshard_after_backward and not self.forward_users:
-            self.reshard()
+            self.reshard(release=True)
 
     @property
     def has_gradients(self) -> bool:
@@ -532,7 +624,7 @@ class FSDPParamGroup:
         """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""
         if self._ticket is not None:
             self._ticket.abandon()
-            self._ticket = None
+            self._gathered, self._ticket = self._ticket, None
         self.forward_users = 0
         self.backward_users.clear()
         self.reshard()

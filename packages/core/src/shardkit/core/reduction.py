@@ -15,7 +15,7 @@ from shardkit.core.param import FSDPParam
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.plan import ReducePlan, plan_reduce
-from shardkit.core.runtime.program import hold
+from shardkit.core.runtime.program import NEXT_STAGE, hold
 from shardkit.core.runtime.reduce import all_reduce, reduce_scatter
 from shardkit.core.runtime.transport import Transport
 
@@ -199,6 +199,12 @@ class GradientReduction:
             if (partial := self._partial.pop(param, None)) is not None:
                 hold(partial)
                 view.add_(partial)
+        if groups or hook is not None:
+            # What follows needs none of the gradients, and the next group's reduce-scatter need not wait for it.
+            yield NEXT_STAGE
+            hold(scattered.output)
+            if scattered.target is not None:
+                hold(scattered.target)
         for group in groups:
             yield from all_reduce(scattered.output, group, division.op, label)
         if hook is not None:

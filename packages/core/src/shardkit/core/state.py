@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,13 +22,30 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.context import CommContext
-from shardkit.core.iteration import Iteration
+from shardkit.core.iteration import Iteration, Pass
 from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.tensors import cast_floating, map_tensors, tensors_in, tensors_with_grad
-from shardkit.core.torch_compat import in_backward, is_leaf_or_view, local_of, no_dynamo, register_with_stock
+from shardkit.core.tensors import (
+    cast_floating,
+    keeps_tensors,
+    map_tensors,
+    reachable_tensors,
+    tensors_in,
+    tensors_kept_by,
+    tensors_with_grad,
+)
+from shardkit.core.torch_compat import (
+    base_of,
+    in_backward,
+    is_leaf_or_view,
+    local_of,
+    made_since,
+    next_autograd_node,
+    no_dynamo,
+    register_with_stock,
+)
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -65,7 +83,10 @@ class FSDPState:
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
+        self._began = 0  # autograd's sequence number where this pass began
+        self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
+        self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
         self._pending: set[int] = set()
         self._depth = 0
         self._handled = 0
@@ -125,6 +146,8 @@ class FSDPState:
         begins = not self._in_pass
         if begins:
             self._in_pass = True
+            self._began = next_autograd_node()
+            self._leaving = None
             self._backward_follows = False
             self._pending.update(self._module_ids)
             for group in self.groups:
@@ -176,6 +199,10 @@ class FSDPState:
         )
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
+    def note_leaving(self, node: Any) -> None:
+        """Remembers the autograd node whose backward calls `post_backward`."""
+        self._leaving = weakref.ref(node)
+
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of a module, also after one that raised (then `output` is None)."""
@@ -211,14 +238,14 @@ class FSDPState:
         for group in self.groups:
             group.forward_users -= 1
         if with_grad and self._backward_follows:
-            self.iteration.left(self)
+            self.iteration.left(Pass(self.index, self._began, self._leaving))
         kept = self.iteration.worth_keeping()
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
             # A root that keeps its parameters for a backward has no reason to when none can follow.
             if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
-                group.reshard(keep=with_grad)
+                group.reshard(keep=with_grad, release=with_grad)
 
     def _own_outputs(self, output: Any) -> Any:
         """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
@@ -235,17 +262,42 @@ class FSDPState:
         return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
 
     def _watch_outputs(self, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in tensors_with_grad(output):
-                if tensor.grad_fn is not None:
-                    self._backward_follows = True
-                    tensor.register_hook(self.pre_backward)
+        """Puts `pre_backward` on every tensor through which backward may enter what this forward has computed.
+
+        The outputs, and what the modules keep aside. Where none of these is found (a tensor in a global variable), the
+        parameters are there in time all the same: iteration.py, Note [Ready in order].
+        """
+        if not torch.is_grad_enabled():
+            return
+        for tensor in reachable_tensors(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                self._watch_output(tensor)
+        for module in self._keepers:
+            for tensor in tensors_kept_by(module):
+                if tensor.requires_grad and made_since(tensor, self._began):
+                    self._watch_output(tensor)
+
+    def _watch_output(self, tensor: torch.Tensor) -> None:
+        self._backward_follows = True
+        tensor.register_hook(self.pre_backward)
+        # A view that its user changes in place gets a new node, and leaves the hook on one that never runs.
+        base = base_of(tensor)
+        if base is not None and base.requires_grad and made_since(base, self._began):
+            base.register_hook(self.pre_backward)
+
+    @property
+    def _keepers(self) -> Iterator[nn.Module]:
+        """The modules of this call that may keep tensors aside, down to those that have a state of their own."""
+        if self._may_keep is None:
+            found = [module for top in self.modules if (one := top()) is not None for module in _modules_of_call(one)]
+            self._may_keep = [weakref.ref(module) for module in found if keeps_tensors(module)]
+        return (module for reference in self._may_keep if (module := reference()) is not None)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @no_dynamo
-    def pre_backward(self, gradient: torch.Tensor) -> None:
-        """When the gradient of an output arrives: afterwards the unsharded parameters are there again."""
+    def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
+        """When the gradient of an output arrives, or may arrive next: afterwards the unsharded parameters are there."""
         if self.phase is Phase.PRE_BACKWARD:
             return
         self.phase = Phase.PRE_BACKWARD
@@ -263,10 +315,11 @@ class FSDPState:
             group.unshard(in_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
-        if self.backward_prefetch:
-            self._prefetch(self.backward_prefetch, in_backward=True)
-        else:
-            self.iteration.entered_backward(self)
+        self.iteration.entered_backward(self)
+
+    def prefetch_for_backward(self) -> None:
+        """Gathers what the user has listed for the time when this state's backward begins."""
+        self._prefetch(self.backward_prefetch, in_backward=True)
 
     @no_dynamo
     def post_backward(self) -> None:
@@ -278,6 +331,7 @@ class FSDPState:
                 group.post_backward()
         if events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
+        self.iteration.left_backward()
 
     def end_backward(self) -> None:
         """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
@@ -361,12 +415,20 @@ def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def _modules_of_call(top: nn.Module) -> Iterator[nn.Module]:
+    yield top
+    for child in top.children():
+        if state_of(child) is None:
+            yield from _modules_of_call(child)
+
+
 class _PostBackward(torch.autograd.Function):
     """The identity on a forward's inputs; its backward runs when all their gradients are done."""
 
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
+        state.note_leaving(ctx)
         ctx.set_materialize_grads(False)
         return inputs
 

@@ -1,15 +1,33 @@
-"""Tensors inside the arguments and outputs of a forward: lists, tuples, dicts and dataclasses of them."""
+"""Tensors inside the arguments and outputs of a forward, and those that it keeps aside on its modules."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["cast_floating", "map_tensors", "tensors_in", "tensors_with_grad"]
+__all__ = [
+    "cast_floating",
+    "keeps_tensors",
+    "map_tensors",
+    "reachable_tensors",
+    "tensors_in",
+    "tensors_kept_by",
+    "tensors_with_grad",
+]
+
+# What every module has in its __dict__: hooks, parameters, children.
+_OF_ANY_MODULE = frozenset(nn.Module().__dict__)
+_NO_TENSORS = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+# How many of the newest entries of a list or dict on a module are looked at, and how deep.
+_NEWEST = 64
+_DEEPEST = 4
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -50,6 +68,71 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def tensors_with_grad(value: Any) -> list[torch.Tensor]:
     """The tensors in `value` that require grad, each as often as it stands there."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def keeps_tensors(module: nn.Module) -> bool:
+    """Whether a module's forward may keep tensors on the module. torch's own layers keep none."""
+    return not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that the attributes of `module` hold, or lists, dicts and dataclasses in them. Not its parameters."""
+    found: list[torch.Tensor] = []
+    attributes = module.__dict__
+    if len(attributes) > len(_OF_ANY_MODULE):
+        for name, value in attributes.items():
+            if name not in _OF_ANY_MODULE and type(value) not in _NO_TENSORS:
+                _reach(value, found, _DEEPEST, into_objects=False)
+    for buffer in module._buffers.values():
+        if buffer is not None:
+            found.append(buffer)
+    return found
+
+
+def reachable_tensors(value: Any) -> list[torch.Tensor]:
+    """`tensors_in`, and the tensors that objects in `value` hold as attributes and functions in it close over."""
+    found: list[torch.Tensor] = []
+    _reach(value, found, _DEEPEST, into_objects=True)
+    return found
+
+
+def _reach(value: Any, found: list[torch.Tensor], depth: int, *, into_objects: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif type(value) not in _NO_TENSORS and depth:
+        for one in _held_by(value, into_objects):
+            _reach(one, found, depth - 1, into_objects=into_objects)
+
+
+def _held_by(value: Any, into_objects: bool) -> list[Any]:
+    """What a container, a dataclass and, if wanted, any other object or function holds directly."""
+    if isinstance(value, dict):
+        return list(value.values())[-_NEWEST:]
+    if isinstance(value, list | tuple):
+        return list(value[-_NEWEST:])
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, type | nn.Module | types.ModuleType):
+        return []
+    if not into_objects and not dataclasses.is_dataclass(value):
+        return []
+    held = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        held += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
+    if isinstance(value, types.FunctionType):
+        held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    elif isinstance(value, types.MethodType | types.BuiltinMethodType):
+        held.append(value.__self__)
+    return held
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises for a variable that has no value yet
+    except ValueError:
+        return False
+    return True
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "StockUnshardHandle",
     "TorchDispatchMode",
     "apply_to_tensors",
+    "base_of",
     "flattened_axis",
     "in_backward",
     "is_leaf_or_view",
@@ -44,12 +45,15 @@ __all__ = [
     "joined_mesh",
     "like_dtensor",
     "local_of",
+    "made_since",
     "new_dtensor",
+    "next_autograd_node",
     "no_dynamo",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
     "register_with_stock",
     "replace_local",
+    "runs_in_this_backward",
     "take_meaning",
     "timeout_of",
     "version_of",
@@ -154,6 +158,27 @@ def in_backward() -> bool:
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the backward that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def next_autograd_node() -> int:
+    """The sequence number that autograd gives the next node of this thread; nodes run backward in falling order."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def made_since(tensor: torch.Tensor, number: int) -> bool:
+    """Whether the autograd node of `tensor` was made when `next_autograd_node` was `number`, or later."""
+    node = tensor.grad_fn
+    return node is not None and int(node._sequence_nr()) >= number
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, None if it is no view."""
+    return tensor._base
+
+
+def runs_in_this_backward(node: Any) -> bool:
+    """Whether the backward that runs now will execute `node`, or has."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def register_with_stock(module: nn.Module, state: object) -> None:

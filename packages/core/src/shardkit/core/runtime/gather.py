@@ -34,7 +34,7 @@ def gather(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[to
     a wrong one.
     """
     if plan.transport.world_size == 1:
-        return _copy_alone(plan, sources, flats)
+        return copy_alone(sources, flats)
     if isinstance(plan.transport, SharedTransport):
         return shared_gather(plan, sources, flats)
     if isinstance(plan.transport, StandIn):
@@ -56,9 +56,9 @@ def gather_buffer_bytes(plan: GatherPlan) -> int:
 
 
 @torch.no_grad()
-def _copy_alone(plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
-    """World size 1: the chunk is the tensor."""
-    shaped = [flat.view(item.layout.shape) for flat, item in zip(flats, plan.items, strict=True)]
+def copy_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+    """The program of a single rank, whose chunk is the tensor: casts and moves it. `sources` and `flats` as above."""
+    shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
     foreach_copy_(shaped, list(sources), non_blocking=True)
     return
     yield  # a program, though nothing is waited for

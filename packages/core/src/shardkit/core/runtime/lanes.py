@@ -9,47 +9,79 @@ or `wait` as a `RuntimeError` that names the label, so that a timeout tells whic
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardkit.core import events
-from shardkit.core.runtime.program import Holder, Program, Waitable
+from shardkit.core.runtime.program import NEXT_STAGE, Holder, Program, Waitable
 
 __all__ = ["CpuLane", "Lane", "Program", "StreamLane", "Ticket", "make_lane"]
 
 
 class Ticket(Protocol):
-    """One started program."""
+    """One started program.
+
+    Attributes:
+        done: whether it was waited for.
+        finished: an event at its end; None on CPU.
+    """
 
     done: bool
+    finished: Any
 
     def advance(self) -> None:
-        """CPU: wait for the pending works and run the program to its next yield or its end. Streams: like `wait`."""
+        """CPU: wait for the pending works and run the program to its next yield or its end.
+
+        Streams: make the current stream wait for the program's next stage. Either way what the program has read so far
+        may be dropped afterwards.
+        """
 
     def wait(self) -> None:
-        """CPU: run the program to its end. Streams: make the current stream wait for it. Idempotent."""
+        """CPU: run the program to its end; idempotent. Streams: make the current stream wait for its end."""
+
+    def reader_events(self) -> tuple[Any, ...]:
+        """Events on the streams that have waited: what these have read so far comes before. None on CPU."""
 
     def abandon(self) -> None:
         """Give up: wait for what is pending, ignore errors, close the program. For recovery after an exception."""
 
 
 class Lane(Protocol):
-    """Runs programs of one kind beside the computation."""
+    """Runs programs of one kind beside the computation.
+
+    Attributes:
+        name: what its programs do, for messages.
+        has_streams: whether programs run on a stream of their own, so that memory has to be ordered by events.
+    """
 
     name: str
+    has_streams: bool
 
-    def start(self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = ()) -> Ticket:
-        """Launch `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do."""
+    def start(
+        self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
+    ) -> Ticket:
+        """Launch `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do.
+
+        On streams the program runs after what the current stream has queued so far; without `after_current` only after
+        the lane's earlier programs and what `wait_event` was called with.
+        """
 
     def wait_event(self, event: Any) -> None:
-        """Make the next start wait for `event`, too. No-op on CPU."""
+        """Make all later programs wait for `event`. No-op on CPU."""
+
+    def current_event(self) -> Any:
+        """An event on the current stream: what is queued there now comes before it. None on CPU."""
+
+    def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Memory that is allocated inside belongs to the lane: see Note [Who owns memory]. No-op on CPU."""
 
 
 def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
-    """A stream lane where `device` has streams, else a CPU lane. `name` is what its programs do, for messages."""
+    """A stream lane where `device` has streams, else a CPU lane. No stream is made before the first program."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if hasattr(module, "Stream") and hasattr(module, "current_stream"):
@@ -64,10 +96,14 @@ def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
 class CpuLane:
     """Programs whose works make progress on the backend's thread."""
 
+    has_streams: bool = False
+
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def start(self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = ()) -> Ticket:
+    def start(
+        self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
+    ) -> Ticket:
         ticket = CpuTicket(program, label, self.name, keep_alive)
         ticket.launch()
         return ticket
@@ -75,12 +111,19 @@ class CpuLane:
     def wait_event(self, event: Any) -> None:
         """Nothing to do: work on a CPU is in program order already."""
 
+    def current_event(self) -> Any:
+        return None
+
+    def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
 
 class CpuTicket:
     """A program between two of its yields, and the works it waits on."""
 
     def __init__(self, program: Program, label: str, name: str, keep_alive: Sequence[torch.Tensor]) -> None:
         self.done = False
+        self.finished: Any = None
         self._program: Program | None = program
         self._label = label
         self._name = name
@@ -121,6 +164,9 @@ class CpuTicket:
         while not self.done:
             self.advance()
 
+    def reader_events(self) -> tuple[Any, ...]:
+        return ()
+
     def abandon(self) -> None:
         if self.done:
             return
@@ -137,6 +183,8 @@ class CpuTicket:
         assert self._program is not None
         try:
             self._pending = next(self._program)
+            while self._pending is NEXT_STAGE:
+                self._pending = next(self._program)
         except StopIteration:
             self._finish()
         except Exception as error:
@@ -153,52 +201,85 @@ class CpuTicket:
 class StreamLane:
     """Programs on a stream of their own, for CUDA, XPU and any device module that has streams and events.
 
-    Note [One memory pool]: a program allocates nothing that its transfers use. Its caller, and `gather` and
-    `reduce_scatter` before they return a program, allocate on the compute stream; the lane's stream waits for an event
-    recorded there at `start`, and the compute stream waits for the lane before the memory is dropped (`wait`). So all
-    memory comes from the compute stream's pool and no `record_stream` is needed.
+    Note [Who owns memory]: torch's allocator hands memory that is freed on the host to the next allocation on the same
+    stream at once. So memory belongs to one stream, and whoever frees it makes that stream wait first.
 
-    A start waits for the current stream even after `wait_event`: the memory that it is handed may have been freed by
-    work that the compute stream has yet to finish.
+        unsharded parameters,    the gather lane's. Readers wait for the gather on their own stream. A reshard records
+        packed gather buffers    an event on each stream that read them; the lane waits for these events before the
+                                 memory is freed. So a gather waits for the readers of the memory that it takes over,
+                                 and for nothing else that computes.
+        gradients, reduced       the compute stream's. A reduction starts behind an event of the compute stream, and the
+        gradients, their casts   compute stream waits for the reduction before it drops them (`StreamTicket`).
+        shards                   the compute stream's, and written there. A gather waits for the compute stream when
+                                 they were written since it last did (`FSDPParamGroup`).
+
+    No `record_stream` is needed, and memory is reused in an order that does not depend on timing.
+
+    A program that yields `NEXT_STAGE` continues on the lane `following`. What it has read until then may be dropped
+    when its ticket has advanced.
     """
+
+    has_streams: bool = True
 
     def __init__(self, device: torch.device, name: str, priority: int = 0) -> None:
         self.name = name
         self.device = device
+        self._priority = priority
         self._module: Any = torch.get_device_module(device)
-        self.stream: Any = self._module.Stream(device=device, priority=priority)
-        self._event: Any = None
 
-    def start(self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = ()) -> Ticket:
-        event, self._event = self._event, None
-        if event is not None:
-            self.stream.wait_event(event)
-        self.stream.wait_event(self._module.current_stream(self.device).record_event())
-        held = list(keep_alive)
+    @functools.cached_property
+    def stream(self) -> Any:
+        """The lane's stream."""
+        return self._module.Stream(device=self.device, priority=self._priority)
+
+    @functools.cached_property
+    def following(self) -> StreamLane:
+        """The lane of a program's second stage."""
+        return StreamLane(self.device, self.name, self._priority)
+
+    def start(
+        self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
+    ) -> Ticket:
+        if after_current:
+            self.stream.wait_event(self.current_event())
+        stages: list[_Stage] = []
+        lane, held = self, list(keep_alive)
         listening = events.hub.active
         launched = time.perf_counter()
         begin = self._timing_event(self.stream) if listening else None
         try:
-            with self._module.stream(self.stream), Holder(held):
-                for works in program:
-                    for work in works:
-                        work.wait()
-            finished = self.stream.record_event()
+            while True:
+                ended = lane._run_stage(program, held)
+                stages.append(_Stage(lane.stream.record_event(), held))
+                if ended:
+                    break
+                lane, held = lane.following, []
+                lane.stream.wait_event(stages[-1].finished)
         except Exception as error:
             with contextlib.suppress(Exception):
-                self.stream.synchronize()  # what is queued already writes to memory that the caller frees next
+                lane.stream.synchronize()  # what is queued already writes to memory that the caller frees next
             raise _failure(label, f"launching {self.name}", error) from error
         if listening:
-            span = events.DeviceSpan(begin, self._timing_event(self.stream))
+            span = events.DeviceSpan(begin, self._timing_event(lane.stream))
             events.emit(events.Launched(label, self.name, time.perf_counter() - launched, span))
-        return StreamTicket(self, label, finished, held)
+        return StreamTicket(self, label, stages)
+
+    def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
+        """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
+        with self._module.stream(self.stream), Holder(held):
+            for works in program:
+                if works is NEXT_STAGE:
+                    return False
+                for work in works:
+                    work.wait()
+        return True
 
     def _timing_event(self, stream: Any) -> Any:
         return stream.record_event(self._module.Event(enable_timing=True))
 
-    def hold_up(self, label: str, finished: Any) -> None:
-        """Makes the current stream wait for `finished`, and says for how long."""
-        stream = self._module.current_stream(self.device)
+    def make_current_wait(self, label: str, finished: Any) -> None:
+        """Makes the current stream wait for the event `finished`, and tells listeners for how long."""
+        stream = self.current_stream()
         if not events.hub.active:
             stream.wait_event(finished)
             return
@@ -208,29 +289,62 @@ class StreamLane:
         events.emit(events.WaitFinished(label, self.name, 0.0, 0.0, span))
 
     def wait_event(self, event: Any) -> None:
-        self._event = event
+        self.stream.wait_event(event)
+
+    def current_stream(self) -> Any:
+        """The stream that computes at the moment, on this thread."""
+        return self._module.current_stream(self.device)
+
+    def current_event(self) -> Any:
+        return self.current_stream().record_event()
+
+    def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        manager: contextlib.AbstractContextManager[Any] = self._module.stream(self.stream)
+        return manager
+
+
+class _Stage(NamedTuple):
+    """A part of a program that is queued on one stream: the event at its end, and what it reads and writes."""
+
+    finished: Any
+    held: list[torch.Tensor]
 
 
 class StreamTicket:
-    """A program that is queued as a whole; `done` once a stream has been made to wait for it."""
+    """A program that is queued as a whole; `done` once a stream has been made to wait for its end."""
 
-    def __init__(self, lane: StreamLane, label: str, finished: Any, held: list[torch.Tensor]) -> None:
+    def __init__(self, lane: StreamLane, label: str, stages: list[_Stage]) -> None:
         self.done = False
+        self._waited_on: list[Any] = []
         self._lane = lane
         self._label = label
-        self._finished = finished
-        self._held = held
+        self.finished: Any = stages[-1].finished
+        self._stages = stages
+        self._has_inputs = True
 
     def advance(self) -> None:
-        """The stream runs by itself, so all that is left is to wait, which lets go of what the program held."""
-        self.wait()
+        """Makes the current stream wait for the first stage, and drops what the caller gave the program to read.
+
+        A second stage is left to `wait`: nobody needs what it writes before.
+        """
+        if self._has_inputs and len(self._stages) > 1:
+            self._lane.make_current_wait(self._label, self._stages.pop(0).finished)
+        elif self._has_inputs:
+            self.wait()
+        self._has_inputs = False
 
     def wait(self) -> None:
-        if self.done:
+        """Makes the current stream wait for the whole program. Each stream that reads what it wrote has to."""
+        stream = self._lane.current_stream()
+        if stream in self._waited_on:
             return
-        self._lane.hold_up(self._label, self._finished)
+        self._lane.make_current_wait(self._label, self.finished)
+        self._waited_on.append(stream)
+        self._stages.clear()
         self.done = True
-        self._held = []
+
+    def reader_events(self) -> tuple[Any, ...]:
+        return tuple(stream.record_event() for stream in self._waited_on)
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):

@@ -21,6 +21,17 @@ Program: TypeAlias = Generator[Sequence[Waitable], None, None]
 yield again, then returns. Programs compose with `yield from`."""
 
 
+class _NextStage(tuple[Waitable, ...]):
+    """Nothing to wait for, told from other empty tuples by identity."""
+
+    __slots__ = ()
+
+
+NEXT_STAGE: Sequence[Waitable] = _NextStage()
+"""Yielded where a program has no more use for what its caller gave it: what comes next, such as the
+all-reduce of a reduced shard, need not hold up the next program of the same lane."""
+
+
 class _Holding(threading.local):
     """The list that keeps tensors for the program which runs on this thread right now, if its lane needs one."""
 

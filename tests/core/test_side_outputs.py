@@ -1,0 +1,270 @@
+"""Backward that enters a block by other ways than its outputs, against one process: iteration.py, [Ready in order].
+
+In each program a block computes something beside its output after the output, so that backward reaches the block
+through it first, while the gather of the block's parameters is under way.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit.core import fully_shard
+from tests.core.single_process import Twins, batch
+from tests.support import rank_mesh, run_ranks
+from tests.support.meshes import networked_mesh
+
+WIDTH = 96  # large enough for a chunk to travel by itself, in place
+MESHES = {"shared": rank_mesh, "networked": networked_mesh}
+
+GLOBALLY_KEPT: list[Tensor] = []
+
+
+@dataclasses.dataclass
+class Output:
+    """What a block may return instead of a tensor."""
+
+    hidden: Tensor
+    aux: Tensor
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("aux", "hidden")
+
+    def __init__(self, hidden: Tensor, aux: Tensor) -> None:
+        self.hidden, self.aux = hidden, aux
+
+
+class Block(nn.Module):
+    """Linear layers, and a router whose loss goes where `keep` puts it; `keep` returns the block's output."""
+
+    def __init__(self, keep: Callable[["Block", Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.router = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.keep = keep
+        self.losses: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = x + self.second(torch.tanh(self.first(x)))
+        aux = self.router(torch.tanh(self.router(x))).square().mean()
+        return self.keep(self, hidden, aux)
+
+
+class Model(nn.Module):
+    """Blocks between two linear layers of the root; returns the output and the sum of what blocks have kept aside."""
+
+    def __init__(self, keep: Callable[[Block, Tensor, Tensor], Any], take: Callable[[Block, Any], Any]) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(keep) for _ in range(5))
+        self.take = take
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        GLOBALLY_KEPT.clear()
+        x, total = self.inp(x), torch.zeros(())
+        for block in self.blocks:
+            x, aux = self.take(block, block(x))
+            total = total + aux
+        return self.out(x), total
+
+
+def _keep_attribute(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+    block.aux = aux
+    return hidden
+
+
+def _keep_in_dict(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+    block.losses["router"] = [aux]
+    return hidden
+
+
+def _keep_in_global(block: Block, hidden: Tensor, aux: Tensor) -> Tensor:
+    GLOBALLY_KEPT.append(aux)
+    return hidden
+
+
+def _closure(block: Block, hidden: Tensor, aux: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (hidden, aux)
+
+
+def _object(block: Block, hidden: Tensor, aux: Tensor) -> types.SimpleNamespace:
+    return types.SimpleNamespace(hidden=hidden, inner=types.SimpleNamespace(aux=aux))
+
+
+WAYS: dict[str, tuple[Callable[[Block, Tensor, Tensor], Any], Callable[[Block, Any], Any]]] = {
+    "attribute": (_keep_attribute, lambda block, hidden: (hidden, block.aux)),
+    "dict of lists": (_keep_in_dict, lambda block, hidden: (hidden, block.losses["router"][0])),
+    "global": (_keep_in_global, lambda block, hidden: (hidden, GLOBALLY_KEPT[-1])),
+    "dataclass": (lambda _, hidden, aux: Output(hidden, aux), lambda _, output: (output.hidden, output.aux)),
+    "object": (_object, lambda _, output: (output.hidden, output.inner.aux)),
+    "slots": (lambda _, hidden, aux: Slotted(hidden, aux), lambda _, output: (output.hidden, output.aux)),
+    "closure": (_closure, lambda _, output: output()),
+}
+
+
+def _twins(rank: int, world_size: int, kind: str, way: str, **options: Any) -> Twins:
+    mesh = MESHES[kind]((world_size,))
+
+    def shard(model: Model) -> None:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh)
+
+    return Twins.of(rank, world_size, lambda: Model(*WAYS[way]), shard)
+
+
+def _both(model: nn.Module, rank: int) -> Tensor:
+    output, aux = model(batch(rank, 8, WIDTH))
+    loss: Tensor = output.square().mean() + aux
+    return loss
+
+
+def _aux_alone(model: nn.Module, rank: int) -> Tensor:
+    aux: Tensor = model(batch(rank, 8, WIDTH))[1]
+    return aux
+
+
+def _train(rank: int, world_size: int, kind: str, way: str) -> None:
+    for depth in (1, 0, 2):
+        twins = _twins(rank, world_size, kind, way)
+        twins.sharded.set_prefetch_depth(depth)
+        for _ in range(3):
+            twins.step(_both)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_loss_kept_aside(kind: str, way: str) -> None:
+    run_ranks(2, _train, kind, way)
+
+
+def _train_on_aux(rank: int, world_size: int, way: str) -> None:
+    """The model's output is no part of the loss, so nothing but what was kept aside leads into the blocks."""
+    twins = _twins(rank, world_size, "networked", way)
+    for _ in range(3):
+        twins.step(_aux_alone)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "global"])
+def test_a_loss_kept_aside_alone(way: str) -> None:
+    run_ranks(2, _train_on_aux, way)
+
+
+def _backward_twice(rank: int, world_size: int, way: str) -> None:
+    """The second backward over one graph knows no order of blocks any more."""
+    twins = _twins(rank, world_size, "networked", way)
+    for _ in range(2):
+        losses = [(twins.sharded, _both(twins.sharded, rank), 1)]
+        losses += [(twins.whole, _both(twins.whole, other), world_size) for other in range(world_size)]
+        for _, loss, share in losses:
+            for last in (False, True):
+                (loss / share).backward(retain_graph=not last)
+        twins.check_gradients()
+        twins.update()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "global"])
+def test_two_backwards_over_one_graph(way: str) -> None:
+    run_ranks(2, _backward_twice, way)
+
+
+# -- outputs that their user changes in place --------------------------------------------------------------------------
+
+
+class Viewed(nn.Module):
+    """Blocks whose output is a view, changed in place by the caller: the view's node, and hooks on it, are replaced."""
+
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Views() for _ in range(4))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+            self.change(x)
+        return x
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).clone().view(2, -1, WIDTH)[:, ::2].transpose(0, 1)
+
+
+def _add_one(x: Tensor) -> None:
+    x += 1
+
+
+def _scale_a_part(x: Tensor) -> None:
+    x[..., :3].mul_(2)
+
+
+def _fill_a_part(x: Tensor) -> None:
+    x[0] = 0
+
+
+CHANGES = {"add": _add_one, "scale a part": _scale_a_part, "fill a part": _fill_a_part}
+
+
+def _change_views(rank: int, world_size: int, kind: str, change: str, hooked: bool) -> None:
+    mesh = MESHES[kind]((world_size,))
+
+    def shard(model: Viewed) -> None:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if hooked:
+            for block in model.blocks:
+                block.register_forward_hook(_replace)
+
+    twins = Twins.of(rank, world_size, lambda: Viewed(CHANGES[change]), shard)
+    if hooked:
+        for block in twins.whole.blocks:
+            block.register_forward_hook(_replace)
+    for _ in range(3):
+        twins.step(lambda model, rank: model(batch(rank, 64, WIDTH)).square().sum())
+
+
+def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return (output * 3)[:]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "with a hook that replaces outputs"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", MESHES)
+def test_outputs_changed_in_place(kind: str, change: str, hooked: bool) -> None:
+    run_ranks(2, _change_views, kind, change, hooked)
+
+
+def _change_the_last(rank: int, world_size: int) -> None:
+    """No block follows whose end could tell us, and the root's output is the very view."""
+    twins = Twins.of(
+        rank, world_size, lambda: Viewed(_add_one), lambda model: [fully_shard(one) for one in (*model.blocks, model)]
+    )
+    for model in (twins.sharded, twins.whole):
+        model.blocks = model.blocks[-1:]
+        model.inp = nn.Identity()
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        output = model(batch(rank, 64, WIDTH))
+        output.mul_(2)
+        return output.square().sum()  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        twins.step(loss)
+
+
+def test_the_output_of_the_model_changed_in_place() -> None:
+    run_ranks(2, _change_the_last)
