@@ -1,0 +1,16 @@
+"""The engine on a simulated device with streams, without a GPU: a timeline, and a checker of races and lifetimes.
+
+    python -m tests.simulation timeline [--json FILE] [--only TEXT]
+    python -m tests.simulation races [--only TEXT]
+
+`device.py` (with `device.cpp`, which it compiles at first use) is the device: `torch.device("sim")`, whose kernels run
+on the CPU and report what they access, on which stream. Stock's engine and ours run on it unchanged.
+`timeline.py` gives streams and communicators clocks; `scenarios.py` has what is compared and what it costs: add a
+`Scenario` there for another row. A forward or backward is reported as stock's first and later step, then ours; "copies"
+are scenarios in which memory has 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of all
+that took time.
+"""
+
+import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of each `fake` group that is destroyed
