@@ -1,0 +1,267 @@
+"""Training programs as data: what the modules do, how they are sharded, and what the training loop does.
+
+Everything prints as the code that makes it, with defaults left out, so a counterexample can be pasted into a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+IN_PLACE_OPS = ("add_", "mul_", "tanh_", "zero_column_", "add_bias_")
+VIEW_OPS = ("view", "slice", "transpose", "flat_view", "expand")
+PLAIN_OPS = ("tanh", "square", "double", "hook", "detach_half", "clone")
+PARAMETER_OPS = ("linear", "bias", "scale", "gain", "mlp", "table", "spare")
+OPS = PARAMETER_OPS + PLAIN_OPS + VIEW_OPS + IN_PLACE_OPS + ("trap", "detach", "pause")
+FORMS = ("tensor", "tuple", "list", "dict", "nested", "dataclass", "object", "closure", "attribute")
+EXTRAS = ("mean", "input", "weight", "weight_view", "half", "int")
+HOOKS = ("replace", "in_place", "pre", "full_backward", "full_backward_pre", "capture", "tensor_hook", "always")
+USES = ("first", "both", "twice", "residual", "extra_in_place", "none")
+
+# What each operation reads.
+PARAMETERS = {
+    "linear": ("linear_w",),
+    "bias": ("bias_w",),
+    "add_bias_": ("bias_w",),
+    "scale": ("scale_w",),
+    "gain": ("gain_w",),
+    "mlp": ("mlp_up", "mlp_down"),
+    "table": ("table_w",),
+    "spare": ("spare_w",),
+}
+# No English words: an error is searched for these names.
+NAMES = ("alpha", "beta", "gamma", "delta")
+
+
+class _Data:
+    """A dataclass whose repr leaves out what has its default."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default or type(value) is not type(field.default):
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Call(_Data):
+    """Calls a child. ``use`` says what becomes of the output, ``checkpoint`` is "reentrant", "plain" or None."""
+
+    name: str
+    use: str = "first"
+    checkpoint: str | None = None
+    no_grad: bool = False
+    keyword: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Side(_Data):
+    """Keeps a loss aside. ``of`` is "router", "weight" or "x"; ``place`` is where it is kept."""
+
+    of: str = "router"
+    place: str = "attribute"
+
+
+Op = str | Call | Side
+
+
+@dataclass(frozen=True, repr=False)
+class Block(_Data):
+    """A module: ``ops`` change its input one after the other; ``blocks`` are its children.
+
+    ``same`` names, by its path, the block whose very module this child is. ``form`` is how the output comes out,
+    ``extra`` what comes out beside it. ``frozen`` and ``float32`` name parameters.
+    """
+
+    name: str = ""
+    ops: tuple[Op, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    form: str = "tensor"
+    extra: str | None = None
+    hooks: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+    same: str = ""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its own parameters, in order of first use."""
+        names: list[str] = []
+        for op in self.ops:
+            if isinstance(op, str):
+                names += PARAMETERS.get(op, ())
+            elif isinstance(op, Side) and op.of != "x":
+                names.append("router_w" if op.of == "router" else "linear_w")
+        if self.extra in ("weight", "weight_view"):
+            names.append("linear_w")
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, repr=False)
+class Wrap(_Data):
+    """One call of ``fully_shard``: on the module at the one path, or on the list of modules at several."""
+
+    paths: tuple[str, ...]
+    reshard: bool | int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Policy(_Data):
+    """How the model is sharded. ``late`` is a rank that sends its shards late. ``dims`` is what is sharded on dim 1."""
+
+    world: int = 2
+    shared_memory: bool = False
+    wraps: tuple[Wrap, ...] = (Wrap(("",)),)
+    depth: int | None = None
+    budget: int | None = None
+    lists: str | None = None
+    late: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard_after_backward: bool = True
+    dim_1: bool = False
+    hsdp: bool = False
+    hooks_first: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Act(_Data):
+    """Something done to the model: "unshard", "unshard_async", "reshard", "state_dict", or a forward of some kind."""
+
+    kind: str
+    path: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Micro(_Data):
+    """Forwards and backwards over one micro-batch.
+
+    ``order``: "together" (one backward of the sum), "each" or "reversed" (one each). ``sides``: how side outputs enter:
+    "sum", "first" or "last" (a backward of their own, before or after), "only", "drop". ``twice``: every backward runs
+    twice. ``by``: "backward", "inputs" (torch.autograd.grad for the inputs alone) or "penalty" (of their gradient).
+    ``change``: operations on the output. ``fail``: where the user's code raises, at a "trap".
+    """
+
+    forwards: int = 1
+    order: str = "together"
+    sides: str = "sum"
+    twice: bool = False
+    by: str = "backward"
+    inputs: bool = False
+    change: tuple[str, ...] = ()
+    before: tuple[Act, ...] = ()
+    between: tuple[Act, ...] = ()
+    fail: str | None = None
+    sync: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Step(_Data):
+    """Micro-batches, then perhaps a step of SGD and a ``zero_grad`` ("none" sets to None, "zero" fills, "keep")."""
+
+    micros: tuple[Micro, ...] = (Micro(),)
+    update: bool = True
+    zero: str = "none"
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Data):
+    """A model (``root``), ties (names of two parameters each), a policy, and the steps of a training loop."""
+
+    root: Block
+    policy: Policy = Policy()
+    steps: tuple[Step, ...] = (Step(), Step())
+    ties: tuple[tuple[str, str], ...] = ()
+    dtype: str = "float64"
+
+    @property
+    def width(self) -> int:
+        """Features. A matrix of that width takes more than a kilobyte: see ``poison_new_memory`` in ranks.py."""
+        return 12 if self.dtype == "float64" else 17
+
+
+def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
+    """Every block with its path, parents first; not those that are another's module."""
+    yield path, block
+    for child in block.blocks:
+        if not child.same:
+            yield from blocks_of(child, f"{path}.{child.name}" if path else child.name)
+
+
+def parameter_names(program: Program) -> list[str]:
+    """The names of all parameters, ties not taken out."""
+    return [
+        f"{path}.{name}" if path else name for path, block in blocks_of(program.root) for name in block.parameters
+    ]
+
+
+def normal(program: Program) -> Program:
+    """The program without what refers to nothing: the meaning is kept."""
+    paths = dict(blocks_of(program.root))
+    root = _normal_block(program.root, "", paths)
+    names = set(parameter_names(replace(program, root=root)))
+    program = replace(program, root=root, ties=tuple(t for t in program.ties if set(t) <= names and t[0] != t[1]))
+    wraps, taken = [], set()
+    for wrap in program.policy.wraps:
+        left = tuple(path for path in dict.fromkeys(wrap.paths) if path in paths and path not in taken)
+        taken.update(left)
+        if left:
+            wraps.append(replace(wrap, paths=left))
+    owners = {name.rpartition(".")[0] for name in names}
+    if not all(any(_is_below(owner, path) for path in taken) for owner in owners) or not taken:
+        wraps.append(Wrap(("",)))
+    acts_on = {path for wrap in wraps for path in wrap.paths}
+    policy = replace(program.policy, wraps=tuple(wraps))
+    if policy.late is not None and policy.late >= policy.world:
+        policy = replace(policy, late=policy.world - 1)
+    if policy.hsdp and policy.world != 4:
+        policy = replace(policy, hsdp=False)
+    if policy.depth is not None:
+        policy = replace(policy, budget=None)
+    if (policy.param_dtype or policy.reduce_dtype) and "" not in acts_on:
+        policy = replace(policy, param_dtype=None, reduce_dtype=None)
+    steps = tuple(_normal_step(step, acts_on) for step in program.steps)
+    return replace(program, policy=policy, steps=steps)
+
+
+def _is_below(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(above + ".")
+
+
+def _normal_block(block: Block, path: str, paths: dict[str, Block]) -> Block:
+    children = []
+    for child in block.blocks:
+        below = f"{path}.{child.name}" if path else child.name
+        if child.same:
+            # A module must not contain itself.
+            if child.same in paths and not _is_below(path, child.same) and not _is_below(child.same, below):
+                children.append(Block(child.name, same=child.same))
+        else:
+            children.append(_normal_block(child, below, paths))
+    names = {child.name for child in children}
+    ops = tuple(op for op in block.ops if not isinstance(op, Call) or op.name in names)
+    block = replace(block, ops=ops, blocks=tuple(children))
+    own = set(block.parameters)
+    return replace(
+        block,
+        frozen=tuple(name for name in block.frozen if name in own),
+        float32=tuple(name for name in block.float32 if name in own),
+    )
+
+
+def _normal_step(step: Step, wrapped: set[str]) -> Step:
+    fails = any(micro.fail for micro in step.micros)
+    micros = []
+    for index, micro in enumerate(step.micros):
+        before = tuple(act for act in micro.before if act.kind in FREE_ACTS or act.path in wrapped)
+        between = tuple(act for act in micro.between if act.kind in FREE_ACTS or act.path in wrapped)
+        sync = micro.sync or fails or index == len(step.micros) - 1
+        micros.append(replace(micro, before=before, between=between, sync=sync))
+    return replace(step, micros=tuple(micros))
+
+
+FREE_ACTS = ("state_dict", "no_grad", "inference", "eval", "dropped")
+SHARDED_ACTS = ("unshard", "unshard_async", "reshard")

@@ -1,0 +1,399 @@
+"""A program on ranks under ``fully_shard``, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+import re
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardkit.core as ours
+from shardkit.core import events
+from shardkit.core.runtime.shared.meeting import neighbours_of
+from tests.core.random_programs.blocks import DTYPES, Trap, add_hooks, build
+from tests.core.random_programs.program import Program, normal
+from tests.core.random_programs.single import Expected, Run, SingleProcess, Unusable
+from tests.core.random_programs.training import LEARNING_RATE, Ask, Backward, Event, Failed, Loop, Sync, Update, Zero
+from tests.support import RankFailure, RankTimeout, run_ranks
+
+ENGINES: dict[str, types.ModuleType] = {"ours": ours, "stock": stock}
+_PATIENCE = timedelta(seconds=20)
+_LATE = 0.0005
+_GARBAGE = 1e12  # expected numbers are smaller, the pattern that new memory is filled with is larger
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program.
+
+    ``kind``: "equal"; "refused" (every rank raised an error that names a module or parameter); "unusable" (no test);
+    else a counterexample: "wrong" numbers or state, "unnamed" (an error that names nothing), "differs" (between ranks),
+    "crash", "hang".
+    """
+
+    kind: str
+    message: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether the program was right, or an error."""
+        return self.kind in ("equal", "refused", "unusable")
+
+    @property
+    def signature(self) -> str:
+        """The kind and the message without names and numbers: what counts as the same finding."""
+        message = self.message.partition("\n")[0]
+        message = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", message)
+        message = re.sub(r"\b(?:(?:alpha|beta|gamma|delta)\b\.?)*(?:\w+_(?:w|up|down))\b", "PARAMETER", message)
+        return f"{self.kind}: {re.sub(r'[-+]?[0-9][0-9.e+-]*', '#', message)[:160]}"
+
+
+class Wrong(Exception):
+    """Numbers or states that are not those of one process."""
+
+
+def run_programs(programs: list[Program], engine: str = "ours", timeout: float = 120.0) -> list[Outcome]:
+    """Run programs, all of the same number of ranks, and return what became of each."""
+    world = programs[0].policy.world
+    try:
+        seen = run_ranks(world, run_all, programs, engine, timeout=timeout)
+    except RankFailure as failure:
+        if len(programs) > 1:
+            return [outcome for program in programs for outcome in run_programs([program], engine, _PATIENCE.seconds * 2)]
+        return [Outcome("hang" if isinstance(failure, RankTimeout) else "crash", str(failure))]
+    return [_verdict(outcomes) for outcomes in zip(*seen, strict=True)]
+
+
+def _verdict(outcomes: tuple[Outcome, ...]) -> Outcome:
+    kinds = {outcome.kind for outcome in outcomes}
+    for kind in ("wrong", "unnamed"):
+        if kind in kinds:
+            return next(outcome for outcome in outcomes if outcome.kind == kind)
+    if len(kinds) > 1:
+        text = "\n".join(f"rank {rank}: {one.kind}: {one.message}" for rank, one in enumerate(outcomes))
+        return Outcome("differs", f"the ranks end differently\n{text}")
+    return outcomes[0]
+
+
+def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list[Outcome]:
+    """The body that ranks run: every program, each judged on this rank alone."""
+    outcomes = []
+    with poison_new_memory(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for program in programs:
+            outcome = run_one(rank, normal(program), engine)
+            everyone: list[Any] = [None] * world
+            dist.all_gather_object(everyone, outcome.kind)
+            if any(kind not in ("equal", "unusable") for kind in everyone):
+                _forget_meshes()
+            outcomes.append(outcome)
+    return outcomes
+
+
+@contextlib.contextmanager
+def poison_new_memory() -> Iterator[None]:
+    """Fill what malloc gives out, and takes back, with a pattern, so that memory read too early is no old parameter.
+
+    glibc does so for all but the chunks below about a kilobyte that each thread keeps for itself.
+    """
+    fill = ctypes.CDLL(None).mallopt
+    fill(-6, 0xA5)  # M_PERTURB
+    try:
+        yield
+    finally:
+        fill(-6, 0)
+
+
+def run_one(rank: int, program: Program, engine: str) -> Outcome:
+    """One program on this rank."""
+    try:
+        expected = SingleProcess(program).run()
+    except Unusable as error:
+        return Outcome("unusable", str(error))
+    sharded = None
+    try:
+        sharded = Sharded(rank, program, engine)
+        with _late(rank, program):
+            sharded.run(expected)
+        return Outcome("equal")
+    except Wrong as error:
+        return Outcome("wrong", str(error))
+    except Exception as error:  # noqa: BLE001 (judged)
+        text = f"{type(error).__name__}: {error}"
+        named = engine == "stock" or (sharded is not None and sharded.is_named_in(str(error)))
+        if named:
+            return Outcome("refused", text)
+        return Outcome("unnamed", text + "\n" + "".join(traceback.format_exception(error)[-6:]))
+    finally:
+        if sharded is not None:
+            sharded.clean_up()
+
+
+@contextlib.contextmanager
+def _late(rank: int, program: Program) -> Iterator[None]:
+    """On the rank that is to be late every gather starts half a millisecond later than on its peers."""
+    if program.policy.late != rank or program.policy.world == 1:
+        yield
+        return
+
+    def wait(event: events.Event) -> None:
+        if isinstance(event, events.GatherStarted):
+            time.sleep(_LATE)
+
+    with events.subscribe(wait):
+        yield
+
+
+class Sharded:
+    """A program's model under ``fully_shard`` on this rank."""
+
+    def __init__(self, rank: int, program: Program, engine: str) -> None:
+        self.rank = rank
+        self.program = program
+        self.policy = program.policy
+        self.engine = engine
+        self.api: Any = ENGINES[engine]
+        self.model, self.trap = build(program)
+        self.names = _names(self.model)
+        self.mesh = _mesh(self.policy.world, self.policy.shared_memory, self.policy.hsdp)
+        if self.policy.hooks_first:
+            add_hooks(self.model)
+        self._shard()
+        if not self.policy.hooks_first:
+            add_hooks(self.model)
+        self.held = False  # parameters may be whole after a backward, as the program asked for it
+
+    def _shard(self) -> None:
+        options: dict[str, Any] = {"mesh": self.mesh}
+        if self.policy.param_dtype or self.policy.reduce_dtype:
+            dtypes = [DTYPES[name] if name else None for name in (self.policy.param_dtype, self.policy.reduce_dtype)]
+            options["mp_policy"] = self.api.MixedPrecisionPolicy(*dtypes)
+        if self.policy.dim_1:
+            options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.ndim > 1 else None
+        self.wrapped: list[Any] = []
+        for wrap in sorted(self.policy.wraps, key=lambda wrap: -max(_depth(path) for path in wrap.paths)):
+            modules = [self.model.get_submodule(path) for path in wrap.paths]
+            self.api.fully_shard(
+                modules if len(modules) > 1 else modules[0], reshard_after_forward=wrap.reshard, **options
+            )
+            self.wrapped += [module for module in modules if isinstance(module, self.api.FSDPModule)]
+        below = {id(inner) for outer in self.wrapped for inner in outer.modules() if inner is not outer}
+        self.roots = [module for module in self.wrapped if id(module) not in below]
+        self._set_prefetching()
+        if not self.policy.reshard_after_backward:
+            for root in self.roots:
+                root.set_reshard_after_backward(False)
+
+    def _set_prefetching(self) -> None:
+        if self.engine == "ours":
+            for root in self.roots:
+                if self.policy.depth is not None:
+                    root.set_prefetch_depth(self.policy.depth)
+                if self.policy.budget is not None:
+                    root.set_prefetch_budget(self.policy.budget)
+        if self.policy.lists is None:
+            return
+        order = [module for module in self.model.modules() if any(module is one for one in self.wrapped)]
+        for index, module in enumerate(order):
+            after, before = order[index + 1 : index + 2], order[max(0, index - 1) : index]
+            if self.policy.lists == "all":
+                after = before = order
+            elif self.policy.lists == "reversed":
+                after, before = before, after
+            module.set_modules_to_forward_prefetch(after)
+            module.set_modules_to_backward_prefetch(before)
+
+    def is_named_in(self, message: str) -> bool:
+        """Whether a message names a module or a parameter of the model."""
+        return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", message) for name in self.names)
+
+    def run(self, expected: Run) -> None:
+        """Run the program and compare.
+
+        Raises:
+            Wrong: at the first thing that is not as in one process.
+        """
+        backwards = iter(expected.backwards)
+        self.optimizer = torch.optim.SGD((p for p in self.model.parameters()), lr=LEARNING_RATE)
+        for event in Loop(self.program, self.model, self.trap, self.rank).run():
+            if isinstance(event, Backward):
+                self._check(event, next(backwards))
+            else:
+                self._answer(event)
+        for module in self.wrapped:
+            module.reshard()
+        for name, parameter in self.model.named_parameters():
+            self._check_tensor(f"parameter {name} at the end", parameter, expected.parameters[name], 0.0)
+
+    def _answer(self, event: Event) -> None:
+        if isinstance(event, Sync):
+            for root in self.roots:
+                root.set_requires_gradient_sync(event.on)
+        elif isinstance(event, Ask):
+            self._do(event)
+        elif isinstance(event, Failed):
+            for root in self.roots:
+                if hasattr(root, "reset_iter_state"):
+                    root.reset_iter_state()
+            self._zero_grad(True)
+        elif isinstance(event, Update):
+            self._whole_is_allowed_no_more()
+            self.optimizer.step()
+        elif isinstance(event, Zero):
+            self._zero_grad(event.set_to_none)
+
+    def _whole_is_allowed_no_more(self) -> None:
+        if self.held or not self.policy.reshard_after_backward:
+            for module in self.wrapped:
+                module.reshard()
+            self.held = False
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def _do(self, event: Ask) -> None:
+        module = self.model.get_submodule(event.act.path)
+        if event.act.kind == "state_dict":
+            self.model.state_dict()
+        elif event.act.kind == "reshard":
+            module.reshard()
+        else:
+            module.unshard(async_op=event.act.kind == "unshard_async")
+            self.held = True
+
+    def _check(self, event: Backward, expected: Expected) -> None:
+        seen, wanted = event.values, expected.values[self.rank]
+        for index, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+            what = "loss" if index == 0 else f"gradient of input {index - 1}"
+            self._check_tensor(f"{event.label}: {what}", one, other, 0.0)
+        if event.sync and expected.gradients is not None:
+            self._check_gradients(event, expected.gradients)
+
+    def _check_gradients(self, event: Backward, expected: dict[str, Tensor | None]) -> None:
+        scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
+        if self.held or not self.policy.reshard_after_backward or not event.last:
+            for module in self.wrapped:
+                module.reshard()
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise Wrong(f"{event.label}: parameter {name} is not sharded after backward")
+            self._check_tensor(f"{event.label}: gradient of {name}", parameter.grad, expected[name], scale)
+
+    def _check_tensor(self, what: str, seen: Tensor | None, expected: Tensor | None, scale: float) -> None:
+        if seen is None or expected is None:
+            if seen is not expected:
+                raise Wrong(f"{what} is {'None' if seen is None else 'there'}, in one process it is not")
+            return
+        if isinstance(seen, DTensor):
+            expected = _part(expected, seen)
+            seen = seen.to_local()
+        seen = seen.detach()
+        if seen.shape != expected.shape or seen.dtype != expected.dtype:
+            raise Wrong(f"{what}: {seen.shape} {seen.dtype}, expected {expected.shape} {expected.dtype}")
+        if not seen.numel():
+            return
+        error = float((seen.double() - expected.double()).abs().max())
+        limit = self._tolerance * max(float(expected.abs().max()), 1e-2 * scale, 1e-6)
+        if not error <= limit:
+            how = "off" if error < _GARBAGE else "uninitialised: off"
+            raise Wrong(f"{what} {how} by {error:.3g}, where {float(expected.abs().max()):.3g} is the largest value")
+
+    @functools.cached_property
+    def _tolerance(self) -> float:
+        low = {self.program.dtype, self.policy.param_dtype, self.policy.reduce_dtype} - {None}
+        low |= {"float32" for module in self.model.modules() if getattr(module, "block").float32}
+        if "bfloat16" in low:
+            return 0.1
+        return 1e-3 if "float32" in low else 1e-8
+
+    def clean_up(self) -> None:
+        """Leave nothing in flight."""
+        for root in self.roots if hasattr(self, "roots") else ():
+            with contextlib.suppress(Exception):
+                root.reset_iter_state()
+
+
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
+
+
+def _names(model: nn.Module) -> list[str]:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return [*names, type(model).__name__, f"FSDP{type(model).__name__}"]
+
+
+def _part(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank holds of ``whole``."""
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            chunks = torch.chunk(whole, like.device_mesh.size(axis), placement.dim)
+            at = like.device_mesh.get_local_rank(axis)
+            whole = chunks[at] if at < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)
+    return whole
+
+
+_generations = itertools.count()
+_meshes: dict[tuple[int, bool, bool], DeviceMesh] = {}
+
+
+def _mesh(world: int, shared_memory: bool, hsdp: bool) -> DeviceMesh:
+    """A mesh of process groups of our own, which nothing else uses. Collective when it is new."""
+    key = (world, shared_memory, hsdp)
+    if key not in _meshes:
+        before = os.environ.get("SHARDKIT_SHARED_MEMORY")
+        os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if shared_memory else "0"
+        if hsdp:
+            _meshes[key] = _two_axes()
+        else:
+            # DTensor remembers meshes by ranks and names, also after their process groups are gone.
+            names = (f"generation_{next(_generations)}",)
+            _meshes[key] = DeviceMesh.from_group(dist.new_group(timeout=_PATIENCE), "cpu", mesh_dim_names=names)
+        for axis in range(_meshes[key].ndim):
+            assert (neighbours_of(_meshes[key].get_group(axis)) is not None) == (shared_memory and world > 1), key
+        if before is None:
+            del os.environ["SHARDKIT_SHARED_MEMORY"]
+        else:
+            os.environ["SHARDKIT_SHARED_MEMORY"] = before
+    return _meshes[key]
+
+
+def _two_axes() -> DeviceMesh:
+    rank, generation = dist.get_rank(), next(_generations)
+    shard = [dist.new_group(ranks, timeout=_PATIENCE) for ranks in ([0, 1], [2, 3])]
+    replicate = [dist.new_group(ranks, timeout=_PATIENCE) for ranks in ([0, 2], [1, 3])]
+    return DeviceMesh.from_group(
+        [replicate[rank % 2], shard[rank // 2]],
+        "cpu",
+        mesh=torch.arange(4).view(2, 2),
+        mesh_dim_names=(f"replicate_{generation}", f"shard_{generation}"),
+    )
+
+
+def _forget_meshes() -> None:
+    """After an error: transfers may be left in these groups, which nobody will match (collective).
+
+    The groups stay: to destroy them would let torch use their names again. The pool is renewed when there are many.
+    """
+    dist.barrier()
+    _meshes.clear()
+
+
+__all__ = ["Outcome", "Trap", "run_one", "run_programs"]

@@ -1,0 +1,231 @@
+"""How programs are drawn, by hypothesis or from a seed. The first choice is the plain one: shrinking leads there."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+from hypothesis import strategies as st
+
+from tests.core.random_programs.in_place import without_forbidden_changes
+
+from tests.core.random_programs.program import (
+    EXTRAS,
+    FORMS,
+    FREE_ACTS,
+    HOOKS,
+    IN_PLACE_OPS,
+    NAMES,
+    PARAMETER_OPS,
+    PLAIN_OPS,
+    SHARDED_ACTS,
+    USES,
+    VIEW_OPS,
+    Act,
+    Block,
+    Call,
+    Micro,
+    Op,
+    Policy,
+    Program,
+    Side,
+    Step,
+    Wrap,
+    blocks_of,
+    normal,
+    parameter_names,
+)
+
+
+class Draw(Protocol):
+    """Where choices come from."""
+
+    def number(self, least: int, most: int) -> int:
+        """An integer between the two, which are included."""
+
+
+class FromSeed:
+    """Choices of a random number generator."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def number(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+
+class FromHypothesis:
+    """Choices that hypothesis makes, and makes simpler when a test fails."""
+
+    def __init__(self, draw: Any) -> None:
+        self._draw = draw
+
+    def number(self, least: int, most: int) -> int:
+        return self._draw(st.integers(least, most))  # type: ignore[no-any-return]
+
+
+def _sometimes(draw: Draw, often: int = 4) -> bool:
+    """True once in ``often`` draws."""
+    return draw.number(0, often - 1) == often - 1
+
+
+def _one_of(draw: Draw, *values: Any) -> Any:
+    return values[draw.number(0, len(values) - 1)]
+
+
+WORLDS = (2, 2, 2, 2, 2, 2, 1, 3, 3, 4)
+
+
+@st.composite
+def programs(draw: Any, worlds: tuple[int, ...] = WORLDS) -> Program:
+    """Random programs for hypothesis."""
+    return drawn_program(FromHypothesis(draw), worlds)
+
+
+def drawn_program(draw: Draw, worlds: tuple[int, ...] = WORLDS) -> Program:
+    """One random program."""
+    rich = _sometimes(draw, 3)
+    root = _block(draw, "", 2, rich)
+    paths = [path for path, _ in blocks_of(root)]
+    dtype = _one_of(draw, "float64", "float64", "float64", "float32")
+    names = parameter_names(Program(root))
+    ties: tuple[tuple[str, str], ...] = ()
+    if len(names) > 1 and _sometimes(draw, 4):
+        linear = [name for name in names if name.endswith("linear_w")]
+        pool = linear if len(linear) > 1 else names
+        ties = ((_one_of(draw, *pool), _one_of(draw, *pool)),)
+    program = Program(root, _policy(draw, paths, worlds), _steps(draw, paths, rich), ties, dtype)
+    return normal(without_forbidden_changes(normal(program)))
+
+
+def _block(draw: Draw, name: str, levels: int, rich: bool) -> Block:
+    children: list[Block] = []
+    if levels:
+        many = draw.number(1, 3) if not name else draw.number(0, 2)
+        for index in range(many):
+            child = NAMES[index]
+            if index and _sometimes(draw, 10):
+                children.append(Block(child, same=f"{name}.{NAMES[0]}" if name else NAMES[0]))
+            else:
+                children.append(_block(draw, child, levels - 1, rich))
+    ops = _ops(draw, children, rich)
+    extra = _one_of(draw, *EXTRAS) if _sometimes(draw, 5) else None
+    form = _one_of(draw, *FORMS) if extra or _sometimes(draw, 6) else "tensor"
+    hooks = (_one_of(draw, *HOOKS),) if _sometimes(draw, 9) else ()
+    block = Block(name, ops, tuple(children), form, extra, hooks)
+    own = block.parameters
+    frozen = tuple(p for p in own if _sometimes(draw, 4)) if _sometimes(draw, 6) else ()
+    if own and _sometimes(draw, 12):
+        frozen = own
+    low = tuple(p for p in own if _sometimes(draw, 2)) if _sometimes(draw, 9) else ()
+    return Block(name, ops, tuple(children), form, extra, hooks, frozen, low)
+
+
+def _ops(draw: Draw, children: list[Block], rich: bool) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    for child in children:
+        ops += _some_ops(draw, 1, rich)
+        for _ in range(2 if _sometimes(draw, 6) else 1):
+            ops.append(_call(draw, child.name))
+            if _sometimes(draw, 4):
+                ops.append(_one_of(draw, *IN_PLACE_OPS, *VIEW_OPS, *PLAIN_OPS))
+    ops += _some_ops(draw, 0 if children else 1, rich)
+    if _sometimes(draw, 12):
+        ops.append("detach" if children and _sometimes(draw, 6) else "detach_half")
+    return tuple(ops)
+
+
+def _some_ops(draw: Draw, least: int, rich: bool) -> list[Op]:
+    ops: list[Op] = []
+    for _ in range(draw.number(least, 3 if rich else 2)):
+        kind = draw.number(0, 11)
+        if kind < 5:
+            ops.append(_one_of(draw, "linear", "linear", *PARAMETER_OPS))
+        elif kind < 7:
+            ops.append(_one_of(draw, *PLAIN_OPS))
+        elif kind == 7:
+            ops.append(_one_of(draw, *VIEW_OPS))
+        elif kind == 8:
+            ops.append(_one_of(draw, *IN_PLACE_OPS))
+        elif kind < 11:
+            place = _one_of(draw, "attribute", "dict", "list", "closure")
+            ops.append(Side(_one_of(draw, "router", "router", "weight", "x"), place))
+        else:
+            ops.append("trap")
+    return ops
+
+
+def _call(draw: Draw, name: str) -> Call:
+    use = _one_of(draw, *USES) if _sometimes(draw, 3) else "first"
+    kind = _one_of(draw, "reentrant", "plain") if _sometimes(draw, 6) else None
+    return Call(name, use, kind, no_grad=_sometimes(draw, 20), keyword=kind is None and _sometimes(draw, 10))
+
+
+def _policy(draw: Draw, paths: list[str], worlds: tuple[int, ...]) -> Policy:
+    world = _one_of(draw, *worlds)
+    wraps: list[Wrap] = []
+    for path in paths:
+        if path and not _sometimes(draw, 4):
+            wraps.append(Wrap((path,), _reshard(draw, world)))
+    if len(wraps) > 1 and _sometimes(draw, 6):
+        wraps[:2] = [Wrap(wraps[0].paths + wraps[1].paths, wraps[0].reshard)]
+    if not _sometimes(draw, 12):
+        wraps.append(Wrap(("",), _reshard(draw, world)))
+    low = _sometimes(draw, 8)
+    return Policy(
+        world=world,
+        shared_memory=_sometimes(draw, 3),
+        wraps=tuple(wraps),
+        depth=_one_of(draw, 0, 1, 2, 3) if _sometimes(draw, 2) else None,
+        budget=_one_of(draw, 100_000, 8_000, 4_000, 1_500) if _sometimes(draw, 8) else None,
+        lists=_one_of(draw, "next", "all", "reversed") if _sometimes(draw, 6) else None,
+        late=_one_of(draw, 1, 0, 2) if _sometimes(draw, 2) else None,
+        param_dtype=_one_of(draw, "float32", "bfloat16") if low else None,
+        reduce_dtype=_one_of(draw, None, "float32", "float64") if low or _sometimes(draw, 12) else None,
+        reshard_after_backward=not _sometimes(draw, 12),
+        dim_1=_sometimes(draw, 8),
+        hsdp=world == 4 and _sometimes(draw, 3),
+        hooks_first=_sometimes(draw, 2),
+    )
+
+
+def _reshard(draw: Draw, world: int) -> bool | int | None:
+    if not _sometimes(draw, 3):
+        return None
+    return _one_of(draw, True, False, False, *(size for size in (1, 2) if world % size == 0))  # type: ignore[no-any-return]
+
+
+def _steps(draw: Draw, paths: list[str], rich: bool) -> tuple[Step, ...]:
+    steps = []
+    for _ in range(draw.number(2, 3)):
+        micros = tuple(_micro(draw, paths, rich) for _ in range(2 if _sometimes(draw, 4) else 1))
+        zero = _one_of(draw, "zero", "keep") if _sometimes(draw, 4) else "none"
+        steps.append(Step(micros, update=not _sometimes(draw, 4), zero=zero))
+    return tuple(steps)
+
+
+def _micro(draw: Draw, paths: list[str], rich: bool) -> Micro:
+    if not _sometimes(draw, 2):
+        return Micro(inputs=_sometimes(draw, 3))
+    inputs = _sometimes(draw, 2)
+    return Micro(
+        forwards=_one_of(draw, 2, 3) if _sometimes(draw, 4) else 1,
+        order=_one_of(draw, "each", "reversed", "together"),
+        sides=_one_of(draw, "sum", "first", "last", "only", "drop"),
+        twice=_sometimes(draw, 6),
+        by=_one_of(draw, "inputs", "penalty") if inputs and _sometimes(draw, 3) else "backward",
+        inputs=inputs,
+        change=tuple(_one_of(draw, *IN_PLACE_OPS[:4], *VIEW_OPS, *PLAIN_OPS) for _ in range(draw.number(0, 2))),
+        before=_acts(draw, paths, rich),
+        between=_acts(draw, paths, rich),
+        fail=_one_of(draw, "forward", "backward") if _sometimes(draw, 5) else None,
+        sync=not _sometimes(draw, 3),
+    )
+
+
+def _acts(draw: Draw, paths: list[str], rich: bool) -> tuple[Act, ...]:
+    if not _sometimes(draw, 3 if rich else 6):
+        return ()
+    if _sometimes(draw, 2):
+        return (Act(_one_of(draw, *FREE_ACTS)),)
+    return (Act(_one_of(draw, *SHARDED_ACTS), _one_of(draw, *paths)),)

@@ -1,0 +1,189 @@
+"""The training loop of a program, as a stream of events that whoever runs it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.core.random_programs.blocks import DTYPES, Deliberate, Trap, block_modules, changed, unpack
+from tests.core.random_programs.program import Act, Micro, Program, Step
+
+LEARNING_RATE = 0.03125
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The backwards that follow reduce gradients, or do not."""
+
+    on: bool
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Something that only a sharded model can do, such as an explicit unshard."""
+
+    act: Act
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward has ended. ``values`` are losses and gradients of inputs; ``last`` of its micro-batch."""
+
+    label: str
+    sync: bool
+    values: list[Tensor | None] = field(default_factory=list)
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The user's code raised and the loop goes on with the next micro-batch: gradients are dropped."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step of SGD."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """``zero_grad``."""
+
+    set_to_none: bool
+
+
+Event = Sync | Ask | Backward | Failed | Update | Zero
+
+
+class Loop:
+    """One rank's training loop.
+
+    Args:
+        program: what to run.
+        model: from ``build``, sharded or not.
+        trap: of that model.
+        rank: whose batches to use.
+        cast_to: dtype that inputs are cast to, as a mixed precision policy would.
+    """
+
+    def __init__(
+        self, program: Program, model: nn.Module, trap: Trap, rank: int, cast_to: torch.dtype | None = None
+    ) -> None:
+        self.program = program
+        self.model = model
+        self.trap = trap
+        self.rank = rank
+        self.dtype = DTYPES[program.dtype]
+        self.cast_to = cast_to
+        self._batches = 0
+
+    def run(self) -> Iterator[Event]:
+        """All steps."""
+        for index, step in enumerate(self.program.steps):
+            yield from self._step(step, f"step {index}")
+
+    def _step(self, step: Step, label: str) -> Iterator[Event]:
+        for index, micro in enumerate(step.micros):
+            try:
+                yield from self._micro(micro, f"{label}, micro-batch {index}")
+            except Deliberate:
+                yield Failed()
+            finally:
+                self.trap.armed = None
+        if step.update:
+            yield Update()
+        if step.zero != "keep":
+            yield Zero(step.zero == "none")
+
+    def _micro(self, micro: Micro, label: str) -> Iterator[Event]:
+        yield Sync(micro.sync)
+        yield from self._acts(micro.before)
+        self.trap.armed = micro.fail
+        done = [self._forward(micro) for _ in range(micro.forwards)]
+        yield from self._acts(micro.between)
+        losses = _losses(micro, [loss for loss, _, _ in done], [side for _, side, _ in done])
+        inputs = [x for _, _, x in done if x.requires_grad]
+        for index, loss in enumerate(losses):
+            for again in range(1 + micro.twice):
+                values: list[Tensor | None] = [loss.detach()]
+                # Losses of one forward share parts of their graph.
+                retain = index < len(losses) - 1 or again < micro.twice
+                values += self._backward(micro, loss, inputs, retain)
+                last = not retain
+                yield Backward(f"{label}, backward {index}{' again' if again else ''}", micro.sync, values, last)
+
+    def _backward(self, micro: Micro, loss: Tensor, inputs: list[Tensor], retain: bool) -> list[Tensor | None]:
+        if micro.by == "inputs" and inputs:
+            return list(torch.autograd.grad(loss, inputs, retain_graph=retain, allow_unused=True))
+        if micro.by == "penalty" and inputs:
+            found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+            loss = loss + sum(one.square().sum() for one in found if one is not None)
+        loss.backward(retain_graph=retain)
+        gradients = [x.grad for x in inputs]
+        for x in inputs:
+            x.grad = None
+        return list(gradients)
+
+    def _forward(self, micro: Micro) -> tuple[Tensor, list[Tensor], Tensor]:
+        self._collect()
+        x = self._batch().requires_grad_(micro.inputs)
+        given = x.clone() if self.cast_to is None else x.to(self.cast_to)  # a leaf may not be changed in place
+        output, extra = unpack(self.model, self.model(given))
+        for op in micro.change:
+            output = changed(op, output)
+        loss = output.to(self.dtype).square().mean()
+        if isinstance(extra, Tensor):
+            loss = loss + extra.to(self.dtype).mean()
+        return loss, [side.to(self.dtype) for side in self._collect()], x
+
+    def _batch(self) -> Tensor:
+        self._batches += 1
+        generator = torch.Generator().manual_seed(1000 * self.rank + self._batches)
+        return torch.randn(ROWS, self.program.width, generator=generator, dtype=torch.float64).to(self.dtype)
+
+    def _collect(self) -> list[Tensor]:
+        return [loss for module in block_modules(self.model) for loss in module.collect()]
+
+    def _acts(self, acts: tuple[Act, ...]) -> Iterator[Event]:
+        for act in acts:
+            if act.kind in ("no_grad", "inference", "eval", "dropped"):
+                self._other_forward(act.kind)
+            else:
+                yield Ask(act)
+
+    def _other_forward(self, kind: str) -> None:
+        """A forward that no backward follows. The trap is for the others."""
+        armed, self.trap.armed = self.trap.armed, None
+        x = self._batch()
+        x = x if self.cast_to is None else x.to(self.cast_to)
+        self.model.train(kind != "eval")
+        with torch.inference_mode(kind == "inference"), torch.set_grad_enabled(kind == "dropped"):
+            self.model(x)
+        self.model.train()
+        self._collect()
+        self.trap.armed = armed
+
+
+def _losses(micro: Micro, mains: list[Tensor], sides: list[list[Tensor]]) -> list[Tensor]:
+    """What to call backward on, in order."""
+    pairs: list[list[Any]] = []
+    for main, side in zip(mains, sides, strict=True):
+        aside = sum(side[1:], side[0]) if side else None
+        if aside is None or micro.sides == "drop":
+            pairs.append([main])
+        elif micro.sides == "only":
+            pairs.append([aside])
+        elif micro.sides == "sum":
+            pairs.append([main + aside])
+        else:
+            pairs.append([aside, main] if micro.sides == "first" else [main, aside])
+    if micro.order == "reversed":
+        pairs.reverse()
+    if micro.order == "together":
+        return [sum(losses[1:], losses[0]) for losses in zip(*pairs, strict=True)]
+    return [loss for losses in pairs for loss in losses]
