@@ -37,7 +37,7 @@ def test_chunks_partition_the_tensor(layout: ChunkLayout) -> None:
         assert layout.offset(rank) == end
         end += layout.length(rank)
     assert end == layout.shape[layout.dim]
-    assert sum(layout.local_numels) == layout.numel
+    assert sum(layout.local_numel(rank) for rank in range(layout.world_size)) == layout.numel
 
 
 @given(layouts())
@@ -52,14 +52,14 @@ def test_padding_is_less_than_one_chunk_per_rank(layout: ChunkLayout) -> None:
 def test_the_example_of_the_docstring() -> None:
     layout = ChunkLayout((10, 3), 0, 4)
     assert layout.chunk == 3
-    assert layout.lengths == (3, 3, 3, 1)
+    assert layout.runs == ((0, 3, 3), (3, 1, 1))
     assert [layout.offset(rank) for rank in range(4)] == [0, 3, 6, 9]
     assert layout.padded_numel == 36
 
 
 def test_ranks_without_elements_start_at_the_end() -> None:
     layout = ChunkLayout((2, 3), 0, 4)
-    assert layout.lengths == (1, 1, 0, 0)
+    assert layout.runs == ((0, 2, 1), (2, 2, 0))
     assert layout.offset(3) == 2
     assert layout.local_shape(3) == (0, 3)
 

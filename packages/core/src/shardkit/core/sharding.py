@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """`ranks` consecutive ranks, beginning with rank `first`, that hold `length` indices of the dim each."""
+
+    first: int
+    ranks: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,8 @@ class ChunkLayout:
         offset   0        3        6        9
 
     On dim 0 the padding is one tail behind the real elements, so the unpadded tensor is a prefix of the padded one.
+
+    Everything is computed in closed form: a layout takes the same memory for 8 ranks and for 8,000.
 
     Raises `ValueError` for a shape without dims, a negative size, a dim out of range or a world size below one.
     """
@@ -65,19 +77,20 @@ class ChunkLayout:
         return self.world_size * self.padded_local_numel
 
     @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """`length` of every rank, in rank order."""
-        size = self.shape[self.dim]
-        return tuple(max(0, min(self.chunk, size - rank * self.chunk)) for rank in range(self.world_size))
-
-    @cached_property
-    def local_numels(self) -> tuple[int, ...]:
-        """`local_numel` of every rank, in rank order."""
-        return tuple(math.prod(self._with_length(length)) for length in self.lengths)
+    def runs(self) -> tuple[Run, ...]:
+        """The ranks in order, those side by side with chunks of one length taken together: at most three runs."""
+        size, chunk = self.shape[self.dim], self.chunk
+        full = size // chunk if chunk else self.world_size
+        runs = [Run(0, full, chunk)]
+        if full < self.world_size and full * chunk < size:
+            runs.append(Run(full, 1, size - full * chunk))
+        first = sum(run.ranks for run in runs)
+        runs.append(Run(first, self.world_size - first, 0))
+        return tuple(run for run in runs if run.ranks)
 
     def length(self, rank: int) -> int:
         """Indices of the dim that `rank` holds; 0 when its chunk is empty."""
-        return self.lengths[rank]
+        return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
 
     def offset(self, rank: int) -> int:
         """First index of the dim that `rank` holds, clamped to the dim's size for an empty chunk."""
@@ -85,11 +98,18 @@ class ChunkLayout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of `rank`'s chunk, without padding."""
-        return self._with_length(self.lengths[rank])
+        return self._with_length(self.length(rank))
 
     def local_numel(self, rank: int) -> int:
         """Elements of `rank`'s chunk, without padding."""
-        return self.local_numels[rank]
+        return math.prod(self.local_shape(rank))
 
     def _with_length(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+def runs_together(layouts: Sequence[ChunkLayout]) -> list[tuple[int, int]]:
+    """(first, ranks) of consecutive ranks whose chunks are alike in every one of `layouts`, over all ranks in order."""
+    firsts = sorted({run.first for layout in layouts for run in layout.runs})
+    ends = [*firsts[1:], layouts[0].world_size]
+    return [(first, end - first) for first, end in zip(firsts, ends, strict=True)]

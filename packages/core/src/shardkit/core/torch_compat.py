@@ -215,6 +215,8 @@ foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_div: Callable[..., Sequence[torch.Tensor]] = torch._foreach_div
 foreach_zero_: Callable[..., None] = torch._foreach_zero_
+# Chunks of several tensors, one row of a matrix for each rank, padded with zeros; None if torch lacks it.
+chunk_cat: Callable[..., torch.Tensor] | None = getattr(torch, "_chunk_cat", None)
 
 
 def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
 from shardkit.core.runtime.compressed.gather import compressed_gather, gather_rows
 from shardkit.core.runtime.details import details
+from shardkit.core.runtime.packing import as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.shared.gather import shared_gather
@@ -70,19 +71,18 @@ def _gather(
 ) -> Program:
     launched = time.perf_counter()
     buffers = [flats[i] for i, _ in plan.direct]
-    pieces: tuple[torch.Tensor, ...] = ()
     if packed is not None:
-        assert plan.packing is not None
         hold(packed)
-        pieces = plan.packing.split(packed)
         buffers.append(packed)
-    _write_own_chunks(plan, sources, flats, pieces)
+    _write_own_chunks(plan, sources, flats, packed)
     if events.hub.active:
         events.emit(events.GatherStarted(*_described(plan), **details(plan)))
     try:
         if buffers:
             yield plan.collective.all_gather(buffers, plan.slots)
-        _copy_out(plan, flats, pieces)
+        if packed is not None:
+            assert plan.packing is not None
+            plan.packing.copy_out(packed, flats)
     finally:
         if packed is not None:
             note_freed(packed, plan.label, "packed")
@@ -95,45 +95,19 @@ def _described(plan: GatherPlan) -> tuple[str, tuple[str, ...], int, int, torch.
 
 
 def _write_own_chunks(
-    plan: GatherPlan,
-    sources: Sequence[torch.Tensor],
-    flats: Sequence[torch.Tensor],
-    pieces: Sequence[torch.Tensor],
+    plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], packed: torch.Tensor | None
 ) -> None:
     """Write this rank's chunks, cast, into its slots and into its row of the packed buffer."""
     targets = [_shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
     chunks = [sources[i] for i, _, _, _ in plan.own_slots]
-    if plan.packing is not None:
-        for item, at, shape in plan.packing.rows[plan.rank]:
-            targets.append(_shaped(_typed(pieces[at], plan.items[item].dtype), shape))
+    if packed is not None:
+        for item, size, stride, at in plan.own_row:
+            targets.append(strided(as_dtype(packed, plan.items[item].dtype), size, stride, at))
             chunks.append(sources[item])
     if targets:
         foreach_copy_(targets, chunks, non_blocking=True)
 
 
-def _copy_out(plan: GatherPlan, flats: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-    """Copy every rank's packed chunks to where they belong in the unsharded tensors."""
-    if plan.packing is None:
-        return
-    places: dict[int, tuple[bool, torch.dtype, tuple[torch.Tensor, ...]]] = {}
-    for item, view, sizes, dim in plan.unpacking:
-        flat = flats[item]
-        places[item] = bool(view), flat.dtype, (flat.view(view) if view else flat).split_with_sizes(sizes, dim)
-    targets: list[torch.Tensor] = []
-    chunks: list[torch.Tensor] = []
-    for rank, row in enumerate(plan.packing.rows):
-        for item, at, shape in row:
-            viewed, dtype, ranks = places[item]
-            chunk = _typed(pieces[at], dtype)
-            targets.append(ranks[rank])
-            chunks.append(chunk.view(shape) if viewed else chunk)
-    foreach_copy_(targets, chunks)
-
-
-# A view costs a microsecond; a group has dozens of small chunks, most of them 1-D and of the buffer's dtype already.
+# A view costs a microsecond; a group has dozens of small chunks, most of them 1-D already.
 def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return chunk.view(shape) if len(shape) > 1 else chunk
-
-
-def _typed(chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return chunk if chunk.dtype == dtype else chunk.view(dtype)

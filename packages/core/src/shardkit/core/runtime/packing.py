@@ -1,8 +1,14 @@
-"""The packed buffer: one row for each rank, holding that rank's chunk of every packed item."""
+"""The packed buffer: one row for each rank, holding that rank's chunk of every packed item.
+
+Note [Chunks as strides]: where consecutive ranks hold chunks of one shape, these lie at equal distances, in the packed
+buffer and in the whole tensor alike. So one strided view on either side covers all of them, and one copy moves them. A
+step takes a few views for each item, whether 8 or 8,000 ranks take part.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,48 +16,137 @@ from typing import NamedTuple
 import torch
 
 from shardkit.core.runtime.slots import Slots
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.sharding import ChunkLayout, runs_together
+from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 
 # Items of a buffer of bytes start at multiples of this, so that each can be viewed as its own dtype; 16 is what the
 # widest dtype (complex128) and vectorized copies want.
 _ALIGNMENT = 16
 
 
-class Piece(NamedTuple):
-    """One rank's chunk of one item: the item's index, its place in the split buffer, the chunk's shape."""
+class Block(NamedTuple):
+    """The chunks of `item` that consecutive ranks, beginning with `first`, hold: alike in shape and not empty.
+
+    `size` is (ranks, *shape of a chunk). In the buffer the first chunk starts at element `at`, with strides `stride`;
+    in the dense whole tensor at `whole_at`, with `whole_stride`. All count elements of the item's dtype. On the dim
+    that is cut, `dim`, the first chunk begins at index `begin`.
+    """
 
     item: int
+    first: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     at: int
-    shape: tuple[int, ...]
+    whole_stride: tuple[int, ...]
+    whole_at: int
+    dim: int
+    begin: int
+
+
+class Gap(NamedTuple):
+    """Room of consecutive ranks' rows that holds no element: a strided view of the buffer, in its own elements."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    at: int
+
+
+class Place(NamedTuple):
+    """Where one rank's chunk of `item` lies in the buffer: a strided view, in elements of the item's dtype."""
+
+    item: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    at: int
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each chunk lies in the packed buffer.
+    """Where each chunk lies in the packed buffer; see Note [Chunks as strides].
 
     ::
 
         row of rank 0                  row of rank 1
         | a0 a0 a0 . | b0 b0 b0 b0 |   | a1 a1 . . | b1 b1 . . |    '.': padding (collectives) or alignment (bytes)
 
-    `items` are the indices of the packed items. `sizes` splits the buffer into pieces and gaps; `rows[r]` lists the
-    non-empty pieces of rank `r`; `gaps` are the places of the others. Sizes count elements of the buffer's dtype.
+    `items` are the indices of the packed items, `slots` the rows. `columns` are (item, elements) of each item in a row
+    if the buffer is a matrix with a row for each rank and every item is cut on dim 0, so that torch's operators for
+    such buffers apply; otherwise it is empty.
     """
 
     items: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rows: tuple[tuple[Piece, ...], ...]
-    gaps: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    gaps: tuple[Gap, ...]
     slots: Slots
+    columns: tuple[tuple[int, int], ...]
 
     @property
     def numel(self) -> int:
         """Elements of the buffer."""
-        return sum(self.slots.numels)
+        return self.slots.numel
 
-    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All pieces and gaps of a 1-D buffer, as 1-D views."""
-        return buffer.split_with_sizes(self.sizes)
+    def row(self, rank: int) -> tuple[Place, ...]:
+        """The non-empty chunks of `rank`."""
+        return tuple(
+            Place(block.item, block.size[1:], block.stride[1:], block.at + (rank - block.first) * block.stride[0])
+            for block in self.blocks
+            if block.first <= rank < block.first + block.size[0]
+        )
+
+    def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+        """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
+        if chunk_cat is not None and self._as_matrix(buffer):
+            rows = buffer.view(self.slots.runs[0][0], -1)
+            chunk_cat([wholes[item] for item, _ in self.columns], 0, rows.shape[0], out=rows)
+            return
+        targets: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
+        for block in self.blocks:
+            whole = wholes[block.item]
+            stride = whole.stride()
+            step = stride[block.dim]
+            targets.append(strided(buffer, block.size, block.stride, block.at))
+            chunks.append(
+                strided(whole, block.size, (block.size[1 + block.dim] * step, *stride), block.begin * step),
+            )
+        foreach_copy_(targets, chunks)
+        if self.gaps:
+            foreach_zero_([strided(buffer, *gap) for gap in self.gaps])
+
+    def copy_out(self, buffer: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
+        """Copies all ranks' rows to the flat tensors of the items, of which each is a dense whole tensor.
+
+        A flat tensor of an item that is cut on dim 0 has room for the padding, too.
+        """
+        if self._as_matrix(buffer):
+            rows = buffer.view(self.slots.runs[0][0], -1)
+            out = [flats[item].view(rows.shape[0], -1) for item, _ in self.columns]
+            torch.split_with_sizes_copy(rows, [size for _, size in self.columns], 1, out=out)
+            return
+        targets: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
+        for block in self.blocks:
+            flat = flats[block.item]
+            targets.append(strided(flat, block.size, block.whole_stride, block.whole_at))
+            chunks.append(strided(as_dtype(buffer, flat.dtype), block.size, block.stride, block.at))
+        foreach_copy_(targets, chunks)
+
+    def _as_matrix(self, buffer: torch.Tensor) -> bool:
+        """Whether torch's operators for columns apply, and are the fastest way.
+
+        On CUDA they are one kernel. On a CPU they copy padding, too, which strided views leave out.
+        """
+        return bool(self.columns) and (buffer.is_cuda or not self.gaps)
+
+
+def strided(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], at: int) -> torch.Tensor:
+    """The view of `tensor` that begins `at` elements behind its own first one."""
+    return tensor.as_strided(size, stride, tensor.storage_offset() + at)
+
+
+def as_dtype(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer of bytes as another dtype; the buffer itself if it is of that dtype."""
+    return buffer if buffer.dtype == dtype else buffer.view(dtype)
 
 
 def pack(
@@ -61,7 +156,7 @@ def pack(
 
     `widths[i]` is how many elements of the buffer make one element of item `i` (its bytes, in a buffer of bytes).
     `padded` gives all rows one size; `aligned` starts every piece at a multiple of 16. Groups that are alike, such as a
-    model's layers, get the same object: on thousands of ranks a packing has as many thousand pieces.
+    model's layers, get the same object.
     """
     return _pack(tuple(layouts), tuple(items), tuple(widths), padded, aligned)
 
@@ -70,27 +165,65 @@ def pack(
 def _pack(
     layouts: tuple[ChunkLayout, ...], items: tuple[int, ...], widths: tuple[int, ...], padded: bool, aligned: bool
 ) -> Packing | None:
-    if not any(layouts[item].numel for item in items):
+    filled = [item for item in items if layouts[item].numel]
+    if not filled:
         return None
-    sizes: list[int] = []
-    gaps: list[int] = []
-    rows: list[tuple[Piece, ...]] = []
-    row_sizes: list[int] = []
-    for rank in range(layouts[items[0]].world_size):
-        first = len(sizes)
-        row: list[Piece] = []
-        for item in items:
-            layout = layouts[item]
-            used = layout.local_numel(rank) * widths[item]
-            room = layout.padded_local_numel * widths[item] if padded else used
-            if aligned:
-                room = -(-room // _ALIGNMENT) * _ALIGNMENT
-            if used:
-                row.append(Piece(item, len(sizes), layout.local_shape(rank)))
-                sizes.append(used)
-            if room > used:
-                gaps.append(len(sizes))
-                sizes.append(room - used)
-        rows.append(tuple(row))
-        row_sizes.append(sum(sizes[first:]))
-    return Packing(items, tuple(sizes), tuple(rows), tuple(gaps), Slots(tuple(row_sizes)))
+
+    def room(item: int, rank: int) -> int:
+        layout = layouts[item]
+        numel = (layout.padded_local_numel if padded else layout.local_numel(rank)) * widths[item]
+        return -(-numel // _ALIGNMENT) * _ALIGNMENT if aligned else numel
+
+    blocks: list[Block] = []
+    gaps: list[Gap] = []
+
+    def lay(item: int, first: int, count: int, row: int, at: int) -> None:
+        used = layouts[item].local_numel(first) * widths[item]
+        unused = room(item, first) - used
+        if used:
+            blocks.append(_block(layouts[item], item, widths[item], first, count, row, at))
+        if unused:
+            gaps.append(Gap((count, unused), (row, 1), at + used))
+
+    world = layouts[filled[0]].world_size
+    if padded:
+        *columns, row = itertools.accumulate((room(item, 0) for item in filled), initial=0)
+        for item, column in zip(filled, columns, strict=True):
+            for run in layouts[item].runs:
+                lay(item, run.first, run.ranks, row, column + run.first * row)
+        dense = not aligned and all(layouts[item].dim == 0 for item in filled)
+        sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
+        return Packing(items, tuple(blocks), tuple(gaps), Slots(((world, row),)), sizes)
+    rows: list[tuple[int, int]] = []
+    start = 0
+    for first, count in runs_together([layouts[item] for item in filled]):
+        *columns, row = itertools.accumulate((room(item, first) for item in filled), initial=0)
+        for item, column in zip(filled, columns, strict=True):
+            lay(item, first, count, row, start + column)
+        rows.append((count, row))
+        start += count * row
+    return Packing(items, tuple(blocks), tuple(gaps), Slots(tuple(rows)), ())
+
+
+def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:
+    """The block of an item whose elements are `width` of the buffer's, in rows that are `row` of those apart."""
+    shape, dense = layout.local_shape(first), _dense_strides(layout.shape)
+    step = dense[layout.dim]
+    return Block(
+        item,
+        first,
+        size=(count, *shape),
+        stride=(row // width, *_dense_strides(shape)),
+        at=at // width,
+        whole_stride=(layout.chunk * step, *dense),
+        whole_at=layout.offset(first) * step,
+        dim=layout.dim,
+        begin=layout.offset(first),
+    )
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))

@@ -16,11 +16,11 @@ from functools import cached_property
 
 import torch
 
-from shardkit.core.runtime.packing import Packing, pack
+from shardkit.core.runtime.packing import Packing, Place, pack
 from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.sharding import ChunkLayout, runs_together
 
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
@@ -89,19 +89,9 @@ class GatherPlan:
         )
 
     @cached_property
-    def unpacking(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
-        """(item, view, sizes, dim) of each packed item: seen as `view`, its flat splits into the ranks' chunks.
-
-        On dim 0 the chunks of the flat tensor itself are dense, so no view is needed (an empty `view` says so).
-        """
-        packed = () if self.packing is None else self.packing.items
-        layouts = [(i, self.items[i].layout) for i in packed]
-        return tuple(
-            (i, (), _gather_slots(layout, padded=False).sizes, 0)
-            if layout.dim == 0
-            else (i, layout.shape, layout.lengths, layout.dim)
-            for i, layout in layouts
-        )
+    def own_row(self) -> tuple[Place, ...]:
+        """Where this rank's chunks lie in the packed buffer."""
+        return () if self.packing is None else self.packing.row(self.rank)
 
     @cached_property
     def nbytes(self) -> int:
@@ -111,9 +101,9 @@ class GatherPlan:
     @cached_property
     def wire_nbytes(self) -> int:
         """Bytes that this rank sends in one gather: its slot of every buffer, to each peer."""
-        own = sum(slot.numels[self.rank] * self.items[i].dtype.itemsize for i, slot in self.direct)
+        own = sum(slot.slot_numel(self.rank) * self.items[i].dtype.itemsize for i, slot in self.direct)
         if self.packing is not None:
-            own += self.packing.slots.numels[self.rank] * self.packed_dtype.itemsize
+            own += self.packing.slots.slot_numel(self.rank) * self.packed_dtype.itemsize
         return own * (self.transport.world_size - 1)
 
     @cached_property
@@ -167,9 +157,12 @@ class ReducePlan:
 
     @cached_property
     def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the elements of its chunk of every item."""
-        world = self.transport.world_size
-        return tuple(tuple(item.layout.local_numel(rank) for item in self.items) for rank in range(world))
+        """For each rank, the elements of its chunk of every item; for transports that send to each rank by itself."""
+        layouts = [item.layout for item in self.items]
+        sizes: list[tuple[int, ...]] = []
+        for first, ranks in runs_together(layouts):
+            sizes += [tuple(layout.local_numel(first) for layout in layouts)] * ranks
+        return tuple(sizes)
 
     @cached_property
     def row_numels(self) -> tuple[int, ...]:
@@ -186,7 +179,7 @@ class ReducePlan:
         """What one peer sends to this rank, in the order of the output: direct chunks, then the packed row."""
         sizes = [self.items[i].layout.local_numel(self.rank) for i in self.direct]
         if self.packing is not None:
-            sizes.append(self.packing.slots.numels[self.rank])
+            sizes.append(self.packing.slots.slot_numel(self.rank))
         return tuple(size for size in sizes if size)
 
     @cached_property
@@ -202,10 +195,10 @@ class ReducePlan:
     @cached_property
     def wire_nbytes(self) -> int:
         """Bytes that this rank sends in one reduction: to each peer, the peer's chunks."""
-        peers = [rank for rank in range(self.transport.world_size) if rank != self.rank]
-        numel = sum(self.items[i].layout.local_numel(rank) for i in self.direct for rank in peers)
+        layouts = [self.items[i].layout for i in self.direct]
+        numel = sum(layout.numel - layout.local_numel(self.rank) for layout in layouts)
         if self.packing is not None:
-            numel += sum(self.packing.slots.numels[rank] for rank in peers)
+            numel += self.packing.numel - self.packing.slots.slot_numel(self.rank)
         return numel * self.wire_dtype.itemsize
 
     @cached_property
@@ -323,8 +316,9 @@ def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, t
 
 def _gather_slots(layout: ChunkLayout, *, padded: bool) -> Slots:
     if padded:
-        return Slots((layout.padded_local_numel,) * layout.world_size)
-    return Slots(layout.local_numels, layout.padded_numel - layout.numel)
+        return Slots(((layout.world_size, layout.padded_local_numel),))
+    runs = tuple((run.ranks, layout.local_numel(run.first)) for run in layout.runs)
+    return Slots(runs, layout.padded_numel - layout.numel)
 
 
 def _output_order(

@@ -26,7 +26,7 @@ from shardkit.core.runtime.shared.reduce import shared_reduce
 from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
 from shardkit.core.runtime.transport.stand_in import StandIn
-from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div, foreach_zero_
+from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
 # Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
 _NATIVE_AVG = ("nccl",)
@@ -139,7 +139,8 @@ def _collective(
     inputs = rows if packed is None else [*rows, packed]
     hold(*inputs)
     if packed is not None:
-        _pack(plan, grads, packed)
+        assert plan.packing is not None
+        plan.packing.fill(packed, grads)
         _divide(packed, scaling.before)
     sizes = [row.numel() // plan.transport.world_size for row in inputs]
     _announce(plan)
@@ -189,38 +190,16 @@ def _rows_by_rank(
     """For each rank, its non-empty rows of the direct gradients and its packed row, flat, in the output's order."""
     rows: list[list[torch.Tensor]] = [[] for _ in range(plan.transport.world_size)]
     for i in plan.direct:
-        numels = plan.items[i].layout.local_numels
-        for rank, piece in enumerate(_direct_rows(plan, grads[i], None).split_with_sizes(numels)):
-            if numels[rank]:
-                rows[rank].append(piece)
+        full = plan.items[i].layout.padded_local_numel
+        for rank, piece in enumerate(_direct_rows(plan, grads[i], None).split(full)):  # the last ranks may have none
+            rows[rank].append(piece)
     if packed is not None:
         assert plan.packing is not None
-        _pack(plan, grads, packed)
-        numels = plan.packing.slots.numels
-        for rank, piece in enumerate(packed.split_with_sizes(numels)):
-            if numels[rank]:
+        plan.packing.fill(packed, grads)
+        for rank, piece in enumerate(packed.split_with_sizes(plan.packing.slots.sizes())):
+            if piece.numel():
                 rows[rank].append(piece)
     return rows
-
-
-def _pack(plan: ReducePlan, grads: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Copy the packed gradients into the rows of their owners, cast to wire dtype; zero the padding."""
-    packing = plan.packing
-    assert packing is not None
-    pieces = packing.split(packed)
-    chunks: dict[int, tuple[torch.Tensor, ...]] = {}
-    for item in packing.items:
-        layout = plan.items[item].layout
-        chunks[item] = grads[item].split_with_sizes(layout.lengths, layout.dim)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for rank, row in enumerate(packing.rows):
-        for item, at, shape in row:
-            targets.append(pieces[at].view(shape) if len(shape) > 1 else pieces[at])
-            sources.append(chunks[item][rank])
-    foreach_copy_(targets, sources)
-    if packing.gaps:
-        foreach_zero_([pieces[at] for at in packing.gaps])
 
 
 def _landing_rows(plan: ReducePlan, output: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:

@@ -31,9 +31,9 @@ class GatherRows:
         self.formats = [format_of(policy.gather, policy.block, item.layout, item.dtype) for item in plan.items]
         self.rows = rows_of(layouts, self.formats, world)
         widest = max(row.nbytes for row in self.rows)
-        self.slots = Slots(tuple(widest if transport.padded_rows else row.nbytes for row in self.rows))
-        self.nbytes = sum(self.slots.numels)
-        self.wire_nbytes = self.slots.numels[plan.rank] * (world - 1)
+        self.slots = Slots(tuple((1, widest if transport.padded_rows else row.nbytes) for row in self.rows))
+        self.nbytes = self.slots.numel
+        self.wire_nbytes = self.slots.slot_numel(plan.rank) * (world - 1)
 
 
 def gather_rows(plan: GatherPlan) -> GatherRows:
@@ -84,7 +84,7 @@ def _gather(
 
 
 def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for rank, (row, sent) in enumerate(zip(rows.rows, buffer.split_with_sizes(rows.slots.sizes), strict=True)):
+    for rank, (row, sent) in enumerate(zip(rows.rows, buffer.split_with_sizes(rows.slots.sizes()), strict=True)):
         for item, start, nbytes, numel in row.chunks:
             layout, flat = plan.items[item].layout, flats[item]
             wire = sent[start : start + nbytes]

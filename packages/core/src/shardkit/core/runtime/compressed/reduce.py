@@ -108,12 +108,10 @@ def _pack(
     own: list[torch.Tensor],
 ) -> None:
     """Writes the peers' rows, and this rank's own terms to `own`."""
-    chunks = [
-        grad.split_with_sizes(item.layout.lengths, item.layout.dim)
-        for item, grad in zip(plan.items, grads, strict=True)
-    ]
+    chunks = [grad.split(item.layout.chunk, item.layout.dim) for item, grad in zip(plan.items, grads, strict=True)]
     for item, piece in enumerate(own):
-        piece.copy_(chunks[item][plan.rank])
+        if piece.numel():
+            piece.copy_(chunks[item][plan.rank])
     for rank, wire in enumerate(outgoing.split_with_sizes(list(rows.sent))):
         for item, start, nbytes, numel in rows.rows[rank].chunks if rank != plan.rank else ():
             values, target, form = chunks[item][rank].reshape(-1), wire[start : start + nbytes], rows.formats[item]

@@ -74,11 +74,11 @@ def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
     return len(these) == len(those) and all(map(lambda one, other: one is other, these, those))
 
 
-def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> list[torch.Tensor]:
-    """Each rank's part of an unsharded tensor, on whatever dim it is cut."""
+def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
+    """Each rank's part of an unsharded tensor, on whatever dim it is cut; the last ranks may have none."""
     layout = plan.items[i].layout
-    parts = flat[: layout.numel].view(layout.shape).split_with_sizes(layout.lengths, layout.dim)
-    return list(parts)
+    parts: tuple[torch.Tensor, ...] = flat[: layout.numel].view(layout.shape).split(layout.chunk, layout.dim)
+    return parts
 
 
 def _send_copies(plan: GatherPlan, transport: SharedTransport, sources: Sequence[torch.Tensor]) -> Posting:

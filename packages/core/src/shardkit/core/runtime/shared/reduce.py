@@ -63,7 +63,7 @@ def _post(plan: ReducePlan, transport: SharedTransport, grads: list[torch.Tensor
     pieces = [row.split_with_sizes(sizes) for row, sizes in zip(rows, plan.piece_sizes, strict=True)]
     for i, (item, grad) in enumerate(zip(plan.items, grads, strict=True)):
         layout = item.layout
-        for rank, chunk in enumerate(grad.split_with_sizes(layout.lengths, layout.dim)):
+        for rank, chunk in enumerate(grad.split(layout.chunk, layout.dim)):
             if chunk.numel():
                 targets.append(pieces[rank][i].view(chunk.shape))
                 chunks.append(chunk)

@@ -44,7 +44,7 @@ class CustomTransport:
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
         (buffer,), (slot,) = buffers, slots
-        chunk = slot.numels[0]
+        chunk = slot.slot_numel(self.rank)
         own = buffer.narrow(0, self.rank * chunk, chunk)
         work = self._gather(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
         return () if work is None else (work,)

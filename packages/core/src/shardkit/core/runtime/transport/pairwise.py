@@ -41,13 +41,13 @@ class PairwiseTransport:
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
         group, rank = self.group, self.rank
-        pieces = [buffer.split_with_sizes(slot.sizes) for buffer, slot in zip(buffers, slots, strict=True)]
-        own = [piece[rank] for piece, slot in zip(pieces, slots, strict=True) if slot.numels[rank]]
+        pieces = [buffer.split_with_sizes(slot.sizes()) for buffer, slot in zip(buffers, slots, strict=True)]
+        own = [piece[rank] for piece in pieces if piece[rank].numel()]
         works: list[dist.Work] = []
         # Receives first: gloo starts a transfer when its receiver is ready.
         for _, source in self._rounds:
-            for piece, slot in zip(pieces, slots, strict=True):
-                if slot.numels[source]:
+            for piece in pieces:
+                if piece[source].numel():
                     works.append(group.recv([piece[source]], source, _GATHER_TAG))
         for target, _ in self._rounds:
             for tensor in own:
