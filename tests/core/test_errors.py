@@ -362,6 +362,28 @@ def test_ranks_that_disagree(how: str, seen: str) -> None:
         assert "Every rank must build and shard the same model" in error.message
 
 
+def _disagree_on_one_axis(rank: int, world_size: int) -> None:
+    """The first axis of the mesh shows rank 3's difference to rank 2, the second one to rank 1; rank 0 sees neither."""
+    odd = rank == 3
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8 if odd else 6))
+    with pytest.raises(RuntimeError, match=r"'1\.weight' of shape \(6, 6\).*rank 3 has '1\.weight' of shape \(8, 6\)"):
+        fully_shard(model, mesh=rank_mesh((2, 2), ("replicate", "shard")))(torch.ones(2, 6))
+
+
+def test_all_ranks_of_a_2d_mesh_hear_of_a_difference() -> None:
+    run_ranks(4, _disagree_on_one_axis)
+
+
+def _half_disagrees(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=rank < 2))
+    with pytest.raises(RuntimeError, match=r"rank 2 has no further parameter \(2 of 4 ranks differ from rank 0\)"):
+        fully_shard(model)(torch.ones(2, 6))
+
+
+def test_the_number_of_ranks_that_differ_is_told() -> None:
+    run_ranks(4, _half_disagrees)
+
+
 def _skips_the_root(rank: int, world_size: int) -> None:
     model = _mlp()
     model.blocks[1](torch.ones(2, 7))

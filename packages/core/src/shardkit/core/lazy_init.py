@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,11 @@ if TYPE_CHECKING:
     from shardkit.core.state import FSDPState
 
 __all__ = ["initialise_root"]
+
+_T = TypeVar("_T")
+
+_Entry: TypeAlias = tuple[str, tuple[int, ...], str, int, bool]
+"""A parameter as all ranks must have it: FQN, shape, dtype, dim that is cut, requires_grad."""
 
 
 def initialise_root(root: FSDPState) -> None:
@@ -103,48 +107,86 @@ def _set_names(states: list[FSDPState], root: nn.Module) -> None:
 
 
 def _check_agreement(groups: list[FSDPParamGroup], fqn: str) -> None:
-    by_process_group: dict[dist.ProcessGroup, list[list[Any]]] = defaultdict(list)
+    """Raises on every rank if any two describe their parameters differently (collective over all process groups).
+
+    Ranks that agree exchange 16 bytes for each process group. Ranks that do not search for the first difference by
+    halves, so what they exchange grows with the logarithm of the number of parameters, and not with that of ranks.
+    """
+    described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
     for group in groups:
         device = group.device
+        entries = [
+            (param.fqn, tuple(param.shape), str(param.orig_dtype), param.layout.dim, param.sharded_param.requires_grad)
+            for param in group.params
+        ]
         for process_group in group.mesh.groups:
-            by_process_group[process_group] += [
-                [
-                    param.fqn,
-                    list(param.shape),
-                    str(param.orig_dtype),
-                    param.layout.dim,
-                    param.sharded_param.requires_grad,
-                ]
-                for param in group.params
-            ]
-    for process_group, described in by_process_group.items():
-        try:
-            if process_group.size() == 1 or agree(json.dumps(described).encode(), process_group, device):
-                continue
-        except RuntimeError as error:  # the backend's, when a rank does not come
-            raise RuntimeError(f"{fqn}: set-up failed (comparing models with the other ranks): {error}") from error
-        everyone: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(everyone, described, group=process_group)
-        raise RuntimeError(_difference(everyone, dist.get_process_group_ranks(process_group)))
+            if process_group.size() > 1:
+                described[process_group] += entries
+    try:
+        agreed = True
+        for process_group, mine in described.items():
+            # A rank that has seen a difference disagrees on the other axes of its mesh, so that all ranks hear of it.
+            agreed = agree(repr(mine if agreed else None).encode(), process_group, device) and agreed
+        if agreed:
+            return
+        message: str | None = None
+        for process_group, mine in described.items():
+            found = _difference(mine, process_group, device)
+            message = _first_of(message or found, process_group, device)
+    except RuntimeError as error:  # the backend's, when a rank does not come
+        raise RuntimeError(f"{fqn}: set-up failed (comparing models with the other ranks): {error}") from error
+    raise RuntimeError(message)
 
 
-def _difference(everyone: list[list[list[Any]]], ranks: list[int]) -> str:
-    for rank, described in zip(ranks[1:], everyone[1:], strict=True):
-        for index in range(max(len(described), len(everyone[0]))):
-            first = everyone[0][index] if index < len(everyone[0]) else None
-            other = described[index] if index < len(described) else None
-            if first != other:
-                return (
-                    f"the ranks disagree about the model's parameters, number {index} in order of use: rank {ranks[0]} "
-                    f"has {_describe(first)}, rank {rank} has {_describe(other)}. Every rank must build and shard the "
-                    "same model"
-                )
-    raise AssertionError("the digests differ but the descriptions do not")
+def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What the first rank and the first one that differs from it have at their first difference (collective).
+
+    None if all ranks of `group` have the same parameters. The same text on all ranks.
+    """
+    agreeing, differing = 0, _reduced(len(mine), dist.ReduceOp.MAX, group, device) + 1
+    while differing - agreeing > 1:
+        middle = (agreeing + differing) // 2
+        if agree(repr(mine[:middle]).encode(), group, device):
+            agreeing = middle
+        else:
+            differing = middle
+    entry = mine[agreeing] if agreeing < len(mine) else None
+    expected = _broadcast(entry, 0, group, device)
+    other = _reduced(group.size() if entry == expected else group.rank(), dist.ReduceOp.MIN, group, device)
+    if other == group.size():
+        return None
+    seen = _broadcast(entry, other, group, device)
+    count = _reduced(int(entry != expected), dist.ReduceOp.SUM, group, device)
+    ranks = dist.get_process_group_ranks(group)
+    more = f" ({count} of {len(ranks)} ranks differ from rank {ranks[0]})" if count > 1 else ""
+    return (
+        f"the ranks disagree about the model's parameters, number {agreeing} in order of use: rank {ranks[0]} "
+        f"has {_describe(expected)}, rank {ranks[other]} has {_describe(seen)}{more}. Every rank must build and shard "
+        "the same model"
+    )
 
 
-def _describe(entry: list[Any] | None) -> str:
+def _first_of(message: str | None, group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The message of the first rank of `group` that has one (collective)."""
+    source = _reduced(group.size() if message is None else group.rank(), dist.ReduceOp.MIN, group, device)
+    return None if source == group.size() else _broadcast(message, source, group, device)
+
+
+def _reduced(value: int, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, device: torch.device) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=op, group=group)
+    return int(tensor.item())
+
+
+def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.device) -> _T:
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source, device=device)
+    return box[0]
+
+
+def _describe(entry: _Entry | None) -> str:
     if entry is None:
         return "no further parameter"
     fqn, shape, dtype, dim, requires_grad = entry
-    return f"'{fqn}' of shape {tuple(shape)}, {dtype}, sharded on dim {dim}, requires_grad={requires_grad}"
+    return f"'{fqn}' of shape {shape}, {dtype}, sharded on dim {dim}, requires_grad={requires_grad}"
