@@ -28,6 +28,7 @@ gather is under way are never left for autograd to find half-filled.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +37,7 @@ import torch
 
 from shardkit.core import budget, events
 from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
-from shardkit.core.on_stack import calling_frame, is_on_stack
+from shardkit.core.on_stack import calling_frame, is_on_stack, runs_elsewhere
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import in_backward, queue_end_of_backward, runs_in_this_backward
 
@@ -79,6 +80,7 @@ class Iteration:
         prefetch_depth: how many groups are gathered ahead; None leaves it at the default.
         prefetch_budget: how many bytes of all groups may be unsharded at a time; None for a depth.
         post_optim_event: user's event that the next forward's first gather waits for.
+        builds_graph: whether the backward that runs, or ran last, makes a graph of its own (`create_graph=True`).
     """
 
     def __init__(self, context: CommContext) -> None:
@@ -89,6 +91,7 @@ class Iteration:
         self.post_optim_event: Any = None
         self.forward_root: weakref.ReferenceType[FSDPState] | None = None
         self._caller: FrameType | None = None  # of the forward that runs
+        self._thread = 0
         self._states: list[weakref.ReferenceType[FSDPState]] = []
         self._learnt: list[int] = []
         self._position = 0
@@ -97,6 +100,7 @@ class Iteration:
         self._ran_before = 0
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._backward_queued = False
+        self.builds_graph = False
         self.backwards = 0
 
     # -- membership ----------------------------------------------------------------------------------------------------
@@ -121,7 +125,8 @@ class Iteration:
         """Called by each state that begins forward; True for the outermost one of this forward.
 
         Raises:
-            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it.
+            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it; and if
+                another thread runs a forward of the same root.
         """
         if self._backward_queued:
             if in_backward():  # activation checkpointing recomputes: end_backward sees to what end_forward would
@@ -131,6 +136,11 @@ class Iteration:
                 "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
             )
         if self.forward_root is not None and (root := self.forward_root()) is not None:
+            if self._thread != threading.get_ident() and self._caller is not None and runs_elsewhere(self._caller):
+                raise RuntimeError(
+                    f"forward of '{state.fqn}' begins while that of '{root.fqn}' runs in another thread. Parameters are "
+                    "gathered and freed for one forward at a time; run the forwards one after the other"
+                )
             if state is not root and not state.is_root:
                 return False
             if self._caller is None or is_on_stack(self._caller):  # it calls itself
@@ -138,6 +148,7 @@ class Iteration:
             self._forget_forward(root)
         self.forward_root = weakref.ref(state)
         self._caller = calling_frame()
+        self._thread = threading.get_ident()
         self._position = 0
         self._running = []
         self._ran_before = len(self._ran)
@@ -229,6 +240,7 @@ class Iteration:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self._backward_queued:
             self._backward_queued = True
+            self.builds_graph = torch.is_grad_enabled()
             queue_end_of_backward(self.end_backward)
 
     def entered_backward(self, state: FSDPState) -> None:

@@ -7,7 +7,7 @@ those the hooks never hear. What tells is the frame that called them, which has 
 import sys
 from types import FrameType
 
-__all__ = ["calling_frame", "is_on_stack"]
+__all__ = ["calling_frame", "is_on_stack", "runs_elsewhere"]
 
 # Where a module's hooks are called from: by torch, or by a method that `register_fsdp_forward_method` made.
 _CALLERS = ("torch.nn.modules.module", "shardkit.core.module")
@@ -23,7 +23,15 @@ def calling_frame() -> FrameType | None:
 
 def is_on_stack(frame: FrameType) -> bool:
     """Whether `frame` runs in this thread."""
-    one: FrameType | None = sys._getframe(1)
-    while one is not None and one is not frame:
-        one = one.f_back
-    return one is not None
+    return _is_below(frame, sys._getframe(1))
+
+
+def runs_elsewhere(frame: FrameType) -> bool:
+    """Whether `frame` runs in another thread."""
+    return any(_is_below(frame, top) for top in sys._current_frames().values()) and not is_on_stack(frame)
+
+
+def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None

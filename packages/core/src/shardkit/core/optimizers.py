@@ -34,7 +34,8 @@ _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.Weak
 def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever it holds other parameters.
 
-    It holds the original parameters, whose gradients never come: training would silently do nothing.
+    It holds the original parameters, whose gradients never come: training would silently do nothing. So it would with
+    gradients that no backward has reduced.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
@@ -42,8 +43,14 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     identities = [*map(id, held)]
     known = _held_by.get(optimizer)
-    if known is not None and known.identities == identities:
-        return
+    if known is None or known.identities != identities:
+        known = _held_by[optimizer] = _find_groups(optimizer, held)
+    for reference in known.groups:
+        if (group := reference()) is not None:
+            group.check_reduced()
+
+
+def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:
     groups: dict[FSDPParamGroup, None] = {}
     for parameter in held:
         param = sharded_counterpart(parameter)
@@ -56,7 +63,7 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
-    _held_by[optimizer] = _Held(identities, [weakref.ref(group) for group in groups])
+    return _Held([*map(id, held)], [weakref.ref(group) for group in groups])
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -564,15 +564,18 @@ class FSDPParamGroup:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def post_backward(self, *unused: Any) -> None:
-        """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again."""
+    def post_backward(self, *, keep: bool = False) -> None:
+        """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again.
+
+        With `keep` it stays unsharded: another backward will read the parameters through this one's graph.
+        """
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.reduce_grads:
                 self._accumulating = True
                 for param in self.params:
                     param.accumulate_unsharded(self.mp_policy.reduce_dtype)
-                self._reshard_after_backward()
+                self._reshard_after_backward(keep)
                 return
             if self._partial_in_flight:
                 self.context.finish_reductions()
@@ -585,12 +588,12 @@ class FSDPParamGroup:
                 # Some were accumulated in reduce_dtype and some are fresh, not alike on all ranks: make them alike.
                 gradients = [(param, gradient.to(dtype)) for param, gradient in gradients]
                 self._accumulating = False
-            self._reshard_after_backward()
+            self._reshard_after_backward(keep)
             if gradients:
                 self._reduce(gradients)
 
-    def _reshard_after_backward(self) -> None:
-        if self.reshard_after_backward and not self.forward_users:
+    def _reshard_after_backward(self, keep: bool) -> None:
+        if self.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
 
     @property
@@ -599,6 +602,22 @@ class FSDPParamGroup:
         return any(
             param.unsharded_param is not None and param.unsharded_param.grad is not None for param in self.params
         )
+
+    def check_reduced(self) -> None:
+        """Raises if a backward has left gradients here without our hooks having heard of it.
+
+        Raises:
+            RuntimeError: with the FQN of a parameter whose gradient would be missing from the optimizer's step.
+        """
+        if not self.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
+            return
+        for param in self.params:
+            if param.unsharded_param is not None and param.unsharded_param.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of parameter '{param.fqn}' was not reduced: backward entered '{self.label}' through "
+                    "a tensor that is neither an output of a sharded module nor kept on one. Return the tensor from "
+                    "the module's forward, or set it as an attribute of the module"
+                )
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
         if self.order_check is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from shardkit.core.torch_compat import (
     is_leaf_or_view,
     local_of,
     made_since,
+    move_hooks,
     next_autograd_node,
     no_dynamo,
     register_with_stock,
@@ -86,6 +87,8 @@ class FSDPState:
         self._began = 0  # autograd's sequence number where this pass began
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
+        self._inputs: type[_Inputs] | None = None
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and what forward gets of them
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
         self._pending: set[int] = set()
         self._depth = 0
@@ -189,14 +192,12 @@ class FSDPState:
         tensors = tensors_with_grad((args, kwargs))
         if not tensors or not self.groups:
             return args, kwargs
+        if self._inputs is None:
+            # torch names the node in its error when forward changes an input in place.
+            self._inputs = type(f"Inputs of '{self.fqn}'", (_Inputs,), {})
         unique = {id(tensor): tensor for tensor in tensors}
-        watched = dict(
-            zip(
-                unique,
-                _PostBackward.apply(self, *unique.values()),  # type: ignore[no-untyped-call]
-                strict=True,
-            )
-        )
+        watched = dict(zip(unique, self._inputs.apply(self, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
+        self._given = list(zip(unique.values(), watched.values(), strict=True))
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
     def note_leaving(self, node: Any) -> None:
@@ -215,8 +216,11 @@ class FSDPState:
         self._depth -= 1
         self._pending.discard(id(module))
         if self._depth == 0:
-            failed = id(sys.exc_info()[1]) != self._handled
-            output = self._own_outputs(output)
+            error = sys.exc_info()[1]
+            failed = id(error) != self._handled
+            if failed and error is not None:
+                self._explain(error)
+            output = self._own_outputs(self._unwatch(output))
             self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
@@ -229,6 +233,28 @@ class FSDPState:
                 events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
         return self._cast_outputs(output)
 
+    def _unwatch(self, output: Any) -> Any:
+        """Gives what happened to the watched inputs to the tensors that the caller has.
+
+        In a single process they are one: a hook that forward puts on an input sees the gradient from all its users, and
+        an input that forward returns is no result of it.
+        """
+        given, self._given = self._given, []
+        for original, watched in given:
+            move_hooks(watched, original)
+        if any(tensor is watched for tensor in tensors_in(output) for _, watched in given):
+            originals = {id(watched): original for original, watched in given}
+            return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
+        return output
+
+    def _explain(self, error: BaseException) -> None:
+        """Says which module it was, where torch does not know."""
+        if isinstance(error, RuntimeError) and "is a view and is being modified inplace" in str(error):
+            error.add_note(
+                f"'{self.fqn}' changes one of its inputs in place, or a view of one. fully_shard follows the gradients "
+                "of these inputs: clone the input first"
+            )
+
     def end_pass(self) -> None:
         """Every module of the state has run, or will not run any more: reshard as told."""
         with_grad = torch.is_grad_enabled()
@@ -239,6 +265,8 @@ class FSDPState:
             group.forward_users -= 1
         if with_grad and self._backward_follows:
             self.iteration.left(Pass(self.index, self._began, self._leaving))
+        if with_grad and self._backward_follows and self.iteration.in_backward:
+            return  # recomputed: the backward that wanted it goes on with it
         kept = self.iteration.worth_keeping()
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
@@ -252,13 +280,18 @@ class FSDPState:
 
         The copy also has a place in the graph, which a parameter has not, where `_watch_outputs` can put its hook.
         """
-        suspects = [tensor for tensor in tensors_in(output) if is_leaf_or_view(_on_this_rank(tensor))]
+        suspects = [tensor for tensor in reachable_tensors(output) if is_leaf_or_view(_on_this_rank(tensor))]
         if not suspects:
             return output
         memory = {address for group in self.groups for param in group.params for address in param.memory}
         theirs = {id(tensor) for tensor in suspects if _on_this_rank(tensor).untyped_storage().data_ptr() in memory}
         if not theirs:
             return output
+        if theirs - {id(tensor) for tensor in tensors_in(output)}:
+            raise RuntimeError(
+                f"'{self.fqn}' returns a parameter, or a view of one, inside a {type(output).__name__}, which outlives "
+                "the parameter's memory. Return a clone of it, or return it in a tuple, list, dict or dataclass"
+            )
         return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
 
     def _watch_outputs(self, output: Any) -> None:
@@ -322,13 +355,18 @@ class FSDPState:
         self._prefetch(self.backward_prefetch, in_backward=True)
 
     @no_dynamo
-    def post_backward(self) -> None:
+    def post_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """When the gradients of all inputs of a forward are done: reshard, reduce."""
+        self.iteration.begin_backward()
         self.phase = Phase.IDLE
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
-                group.post_backward()
+                group.post_backward(keep=self.iteration.builds_graph)
+        if self.iteration.builds_graph:  # where a backward through this one enters
+            for gradient in gradients:
+                if gradient is not None and gradient.grad_fn is not None:
+                    gradient.register_hook(self.pre_backward)
         if events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
         self.iteration.left_backward()
@@ -345,7 +383,7 @@ class FSDPState:
         for group in self.groups:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
-                group.post_backward()
+                group.post_backward(keep=self.iteration.builds_graph)
             group.phase = Phase.IDLE
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
@@ -353,6 +391,7 @@ class FSDPState:
     def reset(self) -> None:
         """Forgets a forward or backward that failed."""
         self._in_pass = False
+        self._given.clear()
         self._pending.clear()
         self._depth = 0
         self.phase = Phase.IDLE
@@ -422,7 +461,7 @@ def _modules_of_call(top: nn.Module) -> Iterator[nn.Module]:
             yield from _modules_of_call(child)
 
 
-class _PostBackward(torch.autograd.Function):
+class _Inputs(torch.autograd.Function):
     """The identity on a forward's inputs; its backward runs when all their gradients are done."""
 
     @staticmethod
@@ -434,5 +473,5 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.state.post_backward()
+        ctx.state.post_backward(gradients)
         return (None, *gradients)

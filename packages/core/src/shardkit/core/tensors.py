@@ -76,7 +76,10 @@ def keeps_tensors(module: nn.Module) -> bool:
 
 
 def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that the attributes of `module` hold, or lists, dicts and dataclasses in them. Not its parameters."""
+    """The tensors that the attributes of `module` hold, or lists, dicts, dataclasses and closures in them.
+
+    Not its parameters.
+    """
     found: list[torch.Tensor] = []
     attributes = module.__dict__
     if len(attributes) > len(_OF_ANY_MODULE):
@@ -114,7 +117,7 @@ def _held_by(value: Any, into_objects: bool) -> list[Any]:
         return list(value)
     if isinstance(value, type | nn.Module | types.ModuleType):
         return []
-    if not into_objects and not dataclasses.is_dataclass(value):
+    if not into_objects and not dataclasses.is_dataclass(value) and not isinstance(value, types.FunctionType):
         return []
     held = list(getattr(value, "__dict__", {}).values())
     for kind in type(value).__mro__:

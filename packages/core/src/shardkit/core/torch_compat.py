@@ -46,6 +46,7 @@ __all__ = [
     "like_dtensor",
     "local_of",
     "made_since",
+    "move_hooks",
     "new_dtensor",
     "next_autograd_node",
     "no_dynamo",
@@ -169,6 +170,22 @@ def made_since(tensor: torch.Tensor, number: int) -> bool:
     """Whether the autograd node of `tensor` was made when `next_autograd_node` was `number`, or later."""
     node = tensor.grad_fn
     return node is not None and int(node._sequence_nr()) >= number
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Makes the gradient hooks of `source` hooks of `target`; their users' handles still remove them."""
+    hooks: dict[int, Any] = source._backward_hooks or {}
+    for key, hook in list(hooks.items()):
+        target.register_hook(functools.partial(_run_if_kept, hooks, key, hook))
+        hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None
+
+
+def _run_if_kept(hooks: dict[int, Any], key: int, hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
+    return hook(gradient) if key in hooks else None
+
+
+def _no_change(gradient: torch.Tensor) -> None:
+    return None
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
