@@ -161,7 +161,19 @@ class ScaledOnTheWire(WireWeight):
         return ScaledWeight(data, scale), (data,)
 
 
-WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "scaled": ScaledOnTheWire}
+class SameOnTheWire(WireWeight):
+    """The unsharded weight is of the class of the shards, so its inner tensor has the name that theirs has."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        return (self._inner,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        return None if out is not None else (SameOnTheWire(gathered[0]), gathered)
+
+
+WIRES = {"bfloat16": BFloat16OnTheWire, "int8": Int8OnTheWire, "scaled": ScaledOnTheWire, "same": SameOnTheWire}
 
 
 class Model(nn.Module):

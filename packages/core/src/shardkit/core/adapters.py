@@ -6,6 +6,14 @@ knows: for a parameter that another parallelism has made a DTensor, the tensor i
 knows the sharded DTensor's mesh, makes the unsharded DTensor that the module computes with, and a plain tensor of
 its gradient. Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point
 group `shardkit.dtensor_adapters`.
+
+Note [Attributes of parameters]
+A user may put attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
+parameter gets those of the original, and the unsharded one gets those of the sharded one. A wrapper subclass keeps its
+inner tensors among the attributes; those stay behind, as copies of them would be computed with in place of the gathered
+ones. Gradients and hooks stay behind too: torch does not keep them among the attributes. A class that adds only Python
+to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is also the class of the unsharded
+parameter, because forward may depend on it.
 """
 
 from __future__ import annotations
@@ -24,9 +32,19 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.torch_compat import new_dtensor
+from shardkit.core.torch_compat import new_dtensor, wraps_tensors
 
-__all__ = ["ADAPTERS", "DTensorAdapter", "Holder", "ParameterForm", "SubclassGather", "form_of"]
+__all__ = [
+    "ADAPTERS",
+    "DTensorAdapter",
+    "Holder",
+    "ParameterForm",
+    "SubclassGather",
+    "form_of",
+    "new_parameter",
+    "unsharded_class",
+    "user_attributes",
+]
 
 ADAPTERS = "shardkit.dtensor_adapters"
 """The group of entry points under which distributions offer a `DTensorAdapter`."""
@@ -151,6 +169,28 @@ def _dtensor_adapter() -> DTensorAdapter | None:
         names = ", ".join(sorted(f"{entry.name} = {entry.value}" for entry in found))
         raise RuntimeError(f"several adapters for DTensor parameters are installed ({names}); uninstall all but one")
     return cast(DTensorAdapter, found[0].load()) if found else None
+
+
+@torch.inference_mode(False)  # detach() fails there for tensors that were made outside
+def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a parameter that its class has not set itself (see Note [Attributes of parameters])."""
+    attributes = parameter.__dict__
+    if not wraps_tensors(parameter):
+        return dict(attributes)
+    by_class = nn.Parameter(parameter.detach(), requires_grad=False).__dict__
+    return {name: value for name, value in attributes.items() if name not in by_class}
+
+
+def unsharded_class(original: torch.Tensor) -> type[torch.Tensor]:
+    """The class of the unsharded parameter, unless a hook chooses (see Note [Attributes of parameters])."""
+    return nn.Parameter if wraps_tensors(original) or type(original) is torch.Tensor else type(original)
+
+
+def new_parameter(tensor: torch.Tensor, cls: type[torch.Tensor], requires_grad: bool) -> nn.Parameter:
+    """A parameter of class `cls` over the memory of `tensor`, without a call of the constructor of `cls`."""
+    if issubclass(cls, nn.Parameter):
+        return nn.Parameter.__new__(cls, tensor, requires_grad)
+    return nn.Parameter(tensor.as_subclass(cls), requires_grad)
 
 
 @dataclass

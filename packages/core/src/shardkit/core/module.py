@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
+from shardkit.core.adapters import user_attributes
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.state import FSDPState, state_of
@@ -316,8 +317,13 @@ class FSDPModule(StockFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters."""
         self.reshard()
+        params = [param for group in self._groups() for param in group.params]
+        attributes = [user_attributes(param.sharded_param) for param in params]
         # Past stock's own _apply, which reads stock's parameter groups.
-        return super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        module = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for param, put in zip(params, attributes, strict=True):  # torch swaps a DTensor's for those of a new one
+            param.sharded_param.__dict__.update(put)
+        return module
 
 
 def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:

@@ -2,7 +2,7 @@
 
 Tensors of a parameter, in the order of its life:
 
-    original        the user's nn.Parameter; read once, then only remembered (weakly) by the mark that it carries
+    original        the user's nn.Parameter; read once, then only remembered (weakly)
     plain           the original itself, or the local tensor of one that is a DTensor already: what is cut and gathered
     sharded_param   nn.Parameter(DTensor) over this rank's chunk: what the optimizer and state dicts see
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
@@ -19,14 +19,16 @@ autograd saved in forward is valid again in backward, and no write bumps the ver
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit.core.adapters import ParameterForm, SubclassGather
+from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
@@ -45,20 +47,19 @@ from shardkit.core.torch_compat import (
 
 __all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
 
-_MARK = "_shardkit_sharded_as"
-
-# By the id of the sharded parameter, which keeps its identity where the mark gets lost (`_mark_sharded`).
+# What originals and unsharded parameters belong to. A note on the tensor itself would be pickled and copied with it.
+_became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Sharded parameters, by id: `module.to()` cannot swap a DTensor that has weak references.
 _sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 
-def sharded_counterpart(original: torch.Tensor) -> FSDPParam | None:
+def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
     """The FSDPParam that an original, sharded or unsharded parameter belongs to, None if there is none (any more)."""
-    reference = getattr(original, _MARK, None)
-    if reference is not None:
-        param: FSDPParam | None = reference()
+    param = _sharded.get(id(parameter))
+    if param is not None and param.sharded_param is parameter:
         return param
-    param = _sharded.get(id(original))
-    return param if param is not None and param.sharded_param is original else None
+    reference: Callable[[], FSDPParam | None] | None = _became.get(parameter)
+    return None if reference is None else reference()
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,10 @@ class FSDPParam:
         self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
-        self.sharded_param.__dict__.update(original.__dict__)
-        setattr(original, _MARK, weakref.ref(self))
-        self._mark_sharded()
+        self.sharded_param.__dict__.update(user_attributes(original))
+        self._unsharded_class = unsharded_class(original)
+        _became[original] = weakref.ref(self)
+        _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
@@ -160,14 +162,8 @@ class FSDPParam:
         local = local_of(self.sharded_param)
         if local is self._held:
             return False
-        self._mark_sharded()
         self._adopt_local(local)
         return True
-
-    def _mark_sharded(self) -> None:
-        """`module.to()` and kin swap the insides of a DTensor parameter for those of one without our mark."""
-        setattr(self.sharded_param, _MARK, weakref.ref(self))
-        _sharded[id(self.sharded_param)] = self
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -189,8 +185,9 @@ class FSDPParam:
                 "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
             )
         take_meaning(parameter, old)
+        _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         self.sharded_param = parameter
-        self._mark_sharded()
+        _sharded[id(parameter)] = self
         self.register(parameter)
 
     def _adopt_local(self, local: torch.Tensor) -> None:
@@ -286,6 +283,8 @@ class FSDPParam:
             device = torch.device("cpu")
         moved = chunk.to(device)
         if moved is chunk and world > 1:
+            if not is_plain(chunk):  # clone may quantize anew
+                return chunk.new_zeros(self.local_shape).copy_(chunk)
             return chunk.clone(memory_format=torch.contiguous_format)
         return moved.contiguous()
 
@@ -366,9 +365,10 @@ class FSDPParam:
             tensor = None
         if tensor is not None:
             with torch.inference_mode(False):
-                self.unsharded_param = nn.Parameter(self.form.unsharded(tensor), requires_grad=requires_grad)
-            self.unsharded_param.__dict__.update(self.sharded_param.__dict__)
-            setattr(self.unsharded_param, _MARK, weakref.ref(self))
+                cls = self._unsharded_class if self.subclass is None else nn.Parameter
+                self.unsharded_param = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
+            self.unsharded_param.__dict__.update(user_attributes(self.sharded_param))
+            _became[self.unsharded_param] = weakref.ref(self)
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
         self._gathered_requires_grad = requires_grad

@@ -58,6 +58,7 @@ __all__ = [
     "take_meaning",
     "timeout_of",
     "version_of",
+    "wraps_tensors",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -246,9 +247,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, FakeTensor)
 
 
+def wraps_tensors(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class with a `__torch_dispatch__`: its data may be in other tensors, in attributes."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def is_leaf_or_view(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor can share its memory with another one that was there before."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    """Whether a tensor with memory of its own can share it with another one that was there before."""
+    if wraps_tensors(tensor) or tensor.layout is not torch.strided:
         return False
     return tensor.is_leaf or tensor._base is not None
 

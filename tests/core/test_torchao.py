@@ -1,0 +1,116 @@
+"""torchao's tensor subclasses as sharded weights: the losses and weights of stock FSDP2, bit for bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardkit.core as shardkit
+from tests.support import rank_mesh, run_ranks
+
+training = pytest.importorskip("torchao.prototype.quantized_training")
+quantization = pytest.importorskip("torchao.quantization")
+nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+
+class LowRankLinear(nn.Module):
+    """QLoRA: a frozen nf4 weight, and two small matrices that train."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nf4.to_nf4(torch.randn(width, width) / 16), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(4, width) / 16)
+        self.up = nn.Parameter(torch.randn(width, 4) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nf4.linear_nf4(x, self.weight) + F.linear(F.linear(x, self.down), self.up))
+
+
+def _quantized(config: Any) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
+    quantization.quantize_(model, config)
+    return model
+
+
+MODELS = {
+    "int8": lambda: _quantized(training.int8_weight_only_quantized_training()),
+    "int8 mixed precision": lambda: _quantized(training.int8_mixed_precision_training(module_swap=False)),
+    "nf4": lambda: nn.Sequential(*[LowRankLinear(256) for _ in range(3)]),
+}
+
+
+def _train(api: Any, model: nn.Sequential, rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    mesh = rank_mesh((world_size,))
+    for block in model:
+        api.fully_shard(block, mesh=mesh, **options)
+    api.fully_shard(model, mesh=mesh, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+    width = next(model.parameters()).shape[1]
+    trace = {}
+    torch.manual_seed(rank)  # int8 rounds its updates stochastically
+    for step in range(5):
+        x = torch.randn(24, width)
+        loss = (model(x) - x.sin()).square().mean()
+        loss.backward()
+        trace[f"step {step}: loss"] = loss.detach()
+        for fqn, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                trace[f"step {step}: gradient of {fqn}"] = parameter.grad.to_local().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    trace["evaluated"] = model(torch.ones(17, width)).detach()
+    for module in (model, *model):
+        module.reshard()
+    for fqn, parameter in model.named_parameters():
+        trace |= _plain(fqn, parameter.to_local())
+    return trace
+
+
+def _plain(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if type(tensor) is Tensor:
+        return {name: tensor.detach().clone()}
+    inner, _ = tensor.__tensor_flatten__()
+    return {f"{name}.{one}": getattr(tensor, one).clone() for one in inner} | {f"type of {name}": type(tensor)}
+
+
+def like_stock(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    expected, seen = (_train(api, copy.deepcopy(model), rank, world_size, options) for api in (stock, shardkit))
+    assert expected.keys() == seen.keys()
+    for label, value in expected.items():
+        same = torch.equal(value, seen[label]) if isinstance(value, Tensor) else value is seen[label]
+        assert same, (label, value, seen[label])
+    assert expected["step 0: loss"] != expected["step 4: loss"]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_like_stock(kind: str, reshard_after_forward: bool) -> None:
+    run_ranks(2, like_stock, kind, {"reshard_after_forward": reshard_after_forward})
+
+
+def one_rank(rank: int, world_size: int, kind: str) -> None:
+    """Stock hands on one of the hook's tensors only on a single rank, so the unsharded model is the reference."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    sharded = copy.deepcopy(model)
+    shardkit.fully_shard(sharded, mesh=rank_mesh((world_size,)))
+    for step in range(3):
+        x = torch.randn(24, model[0][0].in_features if kind != "nf4" else 256)
+        losses = [one(x).square().mean() for one in (model, sharded)]
+        assert torch.equal(*losses), step
+        for one, loss in zip((model, sharded), losses, strict=True):
+            loss.backward()
+            torch.manual_seed(step)
+            torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.5).step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_rank_like_one_process(kind: str) -> None:
+    run_ranks(1, one_rank, kind)
