@@ -8,6 +8,7 @@ import torch
 import torch.distributed.fsdp as stock
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import shardkit.core as ours
@@ -71,6 +72,44 @@ def _compiled(rank: int, world_size: int, backend: str, first: str) -> None:
 @pytest.mark.parametrize("first", ["compile", "shard"])
 def test_compiled_blocks(first: str, backend: str) -> None:
     run_ranks(2, _compiled, backend, first, timeout=240)
+
+
+def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Losses and gradients, and what dynamo counted. Blocks are compiled whole: a graph break in one is an error."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = _model()
+    if first == "shard":
+        _shard(model, api)
+    if what == "blocks":
+        for block in model[:-1]:
+            block.compile(backend="eager", fullgraph=True)
+    elif what == "module":
+        model.compile(backend="eager")
+    if first == "compile":
+        _shard(model, api)
+    forward = torch.compile(model, backend="eager") if what == "model" else model
+    losses = []
+    for step in range(2):
+        losses.append(forward(_batch(step, rank)).square().mean())
+        losses[-1].backward()
+    counted = {"graph breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
+    return [*losses, *_gradients(model)], counted
+
+
+def _graph_breaks(rank: int, world_size: int, what: str, first: str, breaks: int) -> None:
+    (expected, by_stock), (seen, by_ours) = (_train_compiled(api, what, first, rank) for api in (stock, ours))
+    assert by_stock == by_ours
+    assert by_ours["graph breaks"] == breaks
+    assert by_ours["graphs"] > 0
+    for one, two in zip(expected, seen, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("what", "breaks"), [("blocks", 0), ("module", 0), ("model", 1)])
+@pytest.mark.parametrize("first", ["compile", "shard"])
+def test_graph_breaks_are_those_of_stock(what: str, first: str, breaks: int) -> None:
+    run_ranks(2, _graph_breaks, what, first, breaks, timeout=240)
 
 
 def _scaled(rank: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ from shardkit.core.adapters import user_attributes
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.state import FSDPState, state_of
-from shardkit.core.torch_compat import StockFSDPModule, StockUnshardHandle
+from shardkit.core.torch_compat import StockFSDPModule, StockUnshardHandle, no_dynamo, no_dynamo_frame
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -28,6 +28,7 @@ class UnshardHandle(StockUnshardHandle):
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups: Sequence[FSDPParamGroup] = groups
 
+    @no_dynamo
     def wait(self) -> None:
         """Waits for the gather; afterwards the unsharded parameters are registered on the module. Idempotent."""
         for group in self._groups:
@@ -69,12 +70,14 @@ class FSDPModule(StockFSDPModule):
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
+    @no_dynamo
     def reshard(self) -> None:
         """Frees this module's unsharded parameters and registers the sharded ones. Not recursive."""
         for group in self._groups():
             group.reshard()
             group.context.settle_gathers()
 
+    @no_dynamo
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's parameters, in `param_dtype` (collective over the shard group). Not recursive.
 
@@ -359,6 +362,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state, owner = module._get_fsdp_state(), weakref.ref(module)
 
     @functools.wraps(function if own else bound)
+    @no_dynamo_frame
     def method(*args: Any, **kwargs: Any) -> Any:
         this = owner()
         assert this is not None

@@ -5,7 +5,6 @@ The rest of the package uses torch's public names only. Each function here says 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -50,6 +49,7 @@ __all__ = [
     "new_dtensor",
     "next_autograd_node",
     "no_dynamo",
+    "no_dynamo_frame",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
     "register_with_stock",
@@ -68,22 +68,29 @@ StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", Non
 
 
 def no_dynamo(function: _F) -> _F:
-    """`torch._dynamo.disable`, applied once per function and imported only when the function first runs.
+    """Makes dynamo pass over a function and all that it calls; a compiled function that calls it has a graph break.
 
-    Dynamo takes a second to import and wrapping costs microseconds, so neither happens per call.
+    `torch._dynamo.disable` does this with a frame around the function, which `import shardkit.core` would have to
+    import dynamo for. A frame of our own, which imports it later, is one that dynamo looks at: around the hook of a
+    module it would be a graph break, and an error with `fullgraph=True`.
     """
-    disabled: Callable[..., Any] | None = None
+    _run_as_it_is(function, recursive=True)
+    # What dynamo asks a function before it inlines it into a frame that it compiles.
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it gathers or frees parameters")
+    return function
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            import torch._dynamo
 
-            disabled = torch._dynamo.disable(function)
-        return disabled(*args, **kwargs)
+def no_dynamo_frame(function: _F) -> _F:
+    """Makes dynamo pass over the frame of a function, but not over what it calls."""
+    _run_as_it_is(function, recursive=False)
+    return function
 
-    return cast(_F, wrapper)
+
+def _run_as_it_is(function: Callable[..., Any], *, recursive: bool) -> None:
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if recursive else default)
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:
