@@ -3,10 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.residency import Ahead, gather_ahead, make_room, worth_holding
+from shardkit.core.residency import (
+    Ahead,
+    Ledger,
+    Uses,
+    gather_ahead,
+    gather_next,
+    is_worth_holding,
+    make_room,
+    worth_holding,
+)
 
 K = TypeVar("K")
 
@@ -194,3 +203,91 @@ def test_nothing_is_asked_that_the_budget_cannot_hold() -> None:
     assert gather_ahead(12, 4, {0: 4}, order, lambda group: 4, gathering, _anything) == Ahead((), (1,))
     assert read == [0, 1, 2] and asked == [1]
     assert make_room(12, 4, {0: 4}, order) == () and read == [0, 1, 2]
+
+
+# -- in a time that does not grow with the number of groups ------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    USES,
+    st.integers(0, 400),
+    st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["drop", "hold", "let go"])), max_size=8),
+    st.integers(0, 3),
+)
+def test_quick_answers_are_those_of_the_definitions(
+    sizes: list[tuple[int, int]], budget: int, disturbances: list[tuple[int, str]], every: int
+) -> None:
+    """A phase that goes through its groups, and in between memory is freed, or groups are held by the user."""
+    groups = [_use(*size) for size in sizes]
+    count = len(groups)
+    order, afterwards = range(count), [*range(count - 1, -1, -1)]
+    ledger: Ledger[int] = Ledger()
+    uses = Uses([[group] for group in order], lambda group: groups[group].held)
+    assert uses.distinct
+    used: set[int] = set()
+    for step in order:
+        used.add(step)
+        ledger.put(step, groups[step].held)
+        left = [*order[step + 1 :], *afterwards]
+
+        def upcoming(left: list[int] = left) -> list[int]:
+            return [group for group in left if group not in used]
+
+        idle = {group: nbytes for group, nbytes in ledger.held.items() if group not in used}
+        in_use = sum(nbytes for group, nbytes in ledger.held.items() if group in used)
+        wanted = set(order[step + 1 :]).__contains__
+        expected = _ahead(budget, in_use, idle, upcoming(), groups.__getitem__, wanted)
+        seen = gather_next(budget, ledger, used, uses, step + 1, lambda group: groups[group].gathering)
+        if seen is not None:  # else something may have to be freed
+            assert (expected.free, list(expected.gather)) == ((), seen)
+        for group in expected.free:
+            ledger.drop(group)
+        for group in expected.gather:
+            ledger.put(group, groups[group].gathering if every else groups[group].held)
+        for group in [*ledger.held][: every * 2]:
+            ledger.put(group, groups[group].held)  # its gather has been waited for
+        used.discard(step)
+        in_use = sum(nbytes for group, nbytes in ledger.held.items() if group in used)
+        hold = _held(budget, in_use, upcoming(), groups.__getitem__)
+        for group in order:
+            quick = is_worth_holding(
+                budget, ledger, used, uses, step + 1, afterwards, lambda group: groups[group].held, group
+            )
+            assert quick == (group in hold), group
+        if step not in hold:
+            ledger.drop(step)
+        for group, what in disturbances[step::count]:
+            if what == "drop":
+                ledger.drop(group)
+                used.discard(group)
+            elif what == "hold" and group < count:
+                used.add(group)
+                ledger.put(group, groups[group].held)
+            else:
+                used.discard(group)
+        assert ledger.total == sum(ledger.held.values())
+
+
+def test_a_module_that_begins_asks_about_one_group_and_not_about_all() -> None:
+    """With room for 50 of 100 groups, what begins and ends asks for the bytes of the next group alone."""
+    asked: list[int] = []
+
+    def held(group: int) -> int:
+        asked.append(group)
+        return 4
+
+    ledger: Ledger[int] = Ledger()
+    uses = Uses([[group] for group in range(100)], held)
+    asked.clear()
+    for step in range(100):
+        ledger.put(step, 4)
+        for group in gather_next(200, ledger, {step}, uses, step + 1, held) or ():
+            ledger.put(group, 4)
+        assert uses.reached == min(100, step + 50)
+        kept = is_worth_holding(200, ledger, set(), uses, step + 1, range(step, -1, -1), held, step)
+        assert kept == (step >= 50)
+        if not kept:
+            ledger.drop(step)
+    # Each group but the first is gathered once; only those that backward begins with are asked for again.
+    assert len(asked) <= 99 + 50

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardkit.core import budget, events
+from shardkit.core import events
+from shardkit.core.budget import Budget, GroupUses, uses_of
 from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
 from shardkit.core.on_stack import calling_frame, is_on_stack, runs_elsewhere
 from shardkit.core.param_group import FSDPParamGroup
@@ -102,6 +103,10 @@ class Iteration:
         self._backward_queued = False
         self.builds_graph = False
         self.backwards = 0
+        self._within: Budget | None = None
+        # What a budget has worked out of `_learnt` and `_ran`, by whether for backward; None after they have changed.
+        self._uses: dict[bool, GroupUses | None] = {False: None, True: None}
+        self._ran_at_first = 0  # the length of `_ran` then
 
     # -- membership ----------------------------------------------------------------------------------------------------
 
@@ -138,8 +143,8 @@ class Iteration:
         if self.forward_root is not None and (root := self.forward_root()) is not None:
             if self._thread != threading.get_ident() and self._caller is not None and runs_elsewhere(self._caller):
                 raise RuntimeError(
-                    f"forward of '{state.fqn}' begins while that of '{root.fqn}' runs in another thread. Parameters are "
-                    "gathered and freed for one forward at a time; run the forwards one after the other"
+                    f"forward of '{state.fqn}' begins while that of '{root.fqn}' runs in another thread. Parameters "
+                    "are gathered and freed for one forward at a time; run the forwards one after the other"
                 )
             if state is not root and not state.is_root:
                 return False
@@ -151,6 +156,7 @@ class Iteration:
         self._thread = threading.get_ident()
         self._position = 0
         self._running = []
+        self._uses[False] = None
         self._ran_before = len(self._ran)
         self.context.slots = 1 if self.prefetch_budget is not None else self.depth + 1
         self.context.free_released()  # writes to a local shard since then are not always noticed
@@ -211,6 +217,7 @@ class Iteration:
         if self._backward_queued and self._awaited(passed.state):  # recomputed
             return
         self._ran.append(passed)
+        self._uses[True] = None
         del self._ran[:-_LONGEST]
 
     def _awaited(self, index: int) -> bool:
@@ -229,6 +236,7 @@ class Iteration:
         elif state.is_root and self._running != self._learnt:
             self._learnt = self._running
         self._running = []
+        self._uses[False] = None
         self._free_unused(in_backward=False)
         self.context.free_released(but=1 if self._ran and torch.is_grad_enabled() else 0)
         if not failed:
@@ -279,6 +287,7 @@ class Iteration:
             self.forward_root = self._caller = None
         if self.is_last_backward:
             self._ran.clear()
+            self._uses[True] = None
             self._free_unused(in_backward=True)
             self.context.free_released()
             self.context.finish_reductions()
@@ -322,24 +331,47 @@ class Iteration:
             if (state := self._at(passed.state)) is not None:
                 yield from ((group, True) for group in state.groups if group.unshard_in_backward)
 
+    @property
+    def _budget(self) -> Budget | None:
+        if self.prefetch_budget is None:
+            return None
+        if self._within is None or self._within.nbytes != self.prefetch_budget:
+            self._within = Budget(self.prefetch_budget, self._groups)
+        return self._within
+
+    def _uses_in(self, *, backward: bool) -> tuple[GroupUses, int]:
+        """What forward or backward is going to use, and the step from which on it still is."""
+        uses = self._uses[backward]
+        if uses is None:
+            indices = [passed.state for passed in reversed(self._ran)] if backward else self._learnt
+            states = map(self._at, indices)
+            uses = self._uses[backward] = uses_of(
+                [group for group in state.groups if group.unshard_in_backward or not backward] if state else []
+                for state in states
+            )
+            self._ran_at_first = len(self._ran)
+        return uses, self._ran_at_first - len(self._ran) if backward else self._position
+
     def make_room(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Before `groups` are gathered because they are used now: keeps to the budget, if there is one.
 
         Raises:
             ValueError: if the budget does not hold them beside what is in use.
         """
-        if self.prefetch_budget is not None:
-            budget.make_room(self.prefetch_budget, groups, self._groups, self._upcoming, in_backward)
+        if (within := self._budget) is not None:
+            within.make_room(groups, self._upcoming, in_backward)
 
-    def worth_keeping(self) -> Sequence[FSDPParamGroup]:
-        """The groups that are to stay unsharded until their next use, though forward has ended for them."""
-        if self.prefetch_budget is None:
+    def worth_keeping(self, groups: Sequence[FSDPParamGroup]) -> Sequence[FSDPParamGroup]:
+        """Those of `groups` that are to stay unsharded until their next use, though forward has ended for them."""
+        if (within := self._budget) is None:
             return ()
-        return budget.worth_keeping(self.prefetch_budget, self._groups, self._upcoming)
+        in_forward = self.forward_root is not None and not self._backward_queued
+        uses, step = self._uses_in(backward=False) if in_forward else (uses_of([]), 0)
+        return within.worth_keeping(groups, self._upcoming, uses, step)
 
     def prefetch_listed(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Gathers what the user's explicit list names: all of it, or what the budget has room for."""
-        if self.prefetch_budget is None:
+        if (within := self._budget) is None:
             for group in groups:
                 group.unshard(in_backward=in_backward)
             return
@@ -349,7 +381,7 @@ class Iteration:
             yield from listed
             yield from ((group, backward) for group, backward in self._upcoming() if backward != in_backward)
 
-        self._note_prefetched(budget.prefetch(self.prefetch_budget, self._groups, upcoming, in_backward), in_backward)
+        self._note_prefetched(within.prefetch(upcoming, in_backward), in_backward)
 
     def _note_prefetched(self, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
         for group in groups:
@@ -367,9 +399,9 @@ class Iteration:
         self._prefetched[in_backward].clear()
 
     def _prefetch(self, indices: Sequence[int], *, in_backward: bool) -> None:
-        if self.prefetch_budget is not None:
-            gathered = budget.prefetch(self.prefetch_budget, self._groups, self._upcoming, in_backward)
-            self._note_prefetched(gathered, in_backward)
+        if (within := self._budget) is not None:
+            uses, step = self._uses_in(backward=in_backward)
+            self._note_prefetched(within.prefetch(self._upcoming, in_backward, uses, step), in_backward)
             return
         for index in indices:
             state = self._at(index)
@@ -397,6 +429,7 @@ class Iteration:
         self.forward_root = self._caller = None
         self._backward_queued = False
         self._running, self._ran = [], []
+        self._uses = {False: None, True: None}
         self._prefetched = {False: [], True: []}
         for state in self.all_states:
             for group in state.groups:

@@ -31,6 +31,7 @@ from shardkit.core.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
+from shardkit.core.residency import Ledger
 from shardkit.core.runtime.gather import copy_alone, gather, gather_buffer_bytes
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
@@ -120,7 +121,9 @@ class FSDPParamGroup:
         self.users: WeakSet[GroupUser] = WeakSet()
         self.stale = False  # set by an optimizer step: what is unsharded is older than the shards
         self.order_check: OrderCheck | None = None
-        self.residence = Residence.SHARDED
+        self.reference = weakref.ref(self)
+        self.ledger: Ledger[weakref.ReferenceType[FSDPParamGroup]] | None = None  # of the root's prefetch budget
+        self._residence = Residence.SHARDED
         self.phase = Phase.IDLE
         # Settings of FSDPModule's set_* methods.
         self.reduce_grads = True
@@ -230,6 +233,21 @@ class FSDPParamGroup:
         self._kept_plan = None
         self._buffer_bytes = None
         self._parameter_bytes = None
+
+    @property
+    def residence(self) -> Residence:
+        """Where the parameters are; a prefetch budget hears of every change."""
+        return self._residence
+
+    @residence.setter
+    def residence(self, residence: Residence) -> None:
+        self._residence = residence
+        if self.ledger is None:
+            return
+        if self.is_unsharded:
+            self.ledger.put(self.reference, self.held_bytes)
+        else:
+            self.ledger.drop(self.reference)
 
     # -- how much memory it takes --------------------------------------------------------------------------------------
 

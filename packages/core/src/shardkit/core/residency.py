@@ -10,16 +10,33 @@ lose that.
 
 A group takes more while it is gathered (its packed buffer) than it holds afterwards. What is worth holding is measured
 by the latter, what can be started at a moment by the former.
+
+Note [Decisions at every module]
+`worth_holding`, `make_room` and `gather_ahead` say what is right, and read all groups that the budget holds. A module
+that begins or ends usually changes little: the group that is used next is there already, one more has become free.
+`gather_next` and `is_worth_holding` find that out from sums that `Ledger` and `Uses` keep, in a time that does not grow
+with the number of groups, and answer as the others would.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Ahead", "Order", "gather_ahead", "make_room", "worth_holding"]
+__all__ = [
+    "Ahead",
+    "Ledger",
+    "Order",
+    "Uses",
+    "gather_ahead",
+    "gather_next",
+    "is_worth_holding",
+    "make_room",
+    "worth_holding",
+]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -94,7 +111,8 @@ def gather_ahead(
         if needs > room:
             if spare is None:
                 kept = set(hold)
-                spare = [one for one in _last_first(idle, upcoming) if one not in kept]
+                loose = {one: nbytes for one, nbytes in idle.items() if one not in kept}
+                spare = _last_first(loose, upcoming) if loose else []
             if needs > room + sum(idle[one] for one in spare):
                 break
             while needs > room:
@@ -110,3 +128,132 @@ def _last_first(idle: Mapping[K, int], upcoming: Order[K]) -> list[K]:
     for position, key in enumerate(upcoming()):
         next_use.setdefault(key, position)
     return sorted(idle, key=lambda key: next_use.get(key, math.inf), reverse=True)
+
+
+class Ledger(Generic[K]):
+    """The groups that have unsharded memory.
+
+    Attributes:
+        held: the bytes of each, oldest first.
+        total: their sum.
+        lost: the groups whose memory went since `gather_next` has last looked.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[K, int] = {}
+        self.total = 0
+        self.lost: set[K] = set()
+
+    def put(self, key: K, nbytes: int) -> None:
+        """`key` has `nbytes` now."""
+        self.total += nbytes - self.held.get(key, 0)
+        self.held[key] = nbytes
+
+    def drop(self, key: K) -> None:
+        """`key` has no memory any more."""
+        nbytes = self.held.pop(key, None)
+        if nbytes is not None:
+            self.total -= nbytes
+            self.lost.add(key)
+
+
+class Uses(Generic[K]):
+    """In which order a phase uses its groups, and the bytes between any two uses.
+
+    Args:
+        steps: the groups of each module that begins, in order.
+        held: the bytes of a group that is there.
+
+    Attributes:
+        distinct: whether no group is used twice; only then do the sums below hold.
+        reached: all uses before this one, and from the current step on, have memory or are in use.
+    """
+
+    def __init__(self, steps: Iterable[Sequence[K]], held: Callable[[K], int]) -> None:
+        keys_of = [tuple(step) for step in steps]
+        self.keys = [key for step in keys_of for key in step]
+        self.firsts = [0, *itertools.accumulate(map(len, keys_of))]  # of each step
+        self.ends = [0, *itertools.accumulate(map(held, self.keys))]
+        self.places = {key: place for place, key in enumerate(self.keys)}
+        self.distinct = len(self.places) == len(self.keys)
+        self.reached = 0
+
+    def size(self, place: int) -> int:
+        """Bytes of one use."""
+        return self.ends[place + 1] - self.ends[place]
+
+    def between(self, begin: int, end: int, apart: Collection[K]) -> int:
+        """Bytes of the uses `begin` to `end`, but for those of the groups `apart`."""
+        places = [place for key in apart if begin <= (place := self.places.get(key, -1)) < end]
+        return self.ends[end] - self.ends[begin] - sum(map(self.size, places))
+
+
+def gather_next(
+    budget: int, ledger: Ledger[K], used: Collection[K], uses: Uses[K], step: int, gathering: Callable[[K], int]
+) -> list[K] | None:
+    """What `gather_ahead` would gather if nothing has to be freed; None if something can be.
+
+    `used` are the groups in use; `uses` are distinct, and those before `step` are over. See Note [Decisions at every
+    module].
+    """
+    begin = uses.firsts[step]
+    reached = max(uses.reached, begin)
+    for key in ledger.lost:
+        if begin <= (place := uses.places.get(key, -1)) < reached:
+            reached = place
+    ledger.lost.clear()
+    uses.reached = reached
+    taken = sum(ledger.held.get(key, 0) for key in used) + uses.between(begin, reached, used)
+    room = budget - ledger.total
+    gather: list[K] = []
+    for place in range(reached, len(uses.keys)):
+        key = uses.keys[place]
+        if key not in used:
+            taken += uses.size(place)
+            if taken > budget:
+                break
+            if key not in ledger.held:
+                needs = gathering(key)
+                if needs > room:
+                    ahead = place - begin - sum(begin <= uses.places.get(one, -1) < place for one in used)
+                    worth_it = ahead - len(gather) + sum(one in ledger.held for one in used)
+                    if len(ledger.held) > worth_it:
+                        return None
+                    break
+                gather.append(key)
+                room -= needs
+        reached = place + 1
+    uses.reached = reached
+    return gather
+
+
+def is_worth_holding(
+    budget: int,
+    ledger: Ledger[K],
+    used: Collection[K],
+    uses: Uses[K],
+    step: int,
+    afterwards: Iterable[K],
+    held: Callable[[K], int],
+    key: K,
+) -> bool:
+    """Whether `worth_holding` names `key`, where the distinct `uses` from `step` on come first, then `afterwards`."""
+    begin = uses.firsts[step]
+    place = uses.places.get(key, -1)
+    taken = sum(ledger.held.get(one, 0) for one in used)
+    if key in used:
+        return False
+    if place >= begin:
+        return taken + uses.between(begin, place + 1, used) <= budget
+    taken += uses.between(begin, len(uses.keys), used)
+    seen: set[K] = set()
+    for one in afterwards:
+        if taken > budget:
+            return False
+        if one in used or one in seen or uses.places.get(one, -1) >= begin:
+            continue
+        seen.add(one)
+        taken += held(one)
+        if one == key:
+            return taken <= budget
+    return False

@@ -267,7 +267,7 @@ class FSDPState:
             self.iteration.left(Pass(self.index, self._began, self._leaving))
         if with_grad and self._backward_follows and self.iteration.in_backward:
             return  # recomputed: the backward that wanted it goes on with it
-        kept = self.iteration.worth_keeping()
+        kept = self.iteration.worth_keeping(self.groups)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue

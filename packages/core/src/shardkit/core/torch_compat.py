@@ -5,6 +5,7 @@ The rest of the package uses torch's public names only. Each function here says 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
