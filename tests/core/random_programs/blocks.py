@@ -55,7 +55,7 @@ class Result:
 class Opaque:
     """An output that no tree function looks into."""
 
-    __slots__ = ("x", "extra")
+    __slots__ = ("extra", "x")
 
     def __init__(self, x: Tensor, extra: Any) -> None:
         self.x, self.extra = x, extra
@@ -168,6 +168,10 @@ class BlockModule(nn.Module):
         return [loss for loss in found if loss is not None and loss.requires_grad]
 
 
+class WholeModel(BlockModule):
+    """The outermost block: errors name a root by its class."""
+
+
 def call(op: Call, child: nn.Module, x: Tensor) -> Tensor:
     """Call a child and use its output as ``op`` says."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and not op.no_grad):
@@ -223,7 +227,8 @@ _FREE: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "square": lambda x: x * torch.sigmoid(x),
     "double": lambda x: x * 2,
-    "hook": _hooked,
+    # A new tensor: what reaches a module under fully_shard is no longer the very tensor that its caller has.
+    "hook": lambda x: _hooked(x.clone()),
     "detach_half": lambda x: x + 0.5 * x.detach(),
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
@@ -250,11 +255,11 @@ _WITH_PARAMETERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-def build(program: Program) -> tuple[BlockModule, Trap]:
+def build(program: Program) -> tuple[WholeModel, Trap]:
     """The model of a program, always with the same values, and its trap."""
     torch.manual_seed(5)
     trap = Trap()
-    model = BlockModule(program.root, program.width, DTYPES[program.dtype], trap)
+    model = WholeModel(program.root, program.width, DTYPES[program.dtype], trap)
     _share_modules(model, model, program.root)
     for first, second in program.ties:
         one, other = (_slot(model, name) for name in (first, second))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tests.core.random_programs.program import IN_PLACE_OPS, Block, Call, Micro, Program, Side
 
-_FRESH = {"linear", "bias", "scale", "gain", "mlp", "table", "square", "double", "detach_half", "clone", "trap"}
+_FRESH = {"linear", "bias", "scale", "gain", "mlp", "table", "square", "double", "detach_half", "clone", "trap", "hook"}
 _SAVED = {"tanh", "tanh_"}
 _WRAPPING_HOOKS = {"full_backward", "full_backward_pre"}
 

@@ -193,9 +193,7 @@ def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
 
 def parameter_names(program: Program) -> list[str]:
     """The names of all parameters, ties not taken out."""
-    return [
-        f"{path}.{name}" if path else name for path, block in blocks_of(program.root) for name in block.parameters
-    ]
+    return [f"{path}.{name}" if path else name for path, block in blocks_of(program.root) for name in block.parameters]
 
 
 def normal(program: Program) -> Program:

@@ -53,9 +53,7 @@ class SingleProcess:
             add_hooks(model)
             if self.compute is not None:
                 model.to(self.compute)
-        self.loops = [
-            Loop(program, model, trap, rank, self.compute).run() for rank, (model, trap) in enumerate(built)
-        ]
+        self.loops = [Loop(program, model, trap, rank, self.compute).run() for rank, (model, trap) in enumerate(built)]
 
     def run(self) -> Run:
         """Run the program.

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from hypothesis import strategies as st
 
 from tests.core.random_programs.in_place import without_forbidden_changes
-
 from tests.core.random_programs.program import (
     EXTRAS,
     FORMS,

@@ -108,6 +108,7 @@ class Loop:
         yield from self._acts(micro.between)
         losses = _losses(micro, [loss for loss, _, _ in done], [side for _, side, _ in done])
         inputs = [x for _, _, x in done if x.requires_grad]
+        losses = [loss for loss in losses if loss.requires_grad]
         for index, loss in enumerate(losses):
             for again in range(1 + micro.twice):
                 values: list[Tensor | None] = [loss.detach()]
