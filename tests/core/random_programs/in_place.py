@@ -50,6 +50,7 @@ class _Walk:
         self.dropped: set[tuple[str, int]] = set()
         self.unhooked: set[str] = set()
         self.tame: set[tuple[str, int]] = set()
+        self.plain: set[str] = set()
         self.reentrant = False
         self._note(root, "")
 
@@ -89,6 +90,8 @@ class _Walk:
         self.reentrant = self.reentrant or op.checkpoint == "reentrant"
         after = self.run(below, saved or op.checkpoint is not None) or op.checkpoint == "reentrant"
         child = self.blocks[below]
+        if op.checkpoint == "reentrant" and child.extra in ("weight", "weight_view"):
+            self.plain.add(below)  # torch hangs in backward on a parameter that comes out of such a checkpoint
         if op.use == "extra_in_place" and child.extra != "mean":
             self.tame.add((path, index))
         beside = child.extra not in (None, "int") and child.form != "tensor"
@@ -107,7 +110,8 @@ class _Walk:
         children = tuple(
             child if child.same else self.rebuilt(child, _join(path, child.name)) for child in block.blocks
         )
-        return replace(block, ops=ops, hooks=hooks, blocks=children)
+        extra = "mean" if path in self.plain else block.extra
+        return replace(block, ops=ops, hooks=hooks, blocks=children, extra=extra)
 
 
 def _join(path: str, name: str) -> str:
