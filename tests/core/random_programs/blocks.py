@@ -310,7 +310,9 @@ def _in_place(module: BlockModule) -> None:
 
 def _tensor_hook(module: BlockModule) -> None:
     def hook(module: Any, args: Any, output: Any) -> None:
-        _hooked(unpack(module, output)[0])
+        x, _ = unpack(module, output)
+        if not any(x is one for one in args):  # that would be the caller's tensor: see the operation "hook"
+            _hooked(x)
 
     module.register_forward_hook(hook)
 
