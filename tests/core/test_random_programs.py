@@ -128,6 +128,51 @@ FOUND = {
     "the penalty of a gradient": Program(
         Block(ops=("linear", "tanh")), steps=(Step((Micro(), Micro(by="penalty", inputs=True))),)
     ),
+    **{
+        f"several forwards with side outputs, then their backwards, {order}": Program(
+            Block(ops=ops), steps=(Step((Micro(forwards=3, order=order, inputs=True),)),)
+        )
+        for order, ops in (("each", ("linear", Side())), ("reversed", (Side(place="closure"),)))
+    },
+    "backward of a side output that reads no parameter": Program(
+        Block(
+            ops=("table", "linear", Call("alpha"), "spare"),
+            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "mlp", "mlp")),),
+        ),
+        steps=(Step((Micro(order="each", sides="first"),), zero="keep"),),
+    ),
+    "a checkpoint of modules of the root's group, backward twice": Program(
+        Block(
+            ops=("add_", Call("gamma", checkpoint="plain"), "bias", "detach"),
+            blocks=(
+                Block(
+                    "gamma",
+                    ops=("mlp", "spare", Call("beta"), "expand"),
+                    blocks=(Block("beta", ops=(Side(), Side()), form="dataclass", hooks=("replace",)),),
+                    form="dataclass",
+                ),
+            ),
+        ),
+        Policy(shared_memory=True, wraps=(Wrap(("gamma.beta",)), Wrap(("",))), depth=3, late=0),
+        (Step((Micro(twice=True),)),),
+    ),
+    "a gradient of inputs of a checkpointed side output": Program(
+        Block(
+            ops=(Side(of="weight", place="list"), Call("alpha", checkpoint="plain")),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("linear", Call("alpha", use="twice", no_grad=True), "bias", Call("beta"), "linear"),
+                    blocks=(Block("alpha", ops=("tanh",)), Block("beta", ops=("mlp", Side(place="list")))),
+                    form="closure",
+                ),
+            ),
+        ),
+        steps=(Step((Micro(sides="only", by="inputs", inputs=True),)), Step()),
+    ),
+    "a parameter in an object, read by the caller": Program(
+        Block(form="object", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
+    ),
     "an output in an object": _chain(Block("alpha", ops=("linear",), form="object")),
     "an output in a closure": _chain(Block("alpha", ops=("linear",), form="closure")),
     "an output kept on the module": _chain(Block("alpha", ops=("linear",), form="attribute")),
