@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests.legacy_fsdp_compat.both import (
     OURS,
     STOCK,
+    Block,
     Setting,
     api,
     assert_same_tensors,
@@ -128,6 +129,85 @@ def groups(rank: int, world_size: int) -> None:
 
 def test_groups_keep_their_hyper_parameters():
     run_ranks(2, groups)
+
+
+def order_of_this_rank(model: nn.Module, rank: int) -> list[nn.Parameter]:
+    """Parameters as a `set` may give them: in another order on each rank."""
+    parameters = list(model.parameters())
+    return parameters if rank == 0 else parameters[::-1]
+
+
+def another_order_on_each_rank(rank: int, world_size: int) -> None:
+    """Blocks of one shape, whose state fits wherever it is put."""
+    seen = {}
+    for engine in (STOCK, OURS):
+        names = api(engine)
+        torch.manual_seed(0)
+        blocks = nn.Sequential(nn.Linear(4, 5), *[Block(5) for _ in range(3)], nn.Linear(5, 1))
+        model = wrap(engine, Setting(), blocks)
+        optimizer = torch.optim.SGD(order_of_this_rank(model, rank), lr=0.05, momentum=0.9)
+        train(model, optimizer, rank, range(2))
+        seen[engine] = {
+            name: state["momentum_buffer"].clone()
+            for name, state in names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"].items()
+        }
+        if engine == OURS:
+            rows = names.FSDP.sharded_optim_state_dict(model, optimizer)
+            loaded = names.FSDP.flatten_sharded_optim_state_dict(rows, model, optimizer)
+            for key, state in optimizer.state_dict()["state"].items():
+                assert torch.equal(
+                    loaded["state"][key]["momentum_buffer"].to_local(), state["momentum_buffer"].to_local()
+                )
+    assert list(seen[OURS]) == [name for name, _ in model.named_parameters()]
+    assert_same_tensors({name: seen[STOCK][name] for name in seen[OURS]}, seen[OURS], **TOLERANCE)
+
+
+def test_ranks_whose_optimizers_list_parameters_in_another_order():
+    run_ranks(2, another_order_on_each_rank)
+
+
+def resharded_in_another_order(rank: int, world_size: int) -> None:
+    """DTensors that are cut otherwise are gathered one by one, whatever order a rank's state dict has."""
+    names = api(OURS)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), Block(5), Block(5)), device_mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    expected, state = {}, {}
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        expected[name] = torch.full(parameter.shape, float(index))
+        parts = DTensor.from_local(expected[name] / world_size, mesh, [Partial()])
+        state[name] = {"momentum_buffer": parts}
+    if rank:
+        state = dict(reversed(state.items()))
+    with names.FSDP.state_dict_type(model, names.StateDictType.SHARDED_STATE_DICT):
+        loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, {"state": state})
+    seen = {
+        name: loaded["state"][key]["momentum_buffer"].full_tensor()
+        for key, (name, _) in enumerate(model.named_parameters())
+    }
+    assert_same_tensors(expected, seen, rtol=0, atol=0)
+
+
+def test_loading_in_another_order_on_each_rank():
+    run_ranks(2, resharded_in_another_order)
+
+
+def regrouped(rank: int, world_size: int) -> None:
+    """Torch maps loaded state to parameters by position, so groups that changed would swap state of one shape."""
+    names = api(OURS)
+    model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first, second = model[0].weight, model[1].weight
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.05, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = names.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    other = torch.optim.SGD([{"params": [second]}, {"params": [first]}], lr=0.05, momentum=0.9)
+    with pytest.raises(ValueError, match=r"parameter group 0 .* has \['0.weight'\].* lacks \['1.weight'\]"):
+        names.FSDP.optim_state_dict_to_load(model, other, state)
+
+
+def test_groups_that_changed_are_refused():
+    run_ranks(2, regrouped)
 
 
 class Counting(torch.optim.Optimizer):

@@ -61,13 +61,15 @@ def named_state(
     states = {fqn: dict(state_dict["state"][key]) for fqn, key in keys.items() if key in state_dict["state"]}
     _check_ranks_agree(names, states, group)
     _fill_flat_units(names, keys, states)
+    # Every value is a collective of its own, and ranks may have built their groups in different orders.
+    states = {one.fqn: states[one.fqn] for one in names.distinct if one.fqn in states}
     keep = not shape.rank0_only or dist.get_rank(group) == 0
     result: State = {}
     for fqn, state in states.items():
         named = names.by_fqn[fqn]
-        values = {name: _value(named, value, shape) for name, value in state.items()}
+        values = {name: _value(named, state[name], shape) for name in sorted(state)}
         if keep:
-            result[fqn] = values
+            result[fqn] = {name: values[name] for name in state}
     if not keep:
         return {}
     for key, value in state_dict["state"].items():
@@ -179,9 +181,9 @@ def state_to_load(
     if "state" not in outline:
         raise ValueError(f"an optimizer state dict needs the key 'state', got {sorted(outline)}")
     result: dict[Any, Any] = {}
-    for fqn, state in outline["state"].items():
+    for fqn in _in_order_of_model(names, outline["state"]):
         named = names.by_fqn.get(fqn)
-        values = state if source is None else source.tensors(fqn)
+        values = outline["state"][fqn] if source is None else source.tensors(fqn)
         if named is None:
             result[fqn] = copy.copy(values)
             continue
@@ -191,7 +193,31 @@ def state_to_load(
     loadable: State = {"state": result}
     if "param_groups" in outline:
         loadable["param_groups"] = [_group_to_load(names, keys, one) for one in outline["param_groups"]]
+        if optimizer is not None:
+            _check_same_groups(optimizer, loadable["param_groups"], {key: fqn for fqn, key in keys.items()})
     return loadable
+
+
+def _in_order_of_model(names: ParameterNames, state: State) -> list[str]:
+    """The names in a state dict, in an order that ranks share: a value that is cut differently is gathered."""
+    place = {named.fqn: index for index, named in enumerate(names.distinct)}
+    return sorted(state, key=lambda fqn: place[names.by_fqn[fqn].fqn] if fqn in names.by_fqn else len(place))
+
+
+def _check_same_groups(optimizer: torch.optim.Optimizer, groups: list[State], fqn_of: Mapping[int | str, str]) -> None:
+    """`Optimizer.load_state_dict` goes by position, so state would end at other parameters if the groups differ."""
+    first = 0
+    for index, (own, loaded) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        size = len(own["params"])
+        expected = {fqn for key, fqn in list(fqn_of.items())[first : first + size]}
+        seen = {fqn_of[key] for key in loaded["params"]}
+        first += size
+        if seen != expected:
+            raise ValueError(
+                f"parameter group {index} of the optimizer state dict has {sorted(seen - expected)}, which the "
+                f"optimizer has in another group, and lacks {sorted(expected - seen)}; build the optimizer with the "
+                "groups of the checkpoint"
+            )
 
 
 def _group_to_load(names: ParameterNames, keys: Mapping[str, int | str], group: State) -> State:
