@@ -592,6 +592,54 @@ def test_another_order_is_reported() -> None:
     _run(_another_order)
 
 
+class _Repeats(nn.Module):
+    """Runs its third block as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            for _ in range(times if index == 2 else 1):
+                x = block(x)
+        return self.head(x)
+
+
+def _repeats_a_block(rank: int, world_size: int) -> None:
+    """The rank that runs less waits at the end of forward until its peers have read its shards."""
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    model = _Repeats()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 4), 1).sum().backward()
+    with pytest.raises(RuntimeError, match=r"rank 1: .*all-gather of 'blocks\.2'\n") as caught:
+        for _ in range(2):
+            model(torch.ones(2, 4), 1 + rank).sum().backward()
+    assert re.search(r"rank 0: .*all-gather of 'blocks\.3'\n", str(caught.value)), caught.value
+
+
+def test_a_block_that_one_rank_repeats_is_reported() -> None:
+    _run(_repeats_a_block)
+
+
+def _ends_early(rank: int, world_size: int) -> None:
+    os.environ["SHARDKIT_DEBUG"] = "order"
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    model = _branches(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    model(torch.ones(2, 4), "left right").sum().backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"has come to all-gather of 'left.*a peer has not come.*newest last: "):
+            model(torch.ones(2, 4), "left right")
+
+
+def test_order_check_names_where_a_rank_waits_for_one_that_ended() -> None:
+    run_ranks(2, _ends_early, isolated=True)
+
+
 def _skips_a_block(rank: int, world_size: int) -> None:
     group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))

@@ -134,6 +134,16 @@ class CommContext:
         while self._in_flight:
             self._in_flight.popleft().wait()
 
+    def catch_up(self) -> None:
+        """Runs what has been started to its end, so that no peer waits for this rank's part in it.
+
+        For a collective outside of the schedule, which this rank may enter while a peer waits for what is under way.
+        """
+        if self.device.type != "cpu":  # streams go on by themselves
+            return
+        for ticket in (*(ticket for ticket, _ in self._lent), *self._in_flight):
+            ticket.wait()
+
     def settle_after_failure(self) -> None:
         """After an iteration that failed: waits for what can still end, gives up on what cannot.
 

@@ -2,7 +2,8 @@
 
 Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far.
 When the hashes differ, the last entries of every rank are exchanged and compared. Costs one small collective for each
-collective.
+collective, and the overlap of gathers and reductions: a rank that runs fewer groups may wait for its peers' part in what
+was started before, so a rank ends all of that before it enters the exchange (`CommContext.catch_up`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class OrderCheck:
         """Called before a group runs a collective (itself a collective over `group`).
 
         Raises:
-            RuntimeError: on every rank of `group` if the ranks have not all run the same so far.
+            RuntimeError: on every rank of `group` if the ranks have not all run the same so far; on this rank if a peer
+                does not come to its next collective, because it has ended or runs no more groups.
         """
         if group is None or group.size() == 1:
             return
@@ -61,8 +63,14 @@ class OrderCheck:
         entry = f"{what} of '{label}'"
         running.update(entry.encode())
         history.append(entry)
-        with events.Waiting(label, "order check"):
-            agreed = agree(running.digest(), group, device)
+        try:
+            with events.Waiting(label, "order check"):
+                agreed = agree(running.digest(), group, device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"SHARDKIT_DEBUG=order: this rank has come to {entry}, and a peer has not come to its next collective "
+                f"on the same process group ({error}). Last {_SHOWN} of this rank, newest last: {' -> '.join(history)}"
+            ) from error
         if agreed:
             return
         everyone: list[Any] = [None] * group.size()

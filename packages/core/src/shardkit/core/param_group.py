@@ -332,6 +332,7 @@ class FSDPParamGroup:
         with profiler_range("unshard", self.label), torch.no_grad():
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
+                self.context.catch_up()
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
             if counted:
                 self.context.make_room()
@@ -639,6 +640,7 @@ class FSDPParamGroup:
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
         if self.order_check is not None:
+            self.context.catch_up()
             label = ", ".join(param.fqn for param, _ in gradients)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         self._partial_in_flight = bool(self.mesh.replicate_axes) and not self.all_reduce_grads
