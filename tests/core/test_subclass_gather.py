@@ -436,3 +436,46 @@ def smaller_group(rank: int, world_size: int) -> None:
 
 def test_smaller_group() -> None:
     run_ranks(4, smaller_group)
+
+
+def _put_hooks_on(local: Tensor, called: list[DeviceMesh]) -> None:
+    def before(mesh: DeviceMesh) -> Any:
+        called.append(mesh)
+        return (local.bfloat16(),), None
+
+    def after(gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        (data,) = gathered
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(data)
+            return None
+        weight = data.to(dtype)
+        return weight, (weight, data)
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+
+
+def _hooks_on_the_tensor(rank: int, world_size: int) -> None:
+    """The hooks may also be put on the local tensors of a model that is sharded already, and has run."""
+    seen = []
+    for fully_shard in (stock.fully_shard, shardkit.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        if fully_shard is shardkit.fully_shard:
+            model(torch.ones(2, 5))
+        called: list[DeviceMesh] = []
+        for parameter in model.parameters():
+            _put_hooks_on(parameter._local_tensor, called)
+        output = model(torch.ones(2, 5))
+        output.sum().backward()
+        assert len(called) >= 4
+        seen.append([output, *(parameter.grad.full_tensor() for parameter in model.parameters())])
+    for theirs, ours in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_hooks_that_are_put_on_local_tensors() -> None:
+    run_ranks(2, _hooks_on_the_tensor)

@@ -227,6 +227,11 @@ class SubclassGather:
             )
         return hasattr(local, before)
 
+    @staticmethod
+    def put_on(local: torch.Tensor) -> bool:
+        """Whether the user has put the hooks on this very object, rather than into its class. Asked at each gather."""
+        return "fsdp_pre_all_gather" in local.__dict__
+
     def inputs(self, local: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
         """Runs `fsdp_pre_all_gather` in its 1-argument or 5-argument form; returns the flat tensors to gather.
 

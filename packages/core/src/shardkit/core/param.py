@@ -160,7 +160,7 @@ class FSDPParam:
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
                 self._adopt_parameter(current)
         local = local_of(self.sharded_param)
-        if local is self._held:
+        if local is self._held and (self.subclass is not None or not SubclassGather.put_on(local)):
             return False
         self._adopt_local(local)
         return True

@@ -185,6 +185,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             offload_policy=offload,
             ignored_params=self._ignored.parameters,
         )
+        for group in self._state.groups:
+            for param in group.params:
+                param.fqn = clean_name(param.fqn)
         mine = {param for group in self._state.groups if len(group.users) == 1 for param in group.params}
         self._unit = Unit(
             self._fsdp_wrapped_module,
@@ -332,6 +335,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     def _before_forward(self, args: Any) -> None:
         self._lazy_init()
         if self._is_root:
+            self._finish_root()
             for one in self.fsdp_modules(self):
                 one._precision.enter(one._state, one.training)
         if torch.is_grad_enabled():
@@ -355,15 +359,15 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module with gathered parameters and cast inputs."""
-        if self._is_root:
-            self._finish_root()
         args, kwargs = self._precision.cast_inputs(bool(self._is_root), args, kwargs)
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def _finish_root(self) -> None:
-        """Once, after core has made this the root: clean names in messages, the order check that stock has."""
+        """Once: makes this core's root, with clean names in messages and the order check that stock has."""
         if self.__dict__.get("_root_finished"):
             return
+        if self._state.is_root is None:
+            initialise_root(self._state)
         self._root_finished = True
         check = OrderCheck() if detailed_debugging() else None
         for state in self._state.iteration.all_states:

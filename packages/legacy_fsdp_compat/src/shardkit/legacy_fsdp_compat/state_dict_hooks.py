@@ -53,9 +53,12 @@ def _settings(module: Any) -> StateDictSettings:
 
 
 def _before_save(module: Any, prefix: str, keep_vars: bool) -> None:
-    """Refuses what cannot be saved, before anything is gathered; resharding is core's hook."""
+    """Refuses what cannot be saved, before anything is gathered; resharding is core's hook, which ran before."""
     settings = _settings(module)
     unit: Unit = module._unit
+    if not module._summoned:
+        for group in module._state.groups:
+            group.refresh()
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.parameters:
         _ = unit.layout  # raises for parameters of several dtypes
 

@@ -44,13 +44,20 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
     """Registers full parameters, in their original dtype, on the modules of `units` (collective: gathers each once).
 
     A failure on the way in leaves the sharded parameters registered.
+
+    Raises:
+        ValueError: for a parameter in whose place the user has put one that is no shard of it, before anything is
+            gathered.
     """
     shown: list[tuple[UnitParameter, nn.Parameter]] = []  # with the sharded parameter that comes back
     finished = False
     try:
-        for unit, state in units:
+        for _, state in units:
             refuse_while_running(state, "summon_full_params")
             state.to_sharded()
+            for group in state.groups:
+                group.refresh()
+        for unit, _ in units:
             for parameter in unit.parameters:
                 sharded = parameter.sharded
                 if _show(unit, parameter, options):
@@ -93,7 +100,9 @@ def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options:
             f"{tuple(parameter.shape)}: its values cannot be written back to the shards; change values, not shapes"
         )
     sharded = parameter.sharded
-    local_of(sharded).copy_(parameter.rows_of_unsharded(current.detach()))
+    # A replicated parameter is unsharded and sharded at once, and autograd may have saved it in forward. `.data` has a
+    # version counter of its own, so backward computes with the new values, as it does where it gathers again.
+    local_of(sharded).data.copy_(parameter.rows_of_unsharded(current.detach()))
     sharded.requires_grad_(current.requires_grad)
     if options.with_grads:
         gradient = current.grad
