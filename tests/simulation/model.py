@@ -40,7 +40,7 @@ class BlockSpec:
 
     forward: float = 10.0
     backward: float = 20.0
-    shapes: tuple[tuple[int, ...], ...] = ((64, 64), (64, 64), (128, 64), (64,))
+    shapes: tuple[tuple[int, ...], ...] = ((512, 512), (512, 512), (1024, 512), (512,))
 
     @property
     def numel(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,9 @@ from shardkit.core.runtime.transport import SharedTransport
 __all__ = ["DEFAULT_PREFETCH_DEPTH", "CommContext", "MemoryOwner"]
 
 DEFAULT_PREFETCH_DEPTH = 1
+
+# Gathers whose shards, brought from the host, are on the device at a time: one is gathered, one arrives.
+_MOST_STAGED = 2
 
 
 class MemoryOwner(Protocol):
@@ -46,12 +50,18 @@ class CommContext:
         self.unsharded = 0
         self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[Any, ...]] = {}
         self._lent: list[tuple[Ticket, SharedTransport]] = []
+        self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
 
     @functools.cached_property
     def gathers(self) -> Lane:
         """Runs gathers, and owns the memory of unsharded parameters: runtime/lanes.py, Note [Who owns memory]."""
         return make_lane(self.device, "all-gather", priority=-1)
+
+    @functools.cached_property
+    def transfers(self) -> Lane:
+        """Brings shards from the host, and owns the memory that they arrive in."""
+        return make_lane(self.device, "host-to-device", priority=-1)
 
     @functools.cached_property
     def reductions(self) -> Lane:
@@ -87,6 +97,25 @@ class CommContext:
             self.gathers.wait_event(event)
         if group is not None:
             group.free_memory()
+
+    def on_device(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`sources` on the device, in their own dtype; the gather lane waits for those that come from the host.
+
+        Transfers overlap with the gather before. `note_staged` is called with the gather that reads them.
+        """
+        if self.device.type == "cpu" or all(source.device.type != "cpu" for source in sources):
+            return list(sources)
+        while len(self._staged) >= _MOST_STAGED:
+            self.transfers.wait_event(self._staged.popleft()[0].finished)
+        with self.transfers.owning_memory():
+            staged = [source.to(self.device, non_blocking=True) for source in sources]
+            self.gathers.wait_event(self.transfers.current_event())
+        return staged
+
+    def note_staged(self, ticket: Ticket, staged: Sequence[torch.Tensor]) -> None:
+        """Keeps what `on_device` has brought until a later transfer may take its memory, after `ticket`."""
+        if self.device.type != "cpu":
+            self._staged.append((ticket, staged))
 
     def wait_for_writers(self) -> None:
         """Makes the gather lane wait for reductions under way: an optimizer may step on the shards as they end.

@@ -6,7 +6,8 @@ deleting a model frees its memory at once, without a garbage collection.
 
 Note [Prefetching]
 Forward learns the order in which states run; from the second iteration on, a state that begins forward starts the
-gathers of those that come next in it. Backward goes through this iteration's order from its end. Either way a gather
+gathers of those that come next in it. On streams gathers overlap with computation anyway, as the host runs ahead, so
+only an order that two forwards had in common is followed there: a wrong guess would cost link time. Backward goes through this iteration's order from its end. Either way a gather
 is only started while at most `prefetch_depth` groups hold unsharded memory, the root's and those that were told not to
 reshard aside. That is the promise: at most `prefetch_depth + 1` groups are unsharded at any time, unless modules nest
 deeper than that. What a module that runs next shares with the one that runs now (a tied parameter, or all of it if it
@@ -95,6 +96,7 @@ class Iteration:
         self._thread = 0
         self._states: list[weakref.ReferenceType[FSDPState]] = []
         self._learnt: list[int] = []
+        self._is_steady = False  # the last two forwards ran in one order
         self._position = 0
         self._running: list[int] = []
         self._ran: list[Pass] = []
@@ -208,7 +210,7 @@ class Iteration:
 
     def entered(self, state: FSDPState) -> None:
         """A state's parameters are there and its forward begins: prefetch what the learnt order has next."""
-        if self.note_running(state):
+        if self.note_running(state) and (self._is_steady or not self.context.gathers.has_streams):
             ahead = self._learnt[self._position : self._position + self.depth]
             self._prefetch(ahead, in_backward=False)
 
@@ -233,8 +235,10 @@ class Iteration:
             del self._ran[self._ran_before :]
             for one in self.all_states:
                 one.to_sharded()
-        elif state.is_root and self._running != self._learnt:
-            self._learnt = self._running
+        elif state.is_root:
+            self._is_steady = self._running == self._learnt
+            if not self._is_steady:
+                self._learnt = self._running
         self._running = []
         self._uses[False] = None
         self._free_unused(in_backward=False)

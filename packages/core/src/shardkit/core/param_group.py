@@ -151,6 +151,7 @@ class FSDPParamGroup:
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
         self._kept_event: Any = None  # behind which the parts for the smaller group are there
+        self._offloaded = any(param.offload is not None for param in params)
         self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
         self._plan: GatherPlan | None = None
         self._items: list[list[GatherItem]] = []
@@ -396,10 +397,12 @@ class FSDPParamGroup:
                 self._check_wire_sizes(items)
                 self._plan, self._buffer_bytes, self._items = None, None, items
         lane = self.context.gathers
+        flat_sources = [source for each in sources for source in each]
+        if self._offloaded:
+            flat_sources = self.context.on_device(flat_sources)
         with lane.owning_memory():
             for param, items_of in zip(self.params, self._items, strict=True):
                 param.allocate(items_of)
-            flat_sources = [source for each in sources for source in each]
             targets = [target for param in self.params for target in param.targets()]
             if not targets:
                 return None
@@ -419,6 +422,8 @@ class FSDPParamGroup:
             self.context.wait_for_writers()
             self.settle_shards()
         ticket = lane.start(program, self.label, flat_sources, after_current=written)
+        if self._offloaded:
+            self.context.note_staged(ticket, flat_sources)
         if isinstance(transport, SharedTransport):
             self.context.lent(ticket, transport)
         return ticket
@@ -509,9 +514,9 @@ class FSDPParamGroup:
         if self.residence is Residence.SHARDED:
             return
         if self.residence is Residence.RELEASED:
-            if not release:
-                self.context.free(self)
-            return
+            if release:
+                return
+            self.context.free(self)
         self.prefetched = self.held_by_user = False
         release = release and self._counted_in is not None and self.context.slots > 1 and not self._has_subclass
         self._uncount()
@@ -529,15 +534,15 @@ class FSDPParamGroup:
             self.residence = Residence.KEPT
         else:
             self._drop_kept()
-            if release and was_unsharded:
-                self.residence = Residence.RELEASED
-                self.context.release(self, self._reader_events())
-                return
+        if release and was_unsharded:
+            self.residence = Residence.RELEASED
+            self.context.release(self, self._reader_events())
+            return
         self._free()
 
     def free_memory(self) -> None:
         """The end of released memory, whose readers the gather lane waits for."""
-        self.residence = Residence.SHARDED
+        self.residence = Residence.KEPT if any(param.kept for param in self.params) else Residence.SHARDED
         self._gathered = None
         for param in self.params:
             param.free()
