@@ -380,7 +380,7 @@ def _kept_on_neighbours(rank: int, world_size: int) -> None:
         for _ in range(3):
             loss = model(torch.randn(2, WIDTH)).square().sum()
             kept = sum(tensor.numel() * tensor.itemsize for param in params for tensor in param.kept)
-            assert (meter.block_bytes, meter.root_bytes, kept) == (0, 0, BLOCKS * BLOCK_BYTES // 2)
+            assert (meter.block_bytes, meter.root_bytes, kept) == (BLOCK_BYTES, 0, BLOCKS * BLOCK_BYTES // 2)
             loss.backward()
             assert (meter.block_bytes, meter.root_bytes) == (0, 0)
             assert not any(param.kept for param in params)
