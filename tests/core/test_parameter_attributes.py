@@ -1,10 +1,16 @@
 """What a parameter is beyond its numbers: attributes that users put on it, and subclasses of nn.Parameter."""
 
+import copy
+import io
+import pickle
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -167,3 +173,51 @@ def inner_tensors(rank: int, world_size: int) -> None:
 
 def test_inner_tensors_stay_behind() -> None:
     run_ranks(2, inner_tensors)
+
+
+# -- copies of parameters ----------------------------------------------------------------------------------------------
+
+
+def _saved(parameters: dict[str, nn.Parameter], weights_only: bool) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(parameters, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+COPIES: dict[str, Callable[[dict[str, nn.Parameter]], dict[str, Tensor]]] = {
+    "torch.save": partial(_saved, weights_only=False),
+    "torch.save, weights only": partial(_saved, weights_only=True),
+    "pickle": lambda parameters: pickle.loads(pickle.dumps(parameters)),
+    "copy": lambda parameters: {fqn: copy.copy(parameter) for fqn, parameter in parameters.items()},
+    "deepcopy": copy.deepcopy,
+}
+
+
+def _copies(api: Any, world_size: int, make: Callable[..., dict[str, Tensor]], unshard: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = api.fully_shard(nn.Linear(4, 6), mesh=rank_mesh((world_size,)))
+    model(torch.ones(2, 4))  # parameters that have been gathered once
+    model.unshard() if unshard else model.reshard()
+    copies = make(dict(model.named_parameters()))
+    before = model.weight.detach().clone()
+    for one in copies.values():
+        one.grad = torch.ones_like(one)
+    torch.optim.SGD(copies.values(), lr=0.5).step()  # a copy is no parameter of the model
+    assert (model.weight.detach() == before).all() or make is COPIES["copy"]
+    values = [one.to_local() if isinstance(one, DTensor) else one for one in copies.values()]
+    return [*values, *[(type(one), isinstance(one, nn.Parameter), vars(one)) for one in copies.values()]]
+
+
+def copies(rank: int, world_size: int) -> None:
+    for name, make in COPIES.items():
+        for unshard in (False, True):
+            expected, seen = (_copies(api, world_size, make, unshard) for api in (stock, shardkit))
+            for one, two in zip(expected, seen, strict=True):
+                assert torch.equal(one, two) if isinstance(one, Tensor) else one == two, (name, unshard, one, two)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_like_stock(world_size: int) -> None:
+    """Saved, pickled or copied parameters carry nothing of ours, and an optimizer steps on them."""
+    run_ranks(world_size, copies)

@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
         "residency",
         "tensors",
         "torch_compat",
+        "transforms",
     },
     {"runtime"},
     {"budget", "communication", "context", "managed", "order_check", "param", "param_group", "reduction"},

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.torch_compat import new_dtensor, wraps_tensors
+from shardkit.core.torch_compat import PARAMETER_FLAG, new_dtensor, wraps_tensors
 
 __all__ = [
     "ADAPTERS",
@@ -177,7 +177,7 @@ def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     attributes = parameter.__dict__
     if not wraps_tensors(parameter):
         return dict(attributes)
-    by_class = nn.Parameter(parameter.detach(), requires_grad=False).__dict__
+    by_class = {*parameter.detach().__dict__, PARAMETER_FLAG}
     return {name: value for name, value in attributes.items() if name not in by_class}
 
 

@@ -41,7 +41,13 @@ from shardkit.core.budget import Budget, GroupUses, uses_of
 from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
 from shardkit.core.on_stack import calling_frame, is_on_stack, runs_elsewhere
 from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.torch_compat import in_backward, queue_end_of_backward, runs_in_this_backward
+from shardkit.core.torch_compat import (
+    in_backward,
+    outside_transforms,
+    queue_end_of_backward,
+    runs_in_this_backward,
+    transforms_active,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -225,6 +231,7 @@ class Iteration:
     def _awaited(self, index: int) -> bool:
         return any(passed.state == index for passed in self._ran)
 
+    @outside_transforms
     def end_forward(self, state: FSDPState, *, failed: bool) -> None:
         """The outermost forward has ended: learns its order, frees what was prefetched in vain.
 
@@ -252,7 +259,7 @@ class Iteration:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self._backward_queued:
             self._backward_queued = True
-            self.builds_graph = torch.is_grad_enabled()
+            self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
 
     def entered_backward(self, state: FSDPState) -> None:
@@ -280,6 +287,7 @@ class Iteration:
         if self._ran and (state := self._at(self._ran[-1].state)) is not None:
             state.pre_backward()
 
+    @outside_transforms
     def end_backward(self) -> None:
         """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
         self._backward_queued = False

@@ -13,6 +13,7 @@ from shardkit.core import events
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.torch_compat import outside_transforms
 
 if TYPE_CHECKING:
     from shardkit.core.state import FSDPState
@@ -25,6 +26,7 @@ _Entry: TypeAlias = tuple[str, tuple[int, ...], str, int, bool]
 """A parameter as all ranks must have it: FQN, shape, dtype, dim that is cut, requires_grad."""
 
 
+@outside_transforms
 def initialise_root(root: FSDPState) -> None:
     """Makes `root` the root of all states below its module (collective: the ranks compare their parameters).
 

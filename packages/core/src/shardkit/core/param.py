@@ -171,7 +171,7 @@ class FSDPParam:
             raise ValueError(
                 f"parameter '{self.fqn}' was replaced by a plain tensor of shape {tuple(parameter.shape)}; expected a "
                 f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
-                "shardkit.core.load_full_state_dict"
+                "shardkit.core.load_full_state_dict; give torch.func.functional_call DTensors like state_dict()'s"
             )
         if parameter.shape != self.form.shape or tuple(parameter.placements) != tuple(old.placements):
             raise ValueError(
@@ -183,6 +183,12 @@ class FSDPParam:
             raise ValueError(
                 f"parameter '{self.fqn}' was replaced by a DTensor on {seen}; expected {expected}: the same placements "
                 "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
+            )
+        if not isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            raise ValueError(
+                f"parameter '{self.fqn}' was replaced by a DTensor that requires grad and is no nn.Parameter, as by "
+                "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
+                "values, or train with the parameters of the module"
             )
         take_meaning(parameter, old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still

@@ -38,6 +38,7 @@ from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
 from shardkit.core.runtime.transport.choice import Transports
+from shardkit.core.torch_compat import outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
@@ -314,6 +315,7 @@ class FSDPParamGroup:
         """The same, or whether it was released and the memory is still there."""
         return self.is_unsharded or self.residence is Residence.RELEASED
 
+    @outside_transforms
     def unshard(self, *, in_backward: bool = False) -> None:
         """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
 
@@ -485,6 +487,7 @@ class FSDPParamGroup:
             self._buffer_bytes = None
         return self._kept_plan
 
+    @outside_transforms
     def wait_for_unshard(self) -> None:
         """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has.
 
@@ -505,6 +508,7 @@ class FSDPParamGroup:
                     self._parameter_bytes = None
         self.residence = Residence.UNSHARDED
 
+    @outside_transforms
     def reshard(self, *, keep: bool = False, release: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
@@ -588,6 +592,7 @@ class FSDPParamGroup:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
+    @outside_transforms
     def post_backward(self, *, keep: bool = False) -> None:
         """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again.
 

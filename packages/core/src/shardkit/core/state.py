@@ -46,7 +46,10 @@ from shardkit.core.torch_compat import (
     next_autograd_node,
     no_dynamo,
     register_with_stock,
+    transforms_active,
+    unwrapped,
 )
+from shardkit.core.transforms import watch_each, watch_together
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -189,6 +192,8 @@ class FSDPState:
         self.iteration.prefetch_listed(groups, in_backward=in_backward)
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if transforms_active() and self.groups:
+            return watch_together((args, kwargs), self.post_backward)  # type: ignore[no-any-return]
         tensors = tensors_with_grad((args, kwargs))
         if not tensors or not self.groups:
             return args, kwargs
@@ -221,7 +226,7 @@ class FSDPState:
             if failed and error is not None:
                 self._explain(error)
             output = self._own_outputs(self._unwatch(output))
-            self._watch_outputs(output)
+            output = self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
             if self.iteration.is_forward_root(self):
@@ -294,14 +299,17 @@ class FSDPState:
             )
         return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any) -> Any:
         """Puts `pre_backward` on every tensor through which backward may enter what this forward has computed.
 
         The outputs, and what the modules keep aside. Where none of these is found (a tensor in a global variable), the
         parameters are there in time all the same: iteration.py, Note [Ready in order].
         """
         if not torch.is_grad_enabled():
-            return
+            return output
+        if transforms_active():
+            self._backward_follows = True
+            return watch_each(output, self.pre_backward)
         for tensor in reachable_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 self._watch_output(tensor)
@@ -309,6 +317,7 @@ class FSDPState:
             for tensor in tensors_kept_by(module):
                 if tensor.requires_grad and made_since(tensor, self._began):
                     self._watch_output(tensor)
+        return output
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self._backward_follows = True
@@ -355,7 +364,7 @@ class FSDPState:
         self._prefetch(self.backward_prefetch, in_backward=True)
 
     @no_dynamo
-    def post_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def post_backward(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """When the gradients of all inputs of a forward are done: reshard, reduce."""
         self.iteration.begin_backward()
         self.phase = Phase.IDLE
@@ -451,6 +460,7 @@ class FSDPState:
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = unwrapped(tensor)
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -475,3 +485,7 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.state.post_backward(gradients)
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointStorageInfo",
+    "PARAMETER_FLAG",
     "StockCPUOffloadPolicy",
     "StockDataParallelMeshDims",
     "StockFSDPModule",
@@ -51,6 +52,7 @@ __all__ = [
     "next_autograd_node",
     "no_dynamo",
     "no_dynamo_frame",
+    "outside_transforms",
     "post_accumulate_grad_hooks",
     "queue_end_of_backward",
     "register_with_stock",
@@ -58,6 +60,8 @@ __all__ = [
     "runs_in_this_backward",
     "take_meaning",
     "timeout_of",
+    "transforms_active",
+    "unwrapped",
     "version_of",
     "wraps_tensors",
 ]
@@ -66,6 +70,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # torch.distributed.fsdp.DataParallelMeshDims came with 2.12.
 StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", None)
+
+
+PARAMETER_FLAG = "_is_param"
+"""The attribute by which a tensor of a class of its own is a parameter: nn.Parameter puts it there."""
 
 
 def no_dynamo(function: _F) -> _F:
@@ -92,6 +100,32 @@ def _run_as_it_is(function: Callable[..., Any], *, recursive: bool) -> None:
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
     strategy = frames._FrameExecStrategy(skip, skip if recursive else default)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def transforms_active() -> bool:
+    """Whether a transform of `torch.func`, such as grad, jvp or vmap, is running on this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms(function: _F) -> _F:
+    """Makes a function run as if no transform of `torch.func` was active: on tensors that none of them has wrapped."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return cast(_F, wrapper)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside those that transforms of `torch.func` have wrapped around it: itself, outside of them."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def local_of(dtensor: torch.Tensor) -> torch.Tensor:

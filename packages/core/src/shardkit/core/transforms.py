@@ -1,0 +1,69 @@
+"""Inputs and outputs of a forward that runs under transforms of `torch.func`, such as grad, jvp and vmap.
+
+Note [Transforms]
+A transform wraps the tensors that it looks at, and each of nested ones has a graph of its own. Parameters are gathered,
+freed and reduced outside of all transforms (`torch_compat.outside_transforms`), as none of them wraps a parameter. A
+hook on a tensor is called for the graph of one transform alone, and `requires_grad` answers for that one. So inputs and
+outputs go through `_Watch` instead, which is in the graph of each transform that takes a gradient, and in that of a
+backward outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardkit.core.tensors import map_tensors, tensors_in
+
+__all__ = ["watch_each", "watch_together"]
+
+
+def watch_together(value: Any, on_backward: Callable[[], None]) -> Any:
+    """`value` with tensors in whose backward `on_backward` is called: once the gradients of all of them are done."""
+    unique = {id(tensor): tensor for tensor in tensors_in(value) if _is_differentiable(tensor)}
+    if not unique:
+        return value
+    watched = dict(zip(unique, _Watch.apply(on_backward, *unique.values()), strict=True))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: watched.get(id(tensor), tensor), value)
+
+
+def watch_each(value: Any, on_backward: Callable[[], None]) -> Any:
+    """`value` with tensors in whose backward `on_backward` is called: for each of them, when its gradient arrives."""
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_differentiable(tensor):
+            return tensor
+        (watched,) = _Watch.apply(on_backward, tensor)  # type: ignore[no-untyped-call]
+        assert isinstance(watched, torch.Tensor)
+        return watched
+
+    return map_tensors(watch, value)
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Watch(torch.autograd.Function):
+    """The identity. Its backward calls a function first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(on_backward: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.on_backward = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.on_backward()
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
