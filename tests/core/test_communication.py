@@ -126,19 +126,6 @@ def test_wrong_buffers(change: str, match: str) -> None:
     run_ranks(2, wrong_buffers, change, match, isolated=True)
 
 
-def one_group_only(rank: int, world_size: int) -> None:
-    """A root whose parameters all belong to its children has no group to take the collective."""
-    model = nn.Sequential(Block(7, 13))
-    shardkit.fully_shard(model[0], mesh=rank_mesh((world_size,)))
-    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
-    with pytest.raises(ValueError, match="exactly one sharded parameter group"):
-        model.set_custom_all_gather(CountingAllGather())
-
-
-def test_custom_collectives_need_one_group() -> None:
-    run_ranks(1, one_group_only)
-
-
 def allocation_by_the_process_group(rank: int, world_size: int) -> None:
     """Gloo has no allocator: the error says so, and at once."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
@@ -353,6 +340,40 @@ def recursion(rank: int, world_size: int) -> None:
 
 def test_recursion_of_setters() -> None:
     run_ranks(2, recursion)
+
+
+def _without_parameters(api: Any, kind: str, mesh: Any) -> tuple[nn.Module, Any]:
+    """A model, and a sharded module in it whose call made no group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    for module in {"leaf": model[1:2], "container": (model[0], model[2]), "ignored": ()}[kind]:
+        api.fully_shard(module, mesh=mesh)
+    api.fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()) if kind == "ignored" else None)
+    return model, model[1] if kind == "leaf" else model
+
+
+def no_group(rank: int, world_size: int, kind: str) -> None:
+    mesh = rank_mesh((world_size,))
+    calls = [(setter, value) for setter, value, _ in RECURSIVE + NOT_RECURSIVE]
+    calls += [("set_custom_reduce_scatter", RankOrderReduceScatter()), ("set_custom_all_gather", CountingAllGather())]
+    calls += [("set_allocate_memory_from_process_group_for_comm", True), ("unshard", True)]
+    calls += [("set_modules_to_forward_prefetch", []), ("set_modules_to_backward_prefetch", [])]
+    for name, value in calls:
+        gradients = []
+        for api in (stock, shardkit):
+            model, module = _without_parameters(api, kind, mesh)
+            getattr(module, name)(value)
+            model(torch.ones(3, 4) + rank).square().mean().backward()
+            of = [parameter.grad for parameter in model.parameters()]
+            gradients.append([one.to_local() if isinstance(one, DTensor) else one for one in of])
+        for expected, seen in zip(*gradients, strict=True):
+            assert seen is expected if expected is None else torch.equal(expected, seen), name
+
+
+@pytest.mark.parametrize("kind", ["leaf", "container", "ignored"])
+def test_setters_of_modules_without_a_group(kind: str) -> None:
+    """As on stock they do nothing, but to the groups of modules below, where they reach those."""
+    run_ranks(2, no_group, kind)
 
 
 def forced_sums(rank: int, world_size: int) -> None:

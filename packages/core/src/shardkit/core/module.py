@@ -278,21 +278,23 @@ class FSDPModule(StockFSDPModule):
     # -- communication -------------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
-        """Gathers this module's parameters through `comm`, from and into the buffers that it allocates."""
-        group = self._only_group("set_custom_all_gather")
-        group.communication = group.communication.gathering_through(comm, group.label)
+        """Gathers this module's parameters through `comm`, from and into the buffers that it allocates.
+
+        Does nothing on a module without sharded parameters of its own.
+        """
+        for group in self._sharded_groups():
+            group.communication = group.communication.gathering_through(comm, group.label)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
-        """Reduces this module's gradients through `comm`, from and into the buffers that it allocates."""
-        group = self._only_group("set_custom_reduce_scatter")
-        group.communication = group.communication.reducing_through(comm, group.label)
+        """Reduces this module's gradients through `comm`, from and into the buffers that it allocates.
 
-    def _only_group(self, method: str) -> FSDPParamGroup:
-        sharded = [group for group in self._groups() if group.mesh.shard_group is not None]
-        if len(sharded) != 1:
-            labels = [group.label for group in sharded]
-            raise ValueError(f"{method} needs exactly one sharded parameter group on this module, found {labels}")
-        return sharded[0]
+        Does nothing on a module without sharded parameters of its own.
+        """
+        for group in self._sharded_groups():
+            group.communication = group.communication.reducing_through(comm, group.label)
+
+    def _sharded_groups(self) -> list[FSDPParamGroup]:
+        return [group for group in self._groups() if group.mesh.shard_group is not None]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether communication buffers come from the process group's own allocator, if its backend has one."""
