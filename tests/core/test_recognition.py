@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining
@@ -148,14 +150,59 @@ def test_reduction_by_hand(world_size: int) -> None:
 
 def replicated(rank: int, world_size: int) -> None:
     """The composable `replicate` of torch asks the registry of composable calls, and refuses what is sharded."""
-    from torch.distributed._composable.replicate import replicate
-
-    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
-        replicate(_sharded_mlp())
+    model = _sharded_mlp()
+    for managed in (model, model[0], model[2], next(model[0].children())):
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(managed)
+    child = replicate(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"replicate\(\) was called on this DDPLinear"):
+        shardkit.fully_shard(child)
+    tied = nn.Linear(3, 3)
+    tied.weight = child.weight
+    with pytest.raises(ValueError, match=r"'1.weight' is also 'weight' of a DDPLinear"):
+        shardkit.fully_shard(nn.Sequential(child, tied))
 
 
 def test_replicate_is_refused() -> None:
     run_ranks(1, replicated)
+
+
+def _replicate_within_parent(api: Any, how: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 7), Block(7, 9), nn.Linear(7, 3))
+    mesh = rank_mesh((dist.get_world_size(),))
+    if how == "DDP":
+        replicate(model[1])
+    else:
+        replicate_with_fsdp(model[1], mesh=mesh)
+    api.fully_shard(model[0], mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(3):
+        torch.manual_seed(10 * dist.get_rank() + step)
+        loss = model(torch.randn(2, 7)).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *[_local(parameter.grad) for parameter in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *[_local(parameter.detach()) for parameter in model.parameters()]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def replicated_child(rank: int, world_size: int, how: str) -> None:
+    expected, seen = (_replicate_within_parent(api, how) for api in (stock, shardkit))
+    for one, two in zip(expected, seen, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP"])
+def test_a_replicated_child_is_left_alone(how: str) -> None:
+    """Its gradients are torch's to reduce, and its parameters are not sharded with the parent's."""
+    run_ranks(2, replicated_child, how)
 
 
 # -- torch's pipelining ------------------------------------------------------------------------------------------------

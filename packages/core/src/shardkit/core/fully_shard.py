@@ -42,6 +42,7 @@ from shardkit.core.policies import (
     as_offload,
 )
 from shardkit.core.state import FSDPState, state_of
+from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
 
@@ -156,9 +157,7 @@ def fully_shard(
     _join_ties(state, managed)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
-        # Dynamo treats the parameters of such modules as inputs, since their storage comes and goes.
-        one_module.__dict__["_is_fsdp_managed_module"] = True
-        one_module.__dict__["_fsdp_use_orig_params"] = True
+        mark_managed(one_module)
     for one_module in modules:
         one_module.__class__ = make_sharded_class(type(one_module))
     watch_optimizers()

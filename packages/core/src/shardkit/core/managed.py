@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core.adapters import Holder, SubclassGather
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
-from shardkit.core.torch_compat import local_of
+from shardkit.core.torch_compat import is_replicated, local_of
 
 __all__ = [
     "STATE",
@@ -48,7 +48,7 @@ class Managed:
     """What one call manages.
 
     Attributes:
-        modules: the modules that are neither sharded by an earlier call nor below one that is.
+        modules: the modules that are neither sharded by an earlier call nor replicated, nor below one that is.
         parameters: theirs, each once, in order of registration.
         ties: parameters that an earlier call has sharded and that these modules hold too, with their slots here.
         buffers: theirs, each once.
@@ -83,6 +83,11 @@ def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Mod
                 f"fully_shard was already called on this {type(one).__name__}; a module is sharded once. "
                 "To change its settings use the set_* methods of FSDPModule"
             )
+        if is_replicated(one):
+            raise ValueError(
+                f"torch's replicate() was called on this {type(one).__name__}; fully_shard leaves such modules alone. "
+                "Call it on the module that contains this one, or leave replicate() out"
+            )
     inner = {id(below) for one in given for below in one.modules() if below is not one}
     return tuple(one for one in dict.fromkeys(given) if id(one) not in inner)
 
@@ -91,7 +96,8 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     """Walks the modules and collects what the call manages.
 
     Raises:
-        ValueError: for a parameter that no module owns (one in a plain list or dict attribute).
+        ValueError: for a parameter that no module owns (one in a plain list or dict attribute), or that a replicated
+            module shares.
     """
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
@@ -118,6 +124,7 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
                 seen_buffers.add(id(buffer))
                 managed.buffers.append(buffer)
     _refuse_homeless(_walk(roots), ignored)
+    _refuse_shared_with_replicated(roots, by_id)
     return managed
 
 
@@ -125,7 +132,7 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
 
     def below(name: str, module: nn.Module, top: bool) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen or (not top and STATE in module.__dict__):
+        if id(module) in seen or (not top and (STATE in module.__dict__ or is_replicated(module))):
             return
         seen.add(id(module))
         yield name, module
@@ -151,6 +158,19 @@ def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.P
                 "is in no state dict and would not be sharded. Use nn.ParameterList or nn.ParameterDict, or pass it in "
                 "ignored_params"
             )
+
+
+def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[int, ManagedParameter]) -> None:
+    """A replicated module would go on with the original, which no longer changes."""
+    for root in roots:
+        for module in filter(is_replicated, root.modules()):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in managed:
+                    raise ValueError(
+                        f"parameter '{managed[id(parameter)].fqn}' is also '{name}' of a {type(module).__name__} that "
+                        "torch's replicate() was called on; it cannot be sharded and replicated. Call replicate() on "
+                        "no module that shares it"
+                    )
 
 
 def _parameters_in(value: Any) -> list[nn.Parameter]:

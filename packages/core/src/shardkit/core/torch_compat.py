@@ -41,6 +41,7 @@ __all__ = [
     "in_backward",
     "is_leaf_or_view",
     "is_plain",
+    "is_replicated",
     "foreach_norm",
     "foreach_scale_",
     "joined_mesh",
@@ -48,6 +49,7 @@ __all__ = [
     "local_of",
     "made_since",
     "move_hooks",
+    "mark_managed",
     "new_dtensor",
     "next_autograd_node",
     "no_dynamo",
@@ -241,6 +243,21 @@ def runs_in_this_backward(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def mark_managed(module: nn.Module) -> None:
+    """Marks a module that `fully_shard` manages, itself or from above, for torch's other software.
+
+    Dynamo treats its parameters as inputs, since their storage comes and goes; `replicate` refuses it.
+    """
+    module.__dict__["_is_fsdp_managed_module"] = True
+    module.__dict__["_fsdp_use_orig_params"] = True
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault("fully_shard", RegistryItem())
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's `replicate` was called on a module: what is in it is not for `fully_shard` to manage."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
 def register_with_stock(module: nn.Module, state: object) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch's own pipelining.
 
@@ -249,8 +266,6 @@ def register_with_stock(module: nn.Module, state: object) -> None:
     key = getattr(stock_fsdp.fully_shard, "__wrapped__", None)
     if key is not None:
         module.__dict__.setdefault(STATE_KEY, {})[key] = state
-        registry = module.__dict__.setdefault(REGISTRY_KEY, {})
-        registry.setdefault("fully_shard", RegistryItem())
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
