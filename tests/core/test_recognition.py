@@ -13,13 +13,16 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardkit.core as shardkit
 from tests.support import rank_mesh, run_ranks
+from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -203,6 +206,52 @@ def replicated_child(rank: int, world_size: int, how: str) -> None:
 def test_a_replicated_child_is_left_alone(how: str) -> None:
     """Its gradients are torch's to reduce, and its parameters are not sharded with the parent's."""
     run_ranks(2, replicated_child, how)
+
+
+# -- torch's tools -----------------------------------------------------------------------------------------------------
+
+
+def memory_tracker(rank: int, world_size: int) -> None:
+    """FSDPMemTracker patches stock's parameter groups, so it is refused; the model trains on."""
+    model = _sharded_mlp()
+    tracker = FSDPMemTracker(model)
+    with pytest.raises(AttributeError, match=r"'Sequential'.*FSDPMemTracker.*shardkit profile"), tracker:
+        raise AssertionError("it began")
+    model(torch.randn(2, 7)).sum().backward()
+    assert not hasattr(model._get_fsdp_state(), "_fsdp_param_group")  # others ask for it and go on without
+
+
+def test_memory_tracker_is_refused() -> None:
+    run_ranks(1, memory_tracker)
+
+
+def _counts(model: nn.Module) -> dict[str, int]:
+    with CommDebugMode() as mode:
+        model(torch.randn(2, 7)).sum().backward()
+    return {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items() if count}
+
+
+def counted_communication(rank: int, world_size: int) -> None:
+    """CommDebugMode sees c10d's collectives: set-up, HSDP's all-reduces, the user's own; no other of ours on gloo."""
+    model = _sharded_mlp()
+    first = _counts(model)
+    assert first.pop("allreduce_") == 1  # do the ranks have the same parameters?
+    assert first.keys() <= {"allgather_"}  # they meet, each host by itself
+    assert _counts(model) == {}
+    for module in (model, model[0], model[1]):
+        module.set_custom_all_gather(CountingAllGather())
+        module.set_custom_reduce_scatter(RankOrderReduceScatter())
+    gathers, reductions = 5, 3  # each block is gathered twice, the root once
+    assert _counts(model) == {"allgather_": gathers + reductions}  # what these two call
+    if world_size == 4:
+        model = shardkit.fully_shard(Block(7, 13), mesh=rank_mesh((2, 2), ("replicate", "shard")))
+        _counts(model)
+        assert _counts(model) == {"allreduce_": 1}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_counted_communication(world_size: int) -> None:
+    run_ranks(world_size, counted_communication)
 
 
 # -- torch's pipelining ------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ deleting a model frees its memory at once, without a garbage collection.
 Note [Prefetching]
 Forward learns the order in which states run; from the second iteration on, a state that begins forward starts the
 gathers of those that come next in it. On streams gathers overlap with computation anyway, as the host runs ahead, so
-only an order that two forwards had in common is followed there: a wrong guess would cost link time. Backward goes through this iteration's order from its end. Either way a gather
-is only started while at most `prefetch_depth` groups hold unsharded memory, the root's and those that were told not to
-reshard aside. That is the promise: at most `prefetch_depth + 1` groups are unsharded at any time, unless modules nest
-deeper than that. What a module that runs next shares with the one that runs now (a tied parameter, or all of it if it
-is repeated) stays unsharded in between. A user's explicit prefetch lists take the place of the learnt order and know no
-such bound.
+only an order that two forwards had in common is followed there: a wrong guess would cost link time. Backward goes
+through this iteration's order from its end. Either way a gather is only started while at most `prefetch_depth` groups
+hold unsharded memory, the root's and those that were told not to reshard aside. That is the promise: at most
+`prefetch_depth + 1` groups are unsharded at any time, unless modules nest deeper than that. What a module that runs
+next shares with the one that runs now (a tied parameter, or all of it if it is repeated) stays unsharded in between. A
+user's explicit prefetch lists take the place of the learnt order and know no such bound.
 With a budget of bytes instead (`budget`), all groups count, the root's and explicit lists included; it decides how far
 ahead to gather, and whether forward frees what backward is going to need.
 

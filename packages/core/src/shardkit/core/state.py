@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -110,11 +110,19 @@ class FSDPState:
             self.groups.append(group)
             group.users.add(self)
 
-    # -- names that torch's pipelining reads ---------------------------------------------------------------------------
+    # -- names that torch's pipelining and tools read ------------------------------------------------------------------
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
         return self.groups
+
+    @property
+    def _fsdp_param_group(self) -> NoReturn:
+        raise AttributeError(
+            f"the state of '{self.fqn}' has no _fsdp_param_group: modules may have several groups here. torch's "
+            "FSDPMemTracker, which reads it, works with torch's fully_shard alone; `shardkit profile` and "
+            "shardkit.tools.profile measure memory by module, and `shardkit estimate` predicts it"
+        )
 
     @property
     def _state_ctx(self) -> Iteration:
