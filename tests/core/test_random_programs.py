@@ -212,6 +212,61 @@ FOUND = {
         ),
         steps=(Step((Micro(sides="only", by="inputs", inputs=True),)), Step()),
     ),
+    "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
+    "a side output in a closure, alone, backward twice": Program(
+        Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)
+    ),
+    "side outputs in closures after one another": Program(
+        Block(ops=("linear", Side(of="x", place="closure"), "mlp", "gain")),
+        steps=(Step((Micro(sides="only", twice=True, inputs=True), Micro())),),
+    ),
+    "a side output in a closure, of a module with two names": Program(
+        Block(
+            ops=(Call("beta"), "bias"),
+            blocks=(Block("alpha", ops=("transpose", Side(place="closure"))), Block("beta", same="alpha")),
+        ),
+        steps=(Step((Micro(sides="first", inputs=True, between=(Act("no_grad"),)),)), Step()),
+    ),
+    "side outputs in closures over several forwards": Program(
+        Block(
+            ops=("table", Call("alpha", use="both")),
+            blocks=(Block("alpha", ops=(Side(of="x", place="closure"), "detach_half")),),
+        ),
+        steps=(
+            Step(
+                (Micro(order="each", sides="first", inputs=True), Micro(forwards=2, order="each", sides="only")),
+                update=False,
+            ),
+        ),
+    ),
+    "a checkpointed embedding with a side output, backward twice": Program(
+        Block(
+            ops=("flat_view", Call("beta", use="both", checkpoint="plain")),
+            blocks=(Block("beta", ops=("table", Side(of="x", place="closure"), "expand")),),
+        ),
+        steps=(Step((Micro(sides="last", twice=True),), update=False),),
+    ),
+    "a checkpointed side output in a block with one, on one rank": Program(
+        Block(
+            ops=("linear", Side(), Call("alpha", use="residual"), "tanh"),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=(Side(of="x"), "spare", Call("alpha", checkpoint="plain")),
+                    blocks=(Block("alpha", ops=(Side(place="closure"),)),),
+                ),
+            ),
+        ),
+        Policy(world=1, wraps=ALPHA, depth=1),
+        (Step((Micro(order="each", sides="first", inputs=True),)),),
+    ),
+    "a parameter that comes out of a block without grad": Program(
+        Block(
+            ops=("scale", Call("alpha", use="both", no_grad=True)),
+            blocks=(Block("alpha", form="dataclass", extra="weight"),),
+        ),
+        Policy(wraps=ALPHA),
+    ),
     "a parameter in an object, read by the caller": Program(
         Block(form="object", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),

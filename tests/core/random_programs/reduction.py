@@ -101,7 +101,15 @@ def _without_in_place(value: Any) -> Any:
     return None if isinstance(value, str) and value in IN_PLACE_OPS else value
 
 
+def _without_closures(value: Any) -> Any:
+    if isinstance(value, Block) and value.form == "closure":
+        return dataclasses.replace(value, form="object")
+    hidden = isinstance(value, Side) and value.place == "closure"
+    return dataclasses.replace(value, place="list") if hidden else value
+
+
 _TAKE_OUT: dict[str, Callable[[Any], Any]] = {
+    "closure": _without_closures,
     "side": _without_side,
     "opaque": _without_opaque,
     "penalty": _without_penalty,
