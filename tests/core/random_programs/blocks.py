@@ -309,10 +309,10 @@ def _in_place(module: BlockModule) -> None:
 
 
 def _tensor_hook(module: BlockModule) -> None:
-    def hook(module: Any, args: Any, output: Any) -> None:
-        x, _ = unpack(module, output)
-        if not any(x is one for one in args):  # that would be the caller's tensor: see the operation "hook"
-            _hooked(x)
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        x, extra = unpack(module, output)
+        # A block may return its input: see the operation "hook".
+        return _PACK[module.block.form](module, _hooked(x.clone()), extra)
 
     module.register_forward_hook(hook)
 
