@@ -267,6 +267,102 @@ FOUND = {
         ),
         Policy(wraps=ALPHA),
     ),
+    "a side output of a block, behind a root that keeps its parameters, backward of it last": Program(
+        Block(ops=("tanh", "linear", Call("alpha"), "scale"), blocks=(Block("alpha", ops=(Side(place="dict"),)),)),
+        Policy(world=3, wraps=(Wrap(("alpha",), reshard=False), Wrap(("",), reshard=False)), depth=0),
+        (Step(), Step((Micro(order="reversed", sides="last", inputs=True),), update=False)),
+    ),
+    "the same over elementwise parameters": Program(
+        Block(
+            ops=("table", "double", "square", "scale", Call("beta"), "tanh", "linear"),
+            blocks=(Block("beta", ops=(Side(place="list"), "spare")),),
+        ),
+        Policy(wraps=(Wrap(("beta",)), Wrap(("",), reshard=False))),
+        (Step((Micro(forwards=2, sides="first", inputs=True),)),),
+    ),
+    "the same, two levels deep": Program(
+        Block(
+            ops=("scale", "scale", Call("alpha", keyword=True), "gain"),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("tanh", Call("alpha")),
+                    blocks=(Block("alpha", ops=(Side(of="x", place="list"),), form="dataclass"),),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha.alpha",)), Wrap(("",), reshard=False)), lists="reversed", dim_1=True),
+        (Step(zero="zero"), Step((Micro(order="each", sides="last", inputs=True), Micro()))),
+    ),
+    "a tie to a group that backward keeps, side outputs first": Program(
+        Block(
+            ops=(
+                Side(of="x", place="dict"),
+                Call("alpha"),
+                Side(of="weight", place="dict"),
+                "view",
+                "linear",
+                Call("beta"),
+                "double",
+                "linear",
+            ),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("view", "trap", Call("beta"), "square", Call("beta", no_grad=True), "mlp", "bias"),
+                    blocks=(Block("beta", ops=("linear", "trap"), form="object", extra="input", hooks=("capture",)),),
+                    frozen=("mlp_down",),
+                ),
+                Block(
+                    "beta",
+                    ops=(
+                        "transpose",
+                        Side(place="dict"),
+                        "mlp",
+                        Call("alpha", use="none"),
+                        "linear",
+                        "linear",
+                    ),
+                    blocks=(
+                        Block(
+                            "alpha",
+                            ops=("spare", Side(of="x", place="list"), "linear"),
+                            form="tuple",
+                            extra="int",
+                        ),
+                    ),
+                ),
+            ),
+            float32=("linear_w",),
+        ),
+        Policy(
+            wraps=tuple(Wrap((path,)) for path in ("alpha", "alpha.beta", "beta", "beta.alpha", "")),
+            lists="reversed",
+            late=1,
+            reshard_after_backward=False,
+            hooks_first=False,
+        ),
+        (Step((Micro(sides="first", inputs=True),), zero="keep"),),
+        ties=(("linear_w", "beta.linear_w"),),
+    ),
+    "a group of modules of which one never runs, in a reentrant checkpoint": Program(
+        Block(
+            ops=("mlp", Call("beta", checkpoint="reentrant"), "gain", "square"),
+            blocks=(
+                Block("alpha", blocks=(Block("alpha", ops=("scale",)),)),
+                Block("beta", hooks=("full_backward_pre",)),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha.alpha", "beta")), Wrap(("",)))),
+    ),
+    "a group of modules of which one never runs, in a reentrant checkpoint, backward twice": Program(
+        Block(
+            ops=(Call("alpha", checkpoint="reentrant"),),
+            blocks=(Block("alpha", ops=("mlp",)), Block("gamma", form="list", extra="weight_view")),
+        ),
+        Policy(wraps=(Wrap(("alpha", "gamma")), Wrap(("",)))),
+        (Step((Micro(order="each", sides="only", twice=True, inputs=True),)),),
+    ),
     "a parameter in an object, read by the caller": Program(
         Block(form="object", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),
