@@ -607,6 +607,11 @@ class _Repeats(nn.Module):
         return self.head(x)
 
 
+def _two_steps(model: nn.Module, times: int) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 4), times).sum().backward()
+
+
 def _repeats_a_block(rank: int, world_size: int) -> None:
     """The rank that runs less waits at the end of forward until its peers have read its shards."""
     os.environ["SHARDKIT_DEBUG"] = "order"
@@ -614,11 +619,9 @@ def _repeats_a_block(rank: int, world_size: int) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    for _ in range(2):
-        model(torch.ones(2, 4), 1).sum().backward()
+    _two_steps(model, times=1)
     with pytest.raises(RuntimeError, match=r"rank 1: .*all-gather of 'blocks\.2'\n") as caught:
-        for _ in range(2):
-            model(torch.ones(2, 4), 1 + rank).sum().backward()
+        _two_steps(model, times=1 + rank)
     assert re.search(r"rank 0: .*all-gather of 'blocks\.3'\n", str(caught.value)), caught.value
 
 

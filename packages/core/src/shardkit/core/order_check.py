@@ -2,8 +2,8 @@
 
 Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far.
 When the hashes differ, the last entries of every rank are exchanged and compared. Costs one small collective for each
-collective, and the overlap of gathers and reductions: a rank that runs fewer groups may wait for its peers' part in what
-was started before, so a rank ends all of that before it enters the exchange (`CommContext.catch_up`).
+collective. On CPU it also costs the overlap of gathers and reductions: a rank that runs fewer groups may wait for its
+peers' part in what was started before, so a rank ends all of that before the exchange (`CommContext.catch_up`).
 """
 
 from __future__ import annotations
