@@ -111,6 +111,27 @@ def test_what_a_person_must_decide():
         assert word in finding.text
 
 
+def test_writes_to_data_are_reported():
+    source = textwrap.dedent(
+        """\
+        for p, q in zip(model.parameters(), ema.parameters()):
+            p.data = q.data
+            p.grad.data, done = clipped, True
+            p.data.copy_(q)
+            p.data += 1
+            backup = p.data
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+        class Data:
+            def __init__(self, data):
+                self.data = data
+        """
+    )
+    result = rewrite(source)
+    assert [one.line for one in result.findings] == [2, 3, 7]
+    assert all("write in place" in one.text for one in result.findings)
+    assert result.source == source
+
+
 def test_names_that_ours_has_not_stay_and_are_reported():
     source = textwrap.dedent(
         """\

@@ -35,7 +35,7 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever it holds other parameters.
 
     It holds the original parameters, whose gradients never come: training would silently do nothing. So it would with
-    gradients that no backward has reduced.
+    gradients that no backward has reduced, or that the user has written to in vain.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
@@ -48,6 +48,8 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     for reference in known.groups:
         if (group := reference()) is not None:
             group.check_reduced()
+            for param in group.params:
+                param.check_gradient()
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

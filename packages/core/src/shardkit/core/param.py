@@ -8,6 +8,7 @@ Tensors of a parameter, in the order of its life:
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
+    stand_in        gradient of sharded_param while an unsharded one waits for its reduction
     kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
 
 Note [Storage that comes and goes]
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
+from shardkit.core.lost_writes import GradientOrigin, lost_gradient, lost_parameter, lost_while_unsharded
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
@@ -44,6 +46,7 @@ from shardkit.core.torch_compat import (
     take_meaning,
     version_of,
 )
+from shardkit.core.waiting_gradient import StandIn
 
 __all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
 
@@ -140,10 +143,14 @@ class FSDPParam:
         self._targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
+        self._stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
         self._gathered_requires_grad = original.requires_grad
         self._gathered_version = 0
         self._settled_version = -1
+        self._unsharded_origin: torch.UntypedStorage | None = None
+        self._gradient_origin: GradientOrigin | None = None
+        self._origin = self.sharded_param.untyped_storage()
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
@@ -161,9 +168,37 @@ class FSDPParam:
                 self._adopt_parameter(current)
         local = local_of(self.sharded_param)
         if local is self._held and (self.subclass is not None or not SubclassGather.put_on(local)):
+            self._refuse_lost_writes()
             return False
+        self._origin = self.sharded_param.untyped_storage()
         self._adopt_local(local)
         return True
+
+    def _refuse_lost_writes(self) -> None:
+        if self._sharded_is_lost:
+            raise lost_parameter(self.fqn)
+        if self._unsharded_is_lost:
+            self.unsharded_param = None  # the next gather makes another one
+            raise lost_while_unsharded(self.fqn)
+
+    @property
+    def _sharded_is_lost(self) -> bool:
+        """Whether the user has put other data under the sharded parameter (Note [Writes that would be lost])."""
+        # `module.to()` changes the local tensor as well.
+        return self.sharded_param.untyped_storage() is not self._origin and local_of(self.sharded_param) is self._held
+
+    @property
+    def _unsharded_is_lost(self) -> bool:
+        """Whether the user has put other data under the unsharded parameter; the hooks of a subclass may do so."""
+        if self.unsharded_param is None or self.subclass is not None:
+            return False
+        return self.unsharded_param.untyped_storage() is not self._unsharded_origin
+
+    def check_gradient(self) -> None:
+        """Raises RuntimeError if what the user has written to the gradient would be lost; before an optimizer steps."""
+        gradient, origin = self.sharded_param.grad, self._gradient_origin
+        if gradient is not None and origin is not None and origin.lost(gradient):
+            raise lost_gradient(self.fqn)
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -193,6 +228,7 @@ class FSDPParam:
         take_meaning(parameter, old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         self.sharded_param = parameter
+        self._origin = parameter.untyped_storage()
         _sharded[id(parameter)] = self
         self.register(parameter)
 
@@ -375,6 +411,7 @@ class FSDPParam:
                 self.unsharded_param = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
             self.unsharded_param.__dict__.update(user_attributes(self.sharded_param))
             _became[self.unsharded_param] = weakref.ref(self)
+            self._unsharded_origin = self.unsharded_param.untyped_storage()
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
         self._gathered_requires_grad = requires_grad
@@ -420,6 +457,8 @@ class FSDPParam:
     @property
     def is_stale(self) -> bool:
         """Whether the sharded parameter was written to, or replaced, since it was gathered. Alike on all ranks."""
+        if self._sharded_is_lost or self._unsharded_is_lost:
+            return True
         for slot in self.slots:
             current = slot.get()
             if current is not None and current is not self.unsharded_param:
@@ -475,20 +514,32 @@ class FSDPParam:
         return ReduceItem(self.fqn, self.layout)
 
     def accumulate_unsharded(self, reduce_dtype: torch.dtype | None) -> None:
-        """Moves the gradient of a backward without sync into `accumulated`, if that differs from leaving it be."""
+        """Keeps the gradient of a backward without sync until a later backward reduces it, in `reduce_dtype`."""
         parameter = self.unsharded_param
         if parameter is None or parameter.grad is None:
             return
+        self.check_gradient()
         if self.accumulated is not None:
             self.accumulated += parameter.grad
+            parameter.grad = None
         elif reduce_dtype is not None and reduce_dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(reduce_dtype)
-        else:
-            return
-        parameter.grad = None
+            parameter.grad = None
+        waiting = parameter.grad if self.accumulated is None else self.accumulated
+        assert waiting is not None
+        stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local)
+        self._gradient_origin = GradientOrigin(stand_in)
+
+    def drop_zeroed_gradient(self) -> None:
+        """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""
+        if self._stand_in.is_there:
+            self.check_gradient()
+            if self._stand_in.was_zeroed(self.sharded_param):
+                self.forget_gradients()
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object forgets; None if backward left none."""
+        self._stand_in.dismiss(self.sharded_param)
         parameter = self.unsharded_param
         if parameter is None:
             return None
@@ -523,20 +574,24 @@ class FSDPParam:
             gradient = target.copy_(gradient, non_blocking=overlap)
         if existing is None:
             sharded.grad = like_dtensor(self.form.local(gradient), cast(DTensor, sharded))
+            self._gradient_origin = GradientOrigin(sharded.grad)
         else:
             local_of(existing).add_(gradient)
         for hook in hooks:
             hook(self.sharded_param)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
-        """What `zero_grad` does, for the sharded gradient."""
+        """What `zero_grad` does, for the sharded gradient and for one that waits."""
+        if self._stand_in.is_there:
+            self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None
         elif self.sharded_param.grad is not None:
             local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
-        """Drops unsharded gradients of an iteration that failed."""
+        """Drops unsharded gradients, of an iteration that failed or that the user has zeroed."""
+        self._stand_in.dismiss(self.sharded_param)
         self.accumulated = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None

@@ -491,8 +491,12 @@ class FSDPParamGroup:
     def wait_for_unshard(self) -> None:
         """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has.
 
-        On streams the current stream waits, also if another one has waited before.
+        Every forward and backward comes by here before it uses the parameters. On streams the current stream waits,
+        also if another one has waited before.
         """
+        if self._accumulating:
+            for param in self.params:
+                param.drop_zeroed_gradient()
         if self.residence is not Residence.GATHERING:
             if self._gathered is not None and self.residence is Residence.UNSHARDED:
                 self._gathered.wait()

@@ -43,6 +43,10 @@ _ATTRIBUTES = {
     "flat_param": _FLAT,
     "_fsdp_wrapped_module": "still there; .module says the same without a private name",
 }
+_LOST = (
+    "of a parameter or its gradient it raises in the next forward or step, but for whole parameters inside "
+    "FSDP.summon_full_params; write in place (copy_)"
+)
 _REFUSED = {"FlatParameter", "FlatParamHandle"}
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
@@ -282,7 +286,16 @@ class _Rewriter(cst.CSTTransformer):
         self.needed.add(_MODULES[module])
         return _node_of(".".join(filter(None, [_MODULES[module], what, rest])))
 
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:  # noqa: N802
+        for target in m.findall(node.target, m.Attribute(attr=m.Name("data"))):
+            assert isinstance(target, cst.Attribute)
+            if _name_of(target.value) != "self":  # a data set's own attribute
+                self._note(node, f".data = ...: {_LOST}")
+        return True
+
     def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
+        if m.matches(node.func, m.Name("vector_to_parameters") | m.Attribute(attr=m.Name("vector_to_parameters"))):
+            self._note(node, f"vector_to_parameters() assigns to .data: {_LOST}")
         if m.matches(node.func, m.Attribute(attr=m.Name("state_dict"))) and "optim" in _name_of(node.func).lower():
             self._note(
                 node,

@@ -1,0 +1,72 @@
+"""What the sharded parameter shows as its gradient while an unsharded gradient waits for its reduction.
+
+Note [A gradient that waits]
+After a backward without gradient sync the unsharded gradient stays with the unsharded parameter, which no optimizer
+knows. `zero_grad()` must drop it nevertheless, and sees sharded parameters only. So meanwhile the gradient of the
+sharded parameter is a stand-in: the waiting gradient as a DTensor with Partial placements, over its memory. What sets
+the stand-in to zero sets the waiting gradient to zero, and a stand-in that is gone before the next forward or backward
+says that the waiting gradient is to go. A sharded gradient that is there already, from a backward with sync, is the
+stand-in itself; where no Partial gradient fits, because of its dtype or device, zeros are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from shardkit.core.adapters import ParameterForm
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor, version_of
+
+__all__ = ["StandIn"]
+
+
+class StandIn:
+    """The stand-in of one parameter, if a gradient of it waits."""
+
+    def __init__(self) -> None:
+        self._gradient: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a gradient waits."""
+        return self._gradient is not None
+
+    def put(self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor) -> torch.Tensor:
+        """After each backward without sync: makes `sharded.grad`, which it returns, stand in for `waiting`.
+
+        Args:
+            sharded: the sharded parameter.
+            waiting: the unsharded gradient, of the unsharded parameter's shape; a DTensor with tensor parallelism.
+            form: of the parameter.
+            shard: the plain tensor inside of `sharded`.
+        """
+        if sharded.grad is None or _is_partial(sharded.grad):
+            if isinstance(waiting, DTensor) or (waiting.dtype, waiting.device) != (shard.dtype, shard.device):
+                zeros = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
+                sharded.grad = like_dtensor(form.local(zeros), sharded)
+            else:
+                sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)
+        self._gradient, self._version = sharded.grad, version_of(sharded.grad)
+        return sharded.grad
+
+    def was_zeroed(self, sharded: torch.Tensor) -> bool:
+        """Whether the user has zeroed or taken away the gradient of `sharded` since."""
+        stand_in = self._gradient
+        if stand_in is None:
+            return False
+        if sharded.grad is not stand_in:
+            return True
+        if _is_partial(stand_in) or version_of(stand_in) == self._version:
+            return False
+        return not local_of(stand_in).any()
+
+    def dismiss(self, sharded: torch.Tensor) -> None:
+        """Nothing waits any more."""
+        if self._gradient is not None and sharded.grad is self._gradient and _is_partial(self._gradient):
+            sharded.grad = None
+        self._gradient = None
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)

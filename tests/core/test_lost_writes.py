@@ -1,0 +1,157 @@
+"""`.data =` on what fully_shard has made raises with the name; stock FSDP2 loses the write without a word."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import FSDPModule, fully_shard
+from tests.support import rank_mesh, run_ranks
+
+
+def _model(mesh: DeviceMesh | None = None, reshard_after_forward: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return model
+
+
+def _step(model: nn.Module) -> torch.Tensor:
+    output = model(torch.ones(2, 4))
+    output.sum().backward()
+    return output.detach()
+
+
+_LOST = r"^the data of parameter '0\.weight' was replaced \(`parameter\.data = \.\.\.`\)\. .*DTensor.*Write in place"
+_LOST_UNSHARDED = r"^the data of parameter '0\.weight' was replaced .* while it was unsharded.*Write to the sharded"
+_LOST_GRADIENT = r"^the data of the gradient of parameter '0\.weight' was replaced .*Write in place, or assign"
+
+
+def _sharded(rank: int, world_size: int) -> None:
+    for reshard_after_forward in (True, False):
+        for value in (lambda p: p.detach() * 2, lambda p: torch.ones(p.shape), lambda p: torch.ones(2, 2)):
+            for used_before in (False, True):
+                model = _model(reshard_after_forward=reshard_after_forward)
+                if used_before:
+                    _step(model)
+                model.reshard()
+                weight = model[0].weight
+                before = weight.data
+                weight.data = value(weight)
+                with pytest.raises(RuntimeError, match=_LOST):
+                    _step(model)
+                with pytest.raises(RuntimeError, match=_LOST):
+                    _step(model)
+                weight.data = before
+                _step(model)
+
+
+def test_data_of_sharded_parameters() -> None:
+    run_ranks(2, _sharded)
+
+
+def _undone(rank: int, world_size: int) -> None:
+    """Weights that are swapped and put back, moves, casts and loads are no lost writes."""
+    model = _model()
+    expected = _step(model)
+    backups = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 2
+    for parameter, backup in zip(model.parameters(), backups, strict=True):
+        parameter.data = backup
+    torch.testing.assert_close(_step(model), expected, rtol=0, atol=0)
+    model.double()
+    model.float()
+    model.to("cpu")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0)
+            parameter.copy_(parameter.data.clone())
+    torch.testing.assert_close(_step(model), expected, rtol=0, atol=0)
+    other = nn.Parameter(model[0].weight.detach() * 2)
+    model[0].weight = other
+    assert not torch.equal(_step(model), expected)
+
+
+def test_writes_that_reach_the_parameter() -> None:
+    run_ranks(2, _undone)
+
+
+def _unsharded(rank: int, world_size: int) -> None:
+    """Also where the unsharded parameter is the shard itself."""
+    for mesh in (None, rank_mesh((2, 1), ("replicate", "shard"))):
+        model = _model(mesh)
+        expected = _step(model)
+        for reshard in (True, False):
+            model[0].unshard()
+            unsharded = model[0].weight
+            assert not isinstance(unsharded, DTensor)
+            unsharded.data = torch.zeros_like(unsharded)
+            if reshard:
+                model[0].reshard()
+            with pytest.raises(RuntimeError, match=_LOST_UNSHARDED):
+                _step(model)
+            torch.testing.assert_close(_step(model), expected, rtol=0, atol=0)
+
+
+def test_data_of_unsharded_parameters() -> None:
+    run_ranks(2, _unsharded)
+
+
+class _Swaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data = self.linear.weight.data * 2
+        return self.linear(x)
+
+
+def _within_forward(rank: int, world_size: int) -> None:
+    model = fully_shard(_Swaps())
+    model.set_reshard_after_forward(True)
+    with pytest.raises(RuntimeError, match=r"'linear\.weight' was replaced .* while it was unsharded"):
+        _step(model)  # backward gathers it again
+
+
+def test_data_within_forward() -> None:
+    run_ranks(2, _within_forward)
+
+
+def _gradients(rank: int, world_size: int) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model[0].weight
+    for _ in range(2):  # also with an optimizer that is known by then
+        _step(model)
+        before = weight.to_local().clone()
+        weight.grad.data = weight.grad * 0
+        with pytest.raises(RuntimeError, match=_LOST_GRADIENT):
+            optimizer.step()
+        assert torch.equal(weight.to_local(), before)
+        optimizer.zero_grad()
+        _step(model)
+        weight.grad.data.mul_(0)
+        optimizer.step()
+        assert torch.equal(weight.to_local(), before)
+        weight.grad = weight.grad + 1
+        optimizer.step()
+        assert torch.equal(weight.to_local(), before - 0.1)
+        optimizer.zero_grad()
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    _step(model)
+    weight.grad.data = weight.grad * 0
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=_LOST_GRADIENT):
+        _step(model)
+
+
+def test_data_of_gradients() -> None:
+    run_ranks(2, _gradients)
