@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardkit.tools import Policies, estimate, estimate_job
 from shardkit.tools.calibration import calibrate
-from shardkit.tools.estimating.heap import threshold_of
 from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.machine import load_machine
@@ -169,7 +168,7 @@ def main() -> None:
             machine = calibrate(ranks)
             costs = MeasuredCosts(machine)
         else:
-            machine = load_machine(options.machine).replace(mmap_threshold=threshold_of(os.environ))
+            machine = load_machine(options.machine)
             costs = None
         print(json.dumps(machine.to_json()))
         for name in options.jobs:

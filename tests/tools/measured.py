@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,6 @@ from shardkit.core import events
 from shardkit.core.runtime import transport
 from shardkit.core.runtime.shared import meeting, segment
 from tests.tools.jobs import JOBS, mesh_of
-
-_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HUGE_PAGES = _HUGE.exists() and "[always]" in _HUGE.read_text()
-"""Whether the kernel maps 2 MiB at a time where it can, so that counts of page faults say nothing about bytes."""
 
 
 class Meter(TorchDispatchMode):

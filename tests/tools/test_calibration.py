@@ -7,7 +7,6 @@ import pytest
 
 from shardkit.tools import estimate_job
 from shardkit.tools.calibration import calibrate
-from shardkit.tools.estimating.heap import MAPPED_FROM, VARIABLE
 from shardkit.tools.estimating.measured_costs import MeasuredCosts
 from shardkit.tools.estimating.trace import Ran
 from shardkit.tools.machine import Machine, load_machine
@@ -25,17 +24,10 @@ def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_pa
     assert load_machine(path) == machine
     assert machine.ranks_per_host == 2
     assert machine.transport == "shared"
-    assert 1e7 < machine.mapping_bandwidth < 1e11  # a page in 0.04 to 400 microseconds
     assert machine.memory_bandwidth > 1e8 and machine.flops["float32"] > 1e8
     assert 0 < machine.inside.latency < 1 and 0 < machine.operator_seconds < 1e-2
     assert 0 < machine.dtensor_seconds < 1e-2 and machine.dtensor_each_seconds >= 0
     assert machine.process_bytes > 50 * 2**20
-
-
-def test_the_threshold_of_the_environment_is_part_of_the_description(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    assert machine.mmap_threshold is None
-    monkeypatch.setenv(VARIABLE, str(MAPPED_FROM))
-    assert calibrate(1).mmap_threshold == MAPPED_FROM
 
 
 @pytest.mark.parametrize("name", ["gpt", "convnet", "llama"])

@@ -7,7 +7,7 @@ import torch
 
 from shardkit.tools.estimating.clock import replay
 from shardkit.tools.estimating.costs import Roofline, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Mapped, Operator, Ran, Trace
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.machine import Link, Machine
 
@@ -92,13 +92,6 @@ def test_operators_on_dtensors_take_host_time_for_themselves_and_for_each_tensor
     line = replay(steps, MACHINE.replace(device="cpu"), Roofline(MACHINE))
     assert (line.step, line.compute_by_fqn) == (3 + 4 * 0.5 + 1, {"a": 6})
     assert replay(trace(Ran(operator(1000, 0), "a", "f"), *steps.steps), MACHINE, Roofline(MACHINE)).step == 11
-
-
-def test_a_mapped_block_takes_the_time_of_its_bytes_where_the_rank_waits_for_nothing_else():
-    machine = MACHINE.replace(device="cpu", mapping_bandwidth=20.0)
-    steps = trace(Launched(1, gather(100)), Mapped(40, "a", "f"), Ran(operator(100, 0), "a", "f"), Awaited(1, "b", "f"))
-    line = replay(steps, machine, Roofline(machine))
-    assert (line.step, line.compute, line.exposed, line.compute_by_fqn) == (6, 2 + 1, 6 - 3, {"a": 3})
 
 
 def test_what_is_rounded_takes_the_time_of_its_bytes_on_the_wire():

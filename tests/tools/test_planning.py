@@ -1,11 +1,7 @@
 """Plans: what is proposed under a limit, and what its code does on real ranks."""
 
-import ctypes
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.batches import micro_batch_of, with_micro_batch
-from shardkit.tools.estimating.heap import MAPPED_FROM
 from shardkit.tools.estimating.llama import Llama, LlamaConfig
 from shardkit.tools.estimating.targets import bytes_of
 from shardkit.tools.estimating.tensor_parallel import cut_llama
-from shardkit.tools.machine import Link, Machine, preset
+from shardkit.tools.machine import Link, Machine
 from shardkit.tools.planning import proposals
-from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, with_mapped_blocks, wrappings
+from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, wrappings
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
 from tests.support import run_ranks
@@ -108,52 +103,6 @@ def test_micro_batches_grow_to_the_largest_and_samples_are_what_is_compared():
         assert proposal.sample_seconds == pytest.approx(proposal.estimate.timeline.step / samples)
     assert [one.sample_seconds for one in found] == sorted(one.sample_seconds for one in found)
     assert found[0].candidate.micro_batch == 4
-
-
-# Teaches glibc that 16 MiB are not large, pastes the code of a plan, and counts the blocks that are mapped after that.
-PASTED = """
-import ctypes, sys, torch
-class Info(ctypes.Structure):
-    _fields_ = [(str(number), ctypes.c_size_t) for number in range(10)]
-glibc = ctypes.CDLL(None)
-glibc.mallinfo2.restype = Info
-def mapped():
-    return getattr(glibc.mallinfo2(), "3")
-torch.empty(16 * 2**20, dtype=torch.uint8)
-exec(sys.stdin.read())
-found = [mapped()]
-for nbytes in (200 * 1024, 300 * 1024):
-    found.append(torch.empty(nbytes, dtype=torch.uint8))
-    found.append(mapped())
-print(found[2] - found[0], found[4] - found[2])
-"""
-
-
-def test_the_code_has_glibc_give_freed_tensors_back(ample: list[Proposal]):
-    assert ample[0].estimate.machine.mmap_threshold == MAPPED_FROM
-    assert any("which the code sets" in reason for reason in ample[0].reasons)
-    command = [sys.executable, "-c", PASTED]
-    found = subprocess.run(command, input=code_of(ample[0]), text=True, capture_output=True, check=True)
-    assert found.stdout.split() == ["0", "1"]
-
-
-@pytest.mark.parametrize("library", [SimpleNamespace(), SimpleNamespace(mallopt=lambda *_: 0)])
-def test_the_code_says_where_the_setting_cannot_be_made(
-    library: SimpleNamespace, ample: list[Proposal], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    with pytest.raises(RuntimeError, match="no mallopt, or it refuses 262144 bytes; the memory limit counts on it"):
-        exec(compile(code_of(ample[0]), "pasted", "exec"), {})
-
-
-def test_a_threshold_of_the_users_own_is_kept_if_it_is_neither_high_nor_tiny_and_gpus_have_none():
-    for own in (2**16, 2**20):
-        assert with_mapped_blocks(MACHINE.replace(mmap_threshold=own)).mmap_threshold == own
-    for own in (1, 2**16 - 1, 2**20 + 1):
-        assert with_mapped_blocks(MACHINE.replace(mmap_threshold=own)).mmap_threshold == MAPPED_FROM
-    (found,) = propose(JOB, 1, preset("h100").replace(mmap_threshold=2**18), 2**40, most_micro_batch=2, count=1)
-    assert "ctypes" not in code_of(found) and "mallopt" not in code_of(found)
-    assert not any("glibc" in reason for reason in found.reasons)
 
 
 def follow(rank: int, world_size: int, code: str, micro_batch: int, name: str = "JOB") -> int:

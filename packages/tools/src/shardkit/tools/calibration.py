@@ -6,15 +6,12 @@ caches) is shared in the numbers too.
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from shardkit.core import fully_shard
 from shardkit.core.runtime.transport import SharedTransport, transport_for
 from shardkit.core.torch_compat import TorchDispatchMode
-from shardkit.tools.estimating.heap import keeping_blocks, threshold_of
 from shardkit.tools.estimating.trace import dtensors_among
 from shardkit.tools.machine import Link, Machine, MachineError, threads_of_each
 
@@ -36,8 +32,6 @@ __all__ = ["calibrate"]
 _SIDES = {torch.float32: 768, torch.bfloat16: 192}
 _STREAM = 4 * 2**20
 _SMALL_GROUP, _LARGE_GROUP = 64, 1536
-# Blocks that are mapped: so many are timed together, of those that are held meanwhile.
-_BLOCK, _TIMED, _HELD = 2**20, 16, 64
 
 
 def calibrate(ranks: int | None = None) -> Machine:
@@ -71,8 +65,6 @@ def calibrate(ranks: int | None = None) -> Machine:
         dtensor_each_seconds=found["dtensor_each_seconds"],
         storage_bandwidth=found["storage_bandwidth"],
         process_bytes=found["process_bytes"],
-        mmap_threshold=threshold_of(os.environ),
-        mapping_bandwidth=found["mapping_bandwidth"],
         sources={
             "all": f"measured, {ranks} ranks at once, {threads_of_each(ranks)} threads each, torch {torch.__version__}"
         },
@@ -102,9 +94,7 @@ def _measure(file: Path) -> dict[str, Any]:
     operator_seconds = _operators()
     _matmul(torch.float32)
     process_bytes = _resident()  # before large tensors, but with what libraries keep after their first use
-    # Estimates charge the mapping of blocks by itself.
-    with nullcontext() if threshold_of(os.environ) is None else keeping_blocks():
-        return {"process_bytes": process_bytes, "operator_seconds": operator_seconds, **_speeds(file)}
+    return {"process_bytes": process_bytes, "operator_seconds": operator_seconds, **_speeds(file)}
 
 
 def _speeds(file: Path) -> dict[str, Any]:
@@ -117,7 +107,6 @@ def _speeds(file: Path) -> dict[str, Any]:
         "float32": _matmul(torch.float32),
         "bfloat16": _matmul(torch.bfloat16),
         "memory_bandwidth": _stream(),
-        "mapping_bandwidth": _mapping(),
         "dtensor_seconds": dtensor_seconds,
         "dtensor_each_seconds": dtensor_each_seconds,
         "latency": latency,
@@ -157,33 +146,6 @@ def _matmul(dtype: torch.dtype) -> float:
 def _stream() -> float:
     a, b, out = torch.rand(_STREAM), torch.rand(_STREAM), torch.empty(_STREAM)
     return 3 * 4 * _STREAM / _seconds(lambda: torch.add(a, b, out=out))
-
-
-def _mapping() -> float:
-    """Bytes per second of fresh blocks, beside what writing to them takes.
-
-    Blocks live for a while, as in training: of pages that were given back a moment ago, caches know more.
-    """
-    held = deque(_fresh() for _ in range(_HELD))
-
-    def fresh() -> None:
-        for _ in range(_TIMED):
-            held.append(_fresh())
-            held.popleft()
-
-    def known() -> None:
-        for _ in range(_TIMED):
-            held[0].fill_(1)
-
-    longer = _seconds(fresh) - _seconds(known)
-    # Where other programs have slowed down only the latter nothing can be told.
-    return _TIMED * _BLOCK / longer if longer > 0 else Machine.mapping_bandwidth
-
-
-def _fresh() -> torch.Tensor:
-    """A tensor that has been written to, on memory that the kernel maps for it, as malloc does for large blocks."""
-    block = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(block, dtype=torch.float32).fill_(1)
 
 
 def _operators() -> float:

@@ -59,10 +59,6 @@ class Machine:
         dtensor_each_seconds: and for each DTensor that it is given (optimizers give lists of them).
         storage_bandwidth: bytes per second that one rank writes to and reads from files.
         process_bytes: memory of a rank that no tensor accounts for: context, libraries, communication.
-        mmap_threshold: on a CPU, from how many bytes on glibc maps a block by itself, if the environment of the ranks
-            fixes that (MALLOC_MMAP_THRESHOLD_); None where glibc learns it.
-        mapping_bandwidth: bytes per second of such blocks, beside what is done with them: the kernel maps them, clears
-            each page when it is first written to, and takes them back.
         sources: for each number, where it comes from.
     """
 
@@ -81,8 +77,6 @@ class Machine:
     process_bytes: int
     dtensor_seconds: float = 40e-6
     dtensor_each_seconds: float = 4e-6
-    mmap_threshold: int | None = None
-    mapping_bandwidth: float = 2e9
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_for(self, dtype: torch.dtype) -> float:
@@ -133,12 +127,10 @@ _NUMBERS = {
     "process_bytes": int,
     "dtensor_seconds": float,
     "dtensor_each_seconds": float,
-    "mmap_threshold": int,
-    "mapping_bandwidth": float,
 }
 _MAY_BE_ZERO = ("operator_seconds", "process_bytes", "dtensor_seconds", "dtensor_each_seconds")
 # What a description may leave out.
-_OPTIONAL = ("dtensor_seconds", "dtensor_each_seconds", "mmap_threshold", "mapping_bandwidth", "sources")
+_OPTIONAL = ("dtensor_seconds", "dtensor_each_seconds", "sources")
 _NAMES = {"device": ("cpu", "cuda"), "transport": get_args(Transport)}
 
 
@@ -192,8 +184,6 @@ def _holes(described: Mapping[str, Any]) -> list[str]:
 def _wrong_numbers(described: Mapping[str, Any]) -> list[str]:
     problems = []
     numbers = {name: described[name] for name in _NUMBERS if name in described}
-    if numbers.get("mmap_threshold", 0) is None:
-        del numbers["mmap_threshold"]
     flops = described.get("flops", {"": 1.0})
     if isinstance(flops, Mapping) and flops:
         numbers |= {f"flops.{dtype}": value for dtype, value in flops.items()}
@@ -275,7 +265,6 @@ def _gpu(
                     "operator_seconds",
                     "dtensor_seconds",
                     "dtensor_each_seconds",
-                    "mapping_bandwidth",
                     "storage_bandwidth",
                     "process_bytes",
                 ),

@@ -2,7 +2,6 @@
 
 There are two kinds of machine. Ranks on a CPU compute themselves: an operator's overhead and its work follow one
 another, and with shared memory the copying of a communication is work of the rank itself, done where it is waited for.
-Where glibc maps large blocks by themselves, the kernel's work on each is charged where the tensor is made.
 A device with a queue works behind its host, which only launches; communication runs on streams of its own.
 """
 
@@ -12,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from shardkit.tools.estimating.costs import OperatorCosts, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Mapped, Operator, Ran, Trace
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace
 from shardkit.tools.estimating.traffic import Transfer
 from shardkit.tools.machine import Machine
 
@@ -25,7 +24,7 @@ class Timeline:
 
     Attributes:
         step: from its beginning to its end.
-        compute: in operators and for their memory, launches included where they are on the critical path.
+        compute: in operators, launches included where they are on the critical path.
         communication: that communications take by themselves, overlapped or not.
         exposed: that computation waits for them.
         exposed_by_fqn: the same, by the group that is waited for.
@@ -88,10 +87,6 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             if not queued:
                 device += seconds
                 compute[step.fqn] += seconds
-        elif isinstance(step, Mapped):
-            seconds = step.bytes / machine.mapping_bandwidth
-            device += seconds
-            compute[step.fqn] += seconds
         elif isinstance(step, Launched):
             lanes.launch(step.number, step.transfer, device)
         else:

@@ -89,10 +89,6 @@ class Ledger:
         for key, entry in self._entries.items():
             observer(key, entry.nbytes)
 
-    def keys_of(self, category: Category) -> list[int]:
-        """The storages of a category, as observers know them."""
-        return [key for key, entry in self._entries.items() if entry.category == category]
-
     def see(self, tensor: torch.Tensor, category: Category) -> None:
         """A tensor that an operator returned; a storage that is known already keeps its category."""
         storage = tensor.untyped_storage()

@@ -6,13 +6,11 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from shardkit.tools.estimating.costs import Roofline
-from shardkit.tools.estimating.heap import keeping_blocks
 from shardkit.tools.estimating.trace import Operator, TensorPicture
 from shardkit.tools.machine import Machine, threads_of_each
 
@@ -40,9 +38,7 @@ class MeasuredCosts:
     """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
 
     As a context it runs with as many threads as a rank would have, and keeps the machine as busy as the other ranks of
-    a host would: two hardware threads may be one core. Where the machine fixes the threshold from which blocks are
-    mapped, operators run without mapping, as their blocks are charged by themselves; entering it raises MachineError
-    where that cannot be.
+    a host would: two hardware threads may be one core.
     The launch that the machine counts for every operator is taken off, as the measured time contains it.
 
     Attributes:
@@ -56,11 +52,8 @@ class MeasuredCosts:
         self.estimated: list[str] = []
         self._company: list[subprocess.Popen[bytes]] = []
         self._threads_before = torch.get_num_threads()
-        self._memory = ExitStack()
 
     def __enter__(self) -> MeasuredCosts:
-        if self._machine.mmap_threshold is not None:
-            self._memory.enter_context(keeping_blocks())
         self._threads_before = torch.get_num_threads()
         threads = threads_of_each(self._machine.ranks_per_host)
         try:
@@ -78,7 +71,6 @@ class MeasuredCosts:
 
     def __exit__(self, *exc_info: object) -> None:
         torch.set_num_threads(self._threads_before)
-        self._memory.close()
         self._send_away()
 
     def _send_away(self) -> None:

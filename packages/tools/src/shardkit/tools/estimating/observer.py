@@ -19,7 +19,6 @@ from shardkit.tools.estimating.trace import (
     Awaited,
     Dispatched,
     Launched,
-    Mapped,
     Operators,
     Ran,
     Trace,
@@ -126,10 +125,6 @@ class Observer(OperatorMode):
     def announce(self, inside: int) -> None:
         """The next communication of core sends so many bytes inside this host."""
         self._inside = inside
-
-    def mapped(self, nbytes: int) -> None:
-        """A tensor got a block that glibc maps by itself."""
-        self.trace.steps.append(Mapped(nbytes, *self.where.here()))
 
     # -- operators -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from shardkit.tools.estimating.clock import Timeline, replay
 from shardkit.tools.estimating.costs import OperatorCosts, Roofline
-from shardkit.tools.estimating.heap import MAPPED_FROM, VARIABLE, keeps_holes
 from shardkit.tools.estimating.job import TensorParallel, TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.policies import Policies
@@ -71,7 +70,8 @@ class Estimate:
         parameters: elements of the whole model.
         peak: most bytes of tensors, by category, and where.
         idle_bytes: bytes of tensors between iterations.
-        reserved_bytes: memory of the process at the peak: on a CPU what is resident, on a GPU what is taken from it.
+        reserved_bytes: memory of the process at the peak: on a GPU what the allocator takes from it, on a CPU the bytes
+            of tensors, those of peers that are mapped included.
         traffic: communication by module.
         timeline: predicted times.
         checkpoint: predicted size and time of a checkpoint.
@@ -191,10 +191,7 @@ def assess(
 ) -> Estimate:
     """What a recording means on a machine."""
     state = recording.weights.own + recording.optimizer.own
-    if machine.device == "cpu":
-        reserved = recording.heap_bytes + recording.mapped_bytes + machine.process_bytes
-    else:
-        reserved = recording.cached_bytes + machine.process_bytes
+    tensors = recording.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else recording.cached_bytes
     return Estimate(
         axes=axes,
         rank=rank,
@@ -203,7 +200,7 @@ def assess(
         parameters=recording.parameters,
         peak=recording.peak,
         idle_bytes=recording.idle_bytes,
-        reserved_bytes=reserved,
+        reserved_bytes=tensors + machine.process_bytes,
         traffic=_rows(recording.trace.transfers),
         timeline=replay(recording.trace, machine, costs or Roofline(machine)),
         checkpoint=Checkpoint(
@@ -238,12 +235,8 @@ def _notes(recording: Recording, policies: Policies, machine: Machine) -> tuple[
     if recording.values_read:
         places = ", ".join(recording.values_read)
         notes.append(f"the data of a tensor was read in {places}; fake tensors have none, so it got 1 (or True)")
-    if machine.device == "cpu" and keeps_holes(machine.mmap_threshold):
-        notes.append(
-            "resident memory may be well above this: glibc's heap keeps more holes than are simulated. With "
-            f"{VARIABLE}={MAPPED_FROM} in the environment of the ranks, freed tensors go back to the system; for an "
-            'estimate of that set "mmap_threshold" in the description of the machine'
-        )
+    if machine.device == "cpu":
+        notes.append("resident memory is larger: free memory that the C library's heap keeps is not counted")
     if machine.device != "cpu":
         notes.append("operators are those that torch runs on a CPU; kernels of a GPU may save other tensors")
         if policies.offload:

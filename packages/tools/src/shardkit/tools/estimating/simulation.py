@@ -14,7 +14,6 @@ from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
 from shardkit.core.torch_compat import local_of
 from shardkit.tools.estimating.errors import explained
-from shardkit.tools.estimating.heap import Heap
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.ledger import Peak
 from shardkit.tools.estimating.observer import Observer
@@ -48,7 +47,6 @@ class Recording:
         weights: size of parameters and buffers.
         optimizer: size of the optimizer's state.
         cached_bytes: what torch's caching allocator of GPUs would have taken from the device.
-        heap_bytes: what tensors on a CPU keep resident: the heap with its holes, and memory that is lent to peers.
         parameters: elements of the whole model's parameters.
         outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
@@ -62,7 +60,6 @@ class Recording:
     weights: StateSize
     optimizer: StateSize
     cached_bytes: int
-    heap_bytes: int
     parameters: int
     mapped_bytes: int
     outbox_bytes: int
@@ -73,7 +70,7 @@ class Recording:
 def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
     """Runs two iterations and records the second, when the order of groups is known and the optimizer has its state.
 
-    Of the machine only matters which ranks share a host, how they move bytes, and how glibc maps blocks.
+    Of the machine only matters which ranks share a host, and how they move bytes.
 
     Raises:
         EstimateError: for a job that cannot run with fake tensors, saying where and why.
@@ -91,7 +88,7 @@ def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Mach
             return transports[group]
 
         with fake, stand_ins(stand_in), observer:
-            return _run(job, mesh, observer, transports, machine)
+            return _run(job, mesh, observer, transports)
 
 
 def _run(
@@ -99,19 +96,10 @@ def _run(
     mesh: DeviceMesh,
     observer: Observer,
     transports: dict[dist.ProcessGroup, SimulatedTransport],
-    machine: Machine,
 ) -> Recording:
-    fixed = machine.device == "cpu" and machine.mmap_threshold is not None
-    heap = Heap(machine.mmap_threshold, observer.mapped if fixed else None)
-    observer.ledger.watch(heap.changed)
     with explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
         model = job.build(mesh)
     observer.adopt(model)
-    lent_bytes = 0
-    if machine.transport == "shared" and mesh.size() > 1:
-        lent_bytes = observer.ledger.by_category["sharded_parameters"]
-        for key in observer.ledger.keys_of("sharded_parameters"):  # core moves them to memory that peers can read
-            heap.changed(key, 0)
     allocator = CachingAllocator()
     observer.ledger.watch(allocator.changed)
     with explained("making the optimizer failed", "it gets the parameters of the sharded model"):
@@ -124,7 +112,6 @@ def _run(
         if recording:
             idle = observer.ledger.total
             observer.start()
-            heap.start()
         with explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
             job.run(model, optimizer, batches)
         del batches
@@ -137,7 +124,6 @@ def _run(
         weights=_state_size([*model.parameters(), *model.buffers()]),
         optimizer=_state_size(_tensors_of(optimizer)),
         cached_bytes=allocator.reserved,
-        heap_bytes=heap.peak + lent_bytes,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         outbox_bytes=sum(one.outbox_bytes for one in transports.values()),
         mapped_bytes=sum(one.mapped_bytes for one in transports.values()),

@@ -58,15 +58,6 @@ class Dispatched:
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A tensor got a block of so many bytes that glibc maps by itself."""
-
-    bytes: int
-    fqn: str
-    phase: str
-
-
-@dataclass(frozen=True)
 class Launched:
     """A communication began; `number` tells it from the others."""
 
@@ -83,7 +74,7 @@ class Awaited:
     phase: str
 
 
-Step: TypeAlias = Ran | Dispatched | Mapped | Launched | Awaited
+Step: TypeAlias = Ran | Dispatched | Launched | Awaited
 
 
 @dataclass

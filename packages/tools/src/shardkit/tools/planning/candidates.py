@@ -10,21 +10,18 @@ from typing import TypeAlias
 from torch import nn
 
 from shardkit.tools.estimating.batches import with_micro_batch
-from shardkit.tools.estimating.heap import MAPPED_FROM, keeps_holes
 from shardkit.tools.estimating.job import TrainingJob
 from shardkit.tools.estimating.policies import Policies, blocks_of
 from shardkit.tools.estimating.render import size
 from shardkit.tools.machine import Machine
 
-__all__ = ["Candidate", "candidates", "meshes", "tensor_parallel_meshes", "with_mapped_blocks", "wrappings"]
+__all__ = ["Candidate", "candidates", "meshes", "tensor_parallel_meshes", "wrappings"]
 
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
 # A module outside of the blocks gets a group of its own if it holds this part of all parameters.
 _LARGE_PART = 0.05
-# With a lower threshold many small objects would be mapped, a page and two calls of the system for each.
-_LEAST_THRESHOLD = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -59,16 +56,6 @@ class Candidate:
         if policies.wrap is not None:
             parts.append("outer modules apart")
         return ", ".join(parts)
-
-
-def with_mapped_blocks(machine: Machine) -> Machine:
-    """The machine as plans assume it: on a CPU a limit can be held only where glibc's heap has few holes."""
-    if machine.device != "cpu":
-        return machine.replace(mmap_threshold=None)
-    threshold = machine.mmap_threshold
-    if threshold is None or keeps_holes(threshold) or threshold < _LEAST_THRESHOLD:
-        return machine.replace(mmap_threshold=MAPPED_FROM)
-    return machine
 
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:

@@ -21,23 +21,6 @@ def recompute(block: nn.Module) -> None:
 '''
 
 
-_MAP = '''\
-def map_blocks() -> None:
-    """Has glibc map blocks from {threshold} bytes on, each by itself: freed tensors go back to the system at once."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not mallopt(-3, {threshold}):  # M_MMAP_THRESHOLD
-        raise RuntimeError(
-            "this C library has no mallopt, or it refuses {threshold} bytes; the memory limit counts on it: "
-            "run with glibc, or take out the call of map_blocks() and leave more memory free"
-        )
-
-
-map_blocks()  # when this is imported, before the model is made: the memory limit counts on it
-
-
-'''
-
-
 _CUT = f'''\
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cuts attention heads and feed-forward features of every layer over `mesh`."""
@@ -65,8 +48,7 @@ def code_of(proposal: Proposal) -> str:
         _docstring(proposal),
         *_imports(proposal),
         "\n",
-        _map_blocks(proposal)
-        + (_RECOMPUTE if policies.checkpoint else "")
+        (_RECOMPUTE if policies.checkpoint else "")
         + (_CUT if _cut_with(proposal) is cut_llama else "")
         + "def shard(model: nn.Module) -> nn.Module:",
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
@@ -80,11 +62,6 @@ def code_of(proposal: Proposal) -> str:
         "    return model",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _map_blocks(proposal: Proposal) -> str:
-    threshold = proposal.estimate.machine.mmap_threshold
-    return "" if threshold is None else _MAP.format(threshold=threshold)
 
 
 def _cut_with(proposal: Proposal) -> TensorParallel | None:
@@ -130,8 +107,7 @@ def _imports(proposal: Proposal) -> list[str]:
         torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
     torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
     own = [] if plan is None or plan is cut_llama else ["", "from {} import {}".format(*_name_of(plan))]
-    standard = [] if proposal.estimate.machine.mmap_threshold is None else ["import ctypes", ""]
-    return [*standard, *torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
+    return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
 
 
 def _keywords(policies: Policies) -> list[str]:

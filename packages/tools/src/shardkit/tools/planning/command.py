@@ -15,7 +15,6 @@ from shardkit.tools.estimating.command import add_job_arguments, job_of
 from shardkit.tools.estimating.errors import EstimateError, status_of
 from shardkit.tools.estimating.render import size, time
 from shardkit.tools.estimating.targets import bytes_of, costs_for, machine_named
-from shardkit.tools.planning.candidates import with_mapped_blocks
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.proposals import Proposal, below, propose
 from shardkit.tools.report.files import check_targets, write_text
@@ -64,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     if not 0 <= options.margin < 100:
         raise EstimateError(f"--margin is {options.margin}; expected per cent, from 0 to less than 100")
     check_targets(options.write, options.json)
-    machine = with_mapped_blocks(machine_named(options.machine))
+    machine = machine_named(options.machine)
     console, progress = Console(), Console(stderr=True)
     limit = bytes_of(options.memory) if options.memory else machine.memory
     with costs_for(options.machine, machine) as costs:

@@ -23,7 +23,6 @@ from shardkit.tools.planning.candidates import (
     candidates,
     meshes,
     tensor_parallel_meshes,
-    with_mapped_blocks,
     with_setting,
     wrappings,
 )
@@ -133,8 +132,7 @@ def propose(
     the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
     micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes. The
     smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part of
-    the limit that stays free, for what estimates miss. On a CPU the code fixes from how many bytes on glibc maps a
-    block by itself, as a limit can be held only then.
+    the limit that stays free, for what estimates miss.
 
     Raises:
         NothingFits: with the candidate that comes closest.
@@ -143,7 +141,7 @@ def propose(
     plain = _build(job)
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
-    search = _Search(job, with_mapped_blocks(machine), int(limit * (1 - margin)), costs, progress)
+    search = _Search(job, machine, int(limit * (1 - margin)), costs, progress)
     for candidate in candidates(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
@@ -229,8 +227,6 @@ def _reasons(search: _Search, candidate: Candidate) -> list[str]:
         f"takes {size(found.reserved_bytes)}, {share:.0%} of what may be taken; the peak is {found.peak.place}",
         f"waits {time(line.exposed)} of a {time(line.step)} step for communication",
     ]
-    if (threshold := search.machine.mmap_threshold) is not None:
-        reasons.append(f"counts on glibc mapping each block from {size(threshold)} on, which the code sets")
     policies = candidate.policies
     flips = [
         ("keeping parameters from forward to backward", with_setting(candidate, reshard_after_forward=True))
