@@ -27,9 +27,8 @@ from torch.multiprocessing.spawn import spawn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardkit.tools import Policies, estimate, estimate_job
-from shardkit.tools.calibration import calibrate
-from shardkit.tools.estimating.llama import Llama, LlamaConfig
-from shardkit.tools.estimating.measured_costs import MeasuredCosts
+from shardkit.tools.calibration import MeasuredCosts, calibrate
+from shardkit.tools.estimating.hf import Llama, LlamaConfig
 from shardkit.tools.machine import load_machine
 from tests.tools import jobs
 from tests.tools.measured import run_job

@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardkit.tools import TrainingJob
-from shardkit.tools.estimating.job import call, default_loss
-from shardkit.tools.estimating.policies import blocks_of
+from shardkit.tools.estimating.job import blocks_of, call, default_loss
 from shardkit.tools.torch_compat import FakeTensors, join_fake_world
 from tests.tools import jobs
 from tests.tools.measured import Meter

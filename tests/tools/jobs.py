@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CompressionPolicy, CPUOffloadPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
-from shardkit.tools.estimating.llama import Llama, LlamaConfig
+from shardkit.tools.estimating.hf import Llama, LlamaConfig
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from shardkit.tools.report.record import RankRecord
+from shardkit.tools.report.files import RankRecord
 from shardkit.tools.report.schema import (
     CATEGORIES,
     Group,

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.core import fully_shard
-from shardkit.tools.doctor import diagnose
-from shardkit.tools.doctor.command import main
+from shardkit.tools.doctor import diagnose, main
 from shardkit.tools.profiling import profile
 from shardkit.tools.report.files import write_report
 from shardkit.tools.report.merge import merge

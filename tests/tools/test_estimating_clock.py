@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardkit.tools.estimating.clock import replay
-from shardkit.tools.estimating.costs import Roofline, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace
-from shardkit.tools.estimating.traffic import Transfer
+from shardkit.tools.estimating.timeline import Roofline, replay, transfer_seconds
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace, Transfer
 from shardkit.tools.machine import Link, Machine
 
 MACHINE = Machine(

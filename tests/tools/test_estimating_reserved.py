@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tools.estimating.reserved import CachingAllocator
+from shardkit.tools.estimating.memory import CachingAllocator
 
 MIB = 2**20
 

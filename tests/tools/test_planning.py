@@ -10,15 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
-from shardkit.tools.estimating.batches import micro_batch_of, with_micro_batch
-from shardkit.tools.estimating.llama import Llama, LlamaConfig
-from shardkit.tools.estimating.targets import bytes_of
-from shardkit.tools.estimating.tensor_parallel import cut_llama
+from shardkit.tools.estimating.command import bytes_of
+from shardkit.tools.estimating.hf import Llama, LlamaConfig, cut_llama
+from shardkit.tools.estimating.job import micro_batch_of, with_micro_batch
 from shardkit.tools.machine import Link, Machine
-from shardkit.tools.planning import proposals
-from shardkit.tools.planning.candidates import Candidate, meshes, tensor_parallel_meshes, wrappings
+from shardkit.tools.planning import search as proposals
 from shardkit.tools.planning.code import code_of
-from shardkit.tools.planning.proposals import NothingFits, Proposal, propose
+from shardkit.tools.planning.search import (
+    Candidate,
+    NothingFits,
+    Proposal,
+    meshes,
+    propose,
+    tensor_parallel_meshes,
+    wrappings,
+)
 from tests.support import run_ranks
 from tests.tools.jobs import GPT, two_dimensions
 from tests.tools.jobs import tokens as token_ids

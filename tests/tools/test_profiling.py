@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core import CompressionPolicy, events, fully_shard
 from shardkit.core.events import StorageKind
 from shardkit.core.runtime.transport.custom import PlainAllGather, PlainReduceScatter
-from shardkit.tools.doctor.diagnosis import diagnose
+from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND
 from shardkit.tools.profiling.recorder import Extent
-from shardkit.tools.report.lateness import times_last
+from shardkit.tools.report.measures import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
 from tests.tools.profiled import BATCH, BLOCK_BYTES, BLOCKS, ROOT_BYTES, WIDTH, Chain, profiled, sharded_chain, train

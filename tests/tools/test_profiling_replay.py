@@ -20,7 +20,6 @@ from shardkit.core.events import (
     WaitFinished,
     WaitStarted,
 )
-from shardkit.tools.profiling.carried import carried
 from shardkit.tools.profiling.log import (
     ActivationDropped,
     ActivationSaved,
@@ -31,10 +30,12 @@ from shardkit.tools.profiling.log import (
     OptimizerBegan,
     OptimizerEnded,
     ResidentBytes,
+    Whereabouts,
+    carried,
+    last_complete,
 )
 from shardkit.tools.profiling.memory import Memory
-from shardkit.tools.profiling.operations import Operations
-from shardkit.tools.profiling.whereabouts import Whereabouts, last_complete
+from shardkit.tools.profiling.replay import Operations
 from shardkit.tools.report.schema import Group
 
 ROOT = (ModuleBegan("Net", "forward", True), ModuleEnded("Net", "forward", True))

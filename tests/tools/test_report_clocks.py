@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.tools.report.clocks import common_clock
-from shardkit.tools.report.merge import merge
-from shardkit.tools.report.record import RankRecord
+from shardkit.tools.report.files import RankRecord
+from shardkit.tools.report.merge import common_clock, merge
 from shardkit.tools.report.schema import Group, Operation, PlaceOfRank
 from tests.tools.synthetic import operation, rank, record
 

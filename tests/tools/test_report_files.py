@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardkit.tools.report.files import ReportError, read_report, write_report
+from shardkit.tools.report.files import ReportError, read_records, read_report, write_record, write_report
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.record import read_records, write_record
 from tests.tools.synthetic import rank, record
 
 

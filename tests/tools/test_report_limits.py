@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.tools.report.limits import parse_limit
+from shardkit.tools.quantities import UNITS, parse_quantity, show
+from shardkit.tools.report.measures import parse_limit
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.quantities import UNITS, parse_quantity, show
 from shardkit.tools.report.schema import Report
 from tests.tools.synthetic import MIB, memory, rank, record
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.tools.report.lateness import lateness, times_last
-from shardkit.tools.report.meetings import skew_by_rank
+from shardkit.tools.report.measures import lateness, skew_by_rank, times_last
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import Group, PlaceOfRank, Rank
 from tests.tools.synthetic import MIB, operation, rank, record

@@ -1,8 +1,6 @@
 """The verdict: from what ranks said to who is missing, also where that is not one rank alone."""
 
-from shardkit.tools.watch.processes import Place
-from shardkit.tools.watch.statement import Started, Statement, WaitingFor, from_text, to_text
-from shardkit.tools.watch.verdict import verdict
+from shardkit.tools.watch.verdict import Place, Started, Statement, WaitingFor, from_text, to_text, verdict
 
 GROUP = [0, 1, 2]
 

@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.tools.estimating.clock import Timeline, replay
-from shardkit.tools.estimating.costs import OperatorCosts, Roofline
-from shardkit.tools.estimating.job import TensorParallel, TrainingJob
-from shardkit.tools.estimating.ledger import Peak
-from shardkit.tools.estimating.policies import Policies
-from shardkit.tools.estimating.simulation import Recording, simulate
-from shardkit.tools.estimating.traffic import Transfer
-from shardkit.tools.estimating.world import axes_of
+from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
+from shardkit.tools.estimating.memory import Peak
+from shardkit.tools.estimating.simulation import Recording, axes_of, simulate
+from shardkit.tools.estimating.timeline import OperatorCosts, Roofline, Timeline, replay
+from shardkit.tools.estimating.trace import Transfer
 from shardkit.tools.machine import Machine, preset
-
-__all__ = ["Checkpoint", "Estimate", "TrafficRow", "estimate", "estimate_job"]
 
 SCHEMA = 1
 

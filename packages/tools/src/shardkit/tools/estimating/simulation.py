@@ -2,30 +2,270 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardkit.core import events
+from shardkit.core.runtime.buffers import note_allocated, note_freed
+from shardkit.core.runtime.plan import GatherPlan, ReducePlan
+from shardkit.core.runtime.program import Program
+from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
+from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
 from shardkit.core.torch_compat import local_of
-from shardkit.tools.estimating.errors import explained
-from shardkit.tools.estimating.job import TrainingJob
-from shardkit.tools.estimating.ledger import Peak
+from shardkit.tools.estimating.job import EstimateError, TrainingJob, explained
+from shardkit.tools.estimating.memory import CachingAllocator, Peak
 from shardkit.tools.estimating.observer import Observer
-from shardkit.tools.estimating.reserved import CachingAllocator
-from shardkit.tools.estimating.trace import Trace
-from shardkit.tools.estimating.traffic import neighbourhood
-from shardkit.tools.estimating.transport import SimulatedTransport, simulated
-from shardkit.tools.estimating.world import fake_world
+from shardkit.tools.estimating.trace import Trace, neighbourhood
 from shardkit.tools.machine import Machine, Transport
-from shardkit.tools.torch_compat import FakeTensors
+from shardkit.tools.machine import Transport as Kind
+from shardkit.tools.torch_compat import FakeTensors, forget_meshes, join_fake_world
 
-__all__ = ["Recording", "simulate"]
+MOST_RANKS = 16_384
+
+
+def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh, given as a world size or as sizes by name.
+
+    Raises:
+        EstimateError: for no axes, sizes below one, or more ranks than can be simulated.
+    """
+    axes = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
+    if not axes or any(size < 1 for size in axes.values()) or math.prod(axes.values()) > MOST_RANKS:
+        raise EstimateError(
+            f"a mesh of {axes} cannot be simulated; expected sizes from 1 on, {MOST_RANKS} ranks at most"
+        )
+    return axes
+
+
+@contextlib.contextmanager
+def fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
+    """Within this context the process is `rank` of a world without peers; gives its mesh, on "cpu".
+
+    Raises:
+        EstimateError: if the process is a rank of something already, or the world has no such rank.
+    """
+    if dist.is_initialized():
+        raise EstimateError(
+            "this process has a default process group already; an estimate runs in a process of its own, without "
+            "torchrun and before init_process_group"
+        )
+    world_size = math.prod(axes.values())
+    if not 0 <= rank < world_size:
+        raise EstimateError(f"there is no rank {rank} among {world_size} ranks; expected 0 to {world_size - 1}")
+    join_fake_world(rank, world_size)
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+@dataclass(eq=False)
+class _Parcel:
+    memory: torch.Tensor
+    number: int
+
+
+class _Outbox:
+    """Follows `runtime.shared.outbox`. Ranks are never in step: a parcel is on its way while the next is filled."""
+
+    def __init__(self) -> None:
+        self._parcels: list[_Parcel] = []
+        self._numbers = itertools.count()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parcels."""
+        return sum(parcel.memory.numel() for parcel in self._parcels)
+
+    def post(self, nbytes: int, label: str) -> None:
+        """Fills a parcel of at least `nbytes`."""
+        nbytes = nbytes or ALIGNMENT
+        number = next(self._numbers)
+        idle = [parcel for parcel in self._parcels if parcel.number < number - 1]
+        fitting = [parcel for parcel in idle if parcel.memory.numel() >= nbytes]
+        if fitting:
+            min(fitting, key=lambda parcel: parcel.memory.numel()).number = number
+            return
+        for parcel in idle:
+            self._parcels.remove(parcel)
+            note_freed(parcel.memory, label, "outbox")
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        note_allocated(memory, label, "outbox")
+        self._parcels.append(_Parcel(memory, number))
+
+
+class SimulatedTransport(StandIn):
+    """Stands in for one of core's transports in a process group.
+
+    Args:
+        kind: "shared" and "pairwise" as gloo has them on CPU, "nccl" for in-place collectives.
+        ranks_per_host: which ranks share a host.
+        announce: called with the bytes that stay inside this host just before each communication starts.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        kind: Kind,
+        ranks_per_host: int,
+        announce: Callable[[int], None],
+    ) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world_size = group.rank(), group.size()
+        self.direct = True
+        self.packs = kind != "shared"
+        self.padded = kind == "nccl"
+        self.sums_locally = kind != "nccl"
+        self.kind = kind
+        self.neighbours = neighbourhood(group, ranks_per_host)
+        self._announce = announce
+        self._outbox = _Outbox()
+        self._lent: dict[str, int] = {}
+
+    @property
+    def outbox_bytes(self) -> int:
+        """What this rank's outbox holds, if it is behind its peers as often as not."""
+        return self._outbox.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What this rank maps of its peers' memory: their shards and their outboxes, which are like its own."""
+        return sum(self._lent.values()) + (self.world_size - 1) * self._outbox.nbytes
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    # -- gathers -------------------------------------------------------------------------------------------------------
+
+    def gather_program(
+        self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]
+    ) -> Program:
+        """As `runtime.gather.gather`, or `runtime.shared.gather.shared_gather`."""
+        packed = None
+        if plan.packing is not None:
+            packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
+            note_allocated(packed, plan.label, "packed")
+        return self._gather(plan, packed)
+
+    def _gather(self, plan: GatherPlan, packed: torch.Tensor | None) -> Program:
+        launched = time.perf_counter()
+        if self.kind == "shared":
+            own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
+            self._lent[plan.label] = plan.nbytes - own
+        described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, self.group)
+        self._announce(plan.wire_nbytes * len(self.neighbours.local) // max(1, self.world_size - 1))
+        events.emit(events.GatherStarted(*described))
+        yield ()
+        if packed is not None:
+            note_freed(packed, plan.label, "packed")
+        del packed
+        events.emit(events.GatherFinished(*described, time.perf_counter() - launched))
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce_program(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
+        """As `runtime.reduce.reduce_scatter`, or `runtime.shared.reduce.shared_reduce`."""
+        if self.kind == "shared":
+            return self._reduce_shared(plan, grads, output)
+        packed = None
+        if plan.packing is not None:
+            packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
+            note_allocated(packed, plan.label, "packed")
+        return self._reduce(plan, grads, output, packed)
+
+    def _reduce_shared(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
+        launched = time.perf_counter()
+        itemsize = plan.wire_dtype.itemsize
+        rows = (numel for rank, numel in enumerate(plan.row_numels) if rank != self.rank)
+        self._outbox.post(sum(aligned(numel * itemsize) for numel in rows), plan.label)
+        grads.clear()
+        self._start_reduction(plan)
+        yield ()
+        if plan.wire_dtype != plan.reduce_dtype and output.numel():
+            torch.empty_like(output)  # each peer's terms are cast before they are added
+        self._end_reduction(plan, launched)
+
+    def _reduce(
+        self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, packed: torch.Tensor | None
+    ) -> Program:
+        launched = time.perf_counter()
+        rows = [grads[i].to(plan.wire_dtype).contiguous() for i in plan.direct]
+        staging = self._landing_rows(plan)
+        self._start_reduction(plan)
+        yield ()
+        for buffer, kind in ((packed, "packed"), (staging, "reduce_input")):
+            if buffer is not None:
+                note_freed(buffer, plan.label, kind)  # type: ignore[arg-type]
+        del rows, packed, staging, buffer
+        self._end_reduction(plan, launched)
+
+    def _landing_rows(self, plan: ReducePlan) -> torch.Tensor | None:
+        peers = self.world_size - 1 - plan.lands_in_output
+        if self.kind != "pairwise" or peers <= 0 or not plan.output_numel:
+            return None
+        staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
+        note_allocated(staging, plan.label, "reduce_input")
+        return staging
+
+    def _start_reduction(self, plan: ReducePlan) -> None:
+        if self.padded:
+            inside = plan.wire_nbytes * len(self.neighbours.local) // max(1, self.world_size - 1)
+        else:
+            inside = sum(plan.row_numels[place] for place in self.neighbours.local) * plan.wire_dtype.itemsize
+        self._announce(inside)
+        events.emit(events.ReduceStarted(*_described(plan)))
+
+    def _end_reduction(self, plan: ReducePlan, launched: float) -> None:
+        events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched))
+
+
+class SimulatedNetwork(SimulatedTransport):
+    """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
+
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
+    ) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+    ) -> Sequence[dist.Work]:
+        """Nothing to wait for."""
+        return ()
+
+
+def simulated(
+    group: dist.ProcessGroup, device: torch.device, kind: Kind, ranks_per_host: int, announce: Callable[[int], None]
+) -> SimulatedTransport:
+    """What stands in for the transport of `kind`; see `SimulatedTransport`."""
+    made = SimulatedTransport if kind == "shared" else SimulatedNetwork
+    return made(group, device, kind, ranks_per_host, announce)
+
+
+def _described(plan: ReducePlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, dist.ProcessGroup]:
+    return plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.wire_dtype, plan.transport.group
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from shardkit.tools.estimating.job import TensorParallel
-from shardkit.tools.estimating.policies import Policies
-from shardkit.tools.estimating.tensor_parallel import COLUMNS, ROWS, cut_llama
-from shardkit.tools.planning.proposals import Proposal
-
-__all__ = ["code_of"]
+from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_llama
+from shardkit.tools.estimating.job import Policies, TensorParallel
+from shardkit.tools.planning.search import Proposal
 
 _RECOMPUTE = '''\
 def recompute(block: nn.Module) -> None:

@@ -11,15 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shardkit.tools.estimating.command import add_job_arguments, job_of
-from shardkit.tools.estimating.errors import EstimateError, status_of
-from shardkit.tools.estimating.render import size, time
-from shardkit.tools.estimating.targets import bytes_of, costs_for, machine_named
+from shardkit.tools.estimating.command import add_job_arguments, bytes_of, costs_for, job_of, machine_named
+from shardkit.tools.estimating.job import EstimateError, status_of
+from shardkit.tools.estimating.tables import size, time
 from shardkit.tools.planning.code import code_of
-from shardkit.tools.planning.proposals import Proposal, below, propose
+from shardkit.tools.planning.search import Proposal, below, propose
 from shardkit.tools.report.files import check_targets, write_text
-
-__all__ = ["main"]
 
 _DESCRIPTION = """\
 Tries meshes (sharding over all ranks, or over hosts with replicas; tensor parallelism where there is a plan for it),

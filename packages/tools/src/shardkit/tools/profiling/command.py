@@ -10,17 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardkit.tools.launching import run_command
-from shardkit.tools.profiling.observer import ACTIVATIONS, DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
+from shardkit.tools.command import run_command
 from shardkit.tools.profiling.recorder import Extent
-from shardkit.tools.report.files import ReportError, check_targets, write_report, write_text
+from shardkit.tools.profiling.session import ACTIVATIONS, DEFAULT_STEPS, DEFAULT_WARMUP, STEPS, TARGET, WARMUP
+from shardkit.tools.report.files import ReportError, check_targets, read_records, write_report, write_text
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.page import page_html
-from shardkit.tools.report.record import read_records
 from shardkit.tools.report.tables import print_report
 from shardkit.tools.report.trace import trace_json
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

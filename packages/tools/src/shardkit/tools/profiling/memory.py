@@ -14,11 +14,9 @@ from shardkit.tools.profiling.log import (
     GradientsKept,
     HeldBytes,
     ResidentBytes,
+    Whereabouts,
 )
-from shardkit.tools.profiling.whereabouts import Whereabouts
 from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Series
-
-__all__ = ["Memory"]
 
 _OF_KIND: dict[StorageKind, str] = {
     "unsharded": "unsharded_parameters",

@@ -7,27 +7,251 @@ step that is wanted.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import FSDPModule, events
-from shardkit.tools.profiling.activations import SavedTensors
-from shardkit.tools.profiling.carried import carried
-from shardkit.tools.profiling.holdings import Residence, local_bytes, optimizer_bytes, parameters_of
-from shardkit.tools.profiling.log import Entry, HeldBytes, OptimizerBegan, OptimizerEnded, ResidentBytes
-from shardkit.tools.profiling.overhead import measure_costs
+from shardkit.core.events import StorageAllocated
+from shardkit.tools.profiling.log import (
+    ActivationDropped,
+    ActivationSaved,
+    Entry,
+    GradientAccumulated,
+    GradientsKept,
+    HeldBytes,
+    OptimizerBegan,
+    OptimizerEnded,
+    ResidentBytes,
+    carried,
+)
 from shardkit.tools.report.schema import Group
 
-__all__ = ["Extent", "Recorder"]
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of this rank's part of each tensor."""
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Every parameter that some optimizer steps, once."""
+    found: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update((id(parameter), parameter) for parameter in group["params"])
+    return list(found.values())
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of the tensors of all optimizers' states on this rank."""
+    return sum(local_bytes(_tensors(state)) for optimizer in optimizers for state in optimizer.state.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+class Residence:
+    """Reads what the process holds: resident memory on a CPU, elsewhere what the allocator has taken of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._file = os.open("/proc/self/statm", os.O_RDONLY) if device.type == "cpu" else -1
+        self._page = os.sysconf("SC_PAGESIZE")
+
+    def read(self) -> int:
+        """Bytes that are held now."""
+        if self._module is not None:
+            return int(self._module.memory_reserved(self._device))
+        return int(os.pread(self._file, 64, 0).split()[1]) * self._page
+
+    def close(self) -> None:
+        """Gives the file back. Closing twice is harmless."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: `each_event` to build an event of core and hand it over, `each_pack` to call a saved-tensor hook."""
+
+    each_event: float
+    each_pack: float
+
+
+def measure_costs() -> Costs:
+    """Builds events and calls hooks a few hundred times; about 5 ms."""
+    began = time.perf_counter()
+    for _ in range(_ROUNDS):
+        _hear(StorageAllocated("layers.0.attention.weight", 4096, "unsharded"))
+    each_event = (time.perf_counter() - began) / _ROUNDS
+    one = torch.ones(1, requires_grad=True)
+    plain = _time_saving(one)
+    with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+        hooked = _time_saving(one)
+    return Costs(each_event, max(0.0, hooked - plain))
+
+
+def _time_saving(one: torch.Tensor) -> float:
+    """Seconds for an operator that saves one tensor."""
+    with torch.enable_grad():
+        began = time.perf_counter()
+        for _ in range(_ROUNDS):
+            one.exp()
+        return (time.perf_counter() - began) / _ROUNDS
+
+
+def _hear(event: StorageAllocated) -> None:
+    return
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class SavedTensors:
+    """The hooks. `enter` puts them in place on this thread, `leave` takes them away; both only in pairs.
+
+    Args:
+        write: what each storage is told to.
+    """
+
+    def __init__(self, write: Callable[[Entry], None]) -> None:
+        self.active = True
+        self.seconds = 0.0
+        self.packed = 0
+        self._write = write
+        self._known: set[str] = set()
+        self._unknown: dict[str, list[nn.Module]] = {}
+        # By identity, which holds as long as the storage does: looking up a weak reference would cost ten times more.
+        self._parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unsharded: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._gradient_hooks: list[RemovableHandle] = []
+        self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._hooks: Any = None
+
+    def enter(self) -> None:
+        """Starts counting what this thread saves."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def stop(self) -> None:
+        """Stops counting. The hooks on saved tensors stay until `leave`, and do nothing."""
+        self.active = False
+        for hook in self._gradient_hooks:
+            hook.remove()
+
+    def leave(self) -> None:
+        """Takes the hooks on saved tensors away."""
+        self._hooks.__exit__(None, None, None)
+
+    def enter_module(self, fqn: str, roots: list[nn.Module]) -> None:
+        """The module's forward begins: its parameters, unsharded before anything is saved in it, are not to be counted.
+
+        They are looked up when something is saved; a forward without grad saves nothing.
+        """
+        if fqn not in self._known:
+            self._unknown[fqn] = roots
+
+    def leave_module(self, fqn: str) -> None:
+        """The module's forward has ended."""
+        self._unknown.pop(fqn, None)
+
+    def _know_parameters(self) -> None:
+        for root in {id(root): root for roots in self._unknown.values() for root in roots}.values():
+            for name, parameter in root.named_parameters():
+                if not isinstance(parameter, DTensor):
+                    self._know(name, parameter)
+        self._known.update(self._unknown)
+        self._unknown.clear()
+
+    def _know(self, name: str, parameter: nn.Parameter) -> None:
+        storage = parameter.untyped_storage()
+        key = id(storage)
+        if key in self._parameters:
+            return
+        self._parameters[key] = weakref.ref(storage, functools.partial(self._forget, key))
+        if parameter.requires_grad:
+            hook = functools.partial(self._accumulated, name)
+            self._gradient_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._unsharded[name] = weakref.ref(parameter)
+
+    def _accumulated(self, name: str, parameter: torch.Tensor) -> None:
+        if self.active and parameter.grad is not None:
+            self._write(GradientAccumulated(name, parameter.grad.nbytes))
+
+    def end_backward(self) -> None:
+        """A backward is over: tells which unsharded gradients are still there."""
+        kept = [
+            name for name, one in self._unsharded.items() if (there := one()) is not None and there.grad is not None
+        ]
+        self._write(GradientsKept(tuple(kept)))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.active:
+            return tensor
+        began = time.perf_counter()
+        self.packed += 1
+        plain = tensor if type(tensor) is torch.Tensor else _plain(tensor)
+        if plain is not None and plain.layout is torch.strided:
+            if self._unknown:
+                self._know_parameters()
+            storage = plain.untyped_storage()
+            key = id(storage)
+            if key not in self._saved and key not in self._parameters and (nbytes := storage.nbytes()):
+                self._saved[key] = weakref.ref(storage, functools.partial(self._dropped, key))
+                self._write(ActivationSaved(key, nbytes))
+        self.seconds += time.perf_counter() - began
+        return tensor
+
+    def _forget(self, key: int, _: object) -> None:
+        self._parameters.pop(key, None)
+
+    def _dropped(self, key: int, _: object) -> None:
+        del self._saved[key]
+        if self.active:
+            self._write(ActivationDropped(key))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What holds the memory of a tensor of another class; None for subclasses without memory that can be told."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor if type(tensor) is nn.Parameter else None
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
 
 # Entries beyond this many are not kept: some hundred megabytes.
 _MOST_ENTRIES = 2_000_000

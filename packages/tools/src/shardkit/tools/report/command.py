@@ -9,16 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardkit.tools.report.estimate import read_estimate
-from shardkit.tools.report.files import ReportError, read_report, write_report, write_text
-from shardkit.tools.report.limits import Limit, parse_limit
-from shardkit.tools.report.measures import MEASURES
+from shardkit.tools.report.files import ReportError, read_estimate, read_report, write_report, write_text
+from shardkit.tools.report.measures import MEASURES, Limit, parse_limit
 from shardkit.tools.report.page import page_html
 from shardkit.tools.report.schema import Report
 from shardkit.tools.report.tables import print_comparison, print_report
 from shardkit.tools.report.trace import trace_json
-
-__all__ = ["main"]
 
 _EPILOG = f"""limits: MEASURE>+5%, MEASURE>+100MiB (against the first report), MEASURE>2GiB. Measures:
 {", ".join(measure.name for measure in MEASURES)}.

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from shardkit.tools.report.meetings import skew_by_rank
-from shardkit.tools.report.schema import Rank, Report
+from shardkit.tools.quantities import Unit, parse_quantity, show
+from shardkit.tools.report.schema import CATEGORIES, Estimate, Operation, Rank, Report
 
-__all__ = ["MEASURES", "Measure", "Unit", "exposed_by_rank", "step_times"]
 
-Unit: TypeAlias = Literal["bytes", "seconds", "count", "share"]
+def last_starts(ranks: list[Rank]) -> dict[tuple[int, str, int], float]:
+    """When the last rank started each collective, by group, kind and number."""
+    starts: dict[tuple[int, str, int], float] = defaultdict(float)
+    for rank in ranks:
+        for one in rank.operations:
+            key = (one.group, one.kind, one.number)
+            starts[key] = max(starts[key], one.start)
+    return starts
+
+
+def waited_for_ranks(one: Operation, last_start: float) -> float:
+    """The seconds of an operation's wait that lie before the last rank's start: skew, which no bandwidth can help."""
+    return max(0.0, min(one.blocked, last_start - (one.end - one.exposed)))
+
+
+def skew_by_rank(report: Report) -> dict[int, float]:
+    """Seconds a step that each rank waited for ranks that came later."""
+    starts = last_starts(report.ranks)
+    return {
+        rank.rank: sum(waited_for_ranks(one, starts[one.group, one.kind, one.number]) for one in rank.operations)
+        / max(1, len(rank.steps))
+        for rank in report.ranks
+    }
+
+
+def lateness(report: Report) -> dict[int, float]:
+    """Mean seconds from the first rank's start of a collective to this rank's, over those that several ranks saw."""
+    starts: dict[tuple[int, str, int], dict[int, float]] = defaultdict(dict)
+    for rank in report.ranks:
+        for one in rank.operations:
+            starts[one.group, one.kind, one.number][rank.rank] = one.start
+    late: dict[int, list[float]] = {rank.rank: [] for rank in report.ranks}
+    for by_rank in starts.values():
+        if len(by_rank) > 1:
+            first = min(by_rank.values())
+            for number, start in by_rank.items():
+                late[number].append(start - first)
+    return {number: sum(values) / len(values) if values else 0.0 for number, values in late.items()}
+
+
+def times_last(report: Report) -> Counter[int]:
+    """How often each rank was the last to start a collective."""
+    last: Counter[int] = Counter({rank.rank: 0 for rank in report.ranks})
+    for one in report.collectives:
+        last.update({int(rank): count for rank, count in one.last.items()})
+    return last
 
 
 @dataclass(frozen=True)
@@ -116,3 +162,97 @@ MEASURES: tuple[Measure, ...] = (
     Measure("imbalance", "share", "by how much the largest rank's shards exceed the average", _imbalance),
     Measure("profiler_overhead", "share", "what recording cost, as a share of the recorded time", _overhead),
 )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure, predicted and measured; `error` is their difference over what was measured, None if that is 0."""
+
+    name: str
+    unit: Unit
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        if not self.measured:
+            return 0.0 if not self.predicted else None
+        return (self.predicted - self.measured) / self.measured
+
+
+def compare_with_estimate(report: Report) -> list[Comparison]:
+    """Every figure that was predicted, and the categories of memory at the peak. Empty without an estimate."""
+    if report.estimate is None:
+        return []
+    found = []
+    for measure in MEASURES:
+        predicted = getattr(report.estimate, measure.name, None)
+        if predicted is not None:
+            found.append(Comparison(measure.name, measure.unit, float(predicted), measure.of(report)))
+    return found + _categories_at_the_peak(report, report.estimate)
+
+
+def _categories_at_the_peak(report: Report, estimate: Estimate) -> list[Comparison]:
+    worst = max(report.ranks, key=lambda rank: rank.memory.peak)
+    return [
+        Comparison(f"at the peak: {name}", "bytes", float(size), float(worst.memory.peak_categories.get(name, 0)))
+        for name, size in estimate.categories.items()
+        if name in CATEGORIES  # inputs are predicted, and not measured
+    ]
+
+
+_LIMIT = re.compile(r"\s*(\w+)\s*(>=|>)\s*(\+?)\s*(.+)")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit: `kind` says what `amount` is: "relative" (a share), "more" or "absolute" (in the measure's unit)."""
+
+    text: str
+    measure: Measure
+    inclusive: bool
+    kind: Literal["relative", "more", "absolute"]
+    amount: float
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it compares with another run."""
+        return self.kind != "absolute"
+
+    def violation(self, report: Report, base: Report | None) -> str | None:
+        """Why `report` breaks the limit, None if it does not. `base` is the run to compare with."""
+        value = self.measure.of(report)
+        bound = self.amount
+        if self.needs_base:
+            assert base is not None
+            before = self.measure.of(base)
+            bound = before * (1 + self.amount) if self.kind == "relative" else before + self.amount
+        if not (value >= bound if self.inclusive else value > bound):
+            return None
+        unit = self.measure.unit
+        return f"{self.measure.name} is {show(value, unit)}, the limit '{self.text}' allows {show(bound, unit)}"
+
+
+def parse_limit(text: str) -> Limit:
+    """The limit that `text` describes.
+
+    Raises:
+        ValueError: with the part that cannot be read and what may stand there.
+    """
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no limit: expected MEASURE>LIMIT, such as peak_memory>+5% or step_time>=1.5s")
+    name, operator, plus, amount = match.groups()
+    measure = next((one for one in MEASURES if one.name == name), None)
+    if measure is None:
+        raise ValueError(
+            f"'{text}': there is no measure '{name}'; expected one of {', '.join(m.name for m in MEASURES)}"
+        )
+    try:
+        if plus and amount.strip().endswith("%"):
+            return Limit(text, measure, operator == ">=", "relative", parse_quantity(amount, "share"))
+        return Limit(
+            text, measure, operator == ">=", "more" if plus else "absolute", parse_quantity(amount, measure.unit)
+        )
+    except ValueError as error:
+        raise ValueError(f"'{text}': {error}") from error

@@ -6,13 +6,200 @@ the element that holds it, and the page puts it in place as text.
 
 from __future__ import annotations
 
+import bisect
 import json
+import shlex
+import statistics
+from collections import defaultdict
 from importlib.resources import files
+from typing import Any
 
-from shardkit.tools.report.schema import Report
-from shardkit.tools.report.view import view_of
+from shardkit.tools.quantities import show, show_bandwidth
+from shardkit.tools.report.measures import (
+    MEASURES,
+    compare_with_estimate,
+    exposed_by_rank,
+    last_starts,
+    lateness,
+    times_last,
+    waited_for_ranks,
+)
+from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Rank, Report, Series
 
-__all__ = ["page_html"]
+_MOST_RANKS = 16
+_MOST_MODULES = 12
+_MOST_POINTS = 1500
+
+
+def view_of(report: Report) -> dict[str, Any]:
+    """A JSON-able summary. Of many ranks those that are shown one by one are chosen evenly, the notes say so."""
+    shown = _chosen(report.ranks)
+    notes = list(report.notes)
+    if len(shown) < len(report.ranks):
+        notes.append(f"this page shows {len(shown)} of {len(report.ranks)} ranks one by one; sums are of all of them")
+    run = report.run
+    return {
+        "run": f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, "
+        f"{run.created}; shardkit {run.shardkit}, torch {run.torch}",
+        "command": shlex.join(run.command),
+        "notes": notes,
+        "figures": [
+            {"name": one.name, "value": show(one.of(report), one.unit), "meaning": one.meaning} for one in MEASURES
+        ],
+        "categories": list(CATEGORIES),
+        "phases": sorted({one.phase for one in report.collectives}),
+        "memory": [_memory_view(rank) for rank in shown],
+        "exposed": _exposed_rows(report, shown),
+        "ranks": _rank_rows(report, shown),
+        "predictions": _prediction_rows(report),
+        "modules": _module_rows(report),
+        "collectives": _collective_rows(report),
+    }
+
+
+def _chosen(ranks: list[Rank]) -> list[Rank]:
+    if len(ranks) <= _MOST_RANKS:
+        return ranks
+    return [ranks[index * (len(ranks) - 1) // (_MOST_RANKS - 1)] for index in range(_MOST_RANKS)]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory_view(rank: Rank) -> dict[str, Any]:
+    memory = rank.memory
+    times = _times(memory)
+    made_of = ", ".join(
+        f"{name.replace('_', ' ')} {show(size, 'bytes')}" for name, size in memory.peak_categories.items() if size
+    )
+    return {
+        "rank": rank.rank,
+        "times": times,
+        "categories": {name: _levels(memory.categories[name], times) for name in CATEGORIES},
+        "modules": _modules_over_time(memory, times),
+        "resident": _levels(memory.resident, times),
+        "peak": f"Peak of rank {rank.rank}: {show(memory.peak, 'bytes')} after {show(memory.peak_time, 'seconds')}, in "
+        f"{memory.peak_phase} of {memory.peak_module}: {made_of}.",
+    }
+
+
+def _modules_over_time(memory: MemoryOfRank, times: list[float]) -> dict[str, list[int]]:
+    """Those modules that hold most, and the sum of the others."""
+    by_peak = sorted(memory.modules, key=lambda name: -max(memory.modules[name].values, default=0))
+    found = {name: _levels(memory.modules[name], times) for name in by_peak[:_MOST_MODULES]}
+    rest = [_levels(memory.modules[name], times) for name in by_peak[_MOST_MODULES:]]
+    if rest:
+        found[f"({len(rest)} more)"] = [sum(levels) for levels in zip(*rest, strict=True)]
+    return found
+
+
+def _times(memory: MemoryOfRank) -> list[float]:
+    """Moments at which some level changes; where there are too many, every so many of them, and always the peak."""
+    times = sorted(
+        {time for series in memory.categories.values() for time in series.times} | set(memory.resident.times)
+    )
+    stride = -(-len(times) // _MOST_POINTS)
+    return sorted({*times[::stride], *times[-1:], *(time for time in times if time == memory.peak_time)})
+
+
+def _levels(series: Series, times: list[float]) -> list[int]:
+    """The level at each of `times`, 0 before the first that is known."""
+    positions = (bisect.bisect_right(series.times, time) for time in times)
+    return [series.values[position - 1] if position else 0 for position in positions]
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
+    """Seconds a step that each module of each rank waited, by phase."""
+    starts = last_starts(report.ranks)
+    sums: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for rank in shown:
+        steps = max(1, len(rank.steps))
+        for one in rank.operations:
+            if one.exposed:
+                skew = waited_for_ranks(one, starts[one.group, one.kind, one.number])
+                sums[rank.rank, one.waited_by, one.phase][0] += one.exposed / steps
+                sums[rank.rank, one.waited_by, one.phase][1] += skew / steps
+        for wait in rank.waits:
+            sums[rank.rank, wait.module, wait.phase][0] += wait.seconds / steps
+    return [
+        {"rank": rank, "module": module, "phase": phase, "seconds": seconds, "skew": skew}
+        for (rank, module, phase), (seconds, skew) in sums.items()
+    ]
+
+
+def _collective_rows(report: Report) -> list[dict[str, Any]]:
+    return [
+        {
+            "fqn": one.fqn,
+            "kind": one.kind,
+            "phase": one.phase,
+            "waited_by": one.waited_by,
+            "per_step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
+            "bytes": one.bytes,
+            "wire_bytes": one.wire_bytes,
+            "exposed": one.exposed,
+            "skew": one.exposed_by_skew,
+            "bandwidth": show_bandwidth(one.bus_bandwidth),
+            "transport": one.transport,
+        }
+        for one in report.collectives
+    ]
+
+
+# -- ranks, modules, estimate ------------------------------------------------------------------------------------------
+
+
+def _rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
+    late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
+    return [
+        {
+            "rank": rank.rank,
+            "host": rank.place.host,
+            "steps": [step.end - step.begin for step in rank.steps],
+            "step": statistics.median([step.end - step.begin for step in rank.steps] or [0.0]),
+            "exposed": exposed[rank.rank],
+            "peak": rank.memory.peak,
+            "last": last[rank.rank],
+            "late": late[rank.rank],
+            "overhead": show(rank.overhead.share, "share"),
+        }
+        for rank in shown
+    ]
+
+
+def _module_rows(report: Report) -> list[dict[str, Any]]:
+    """Every module once: prefetches of the first rank, peaks of the rank that had most."""
+    names = dict.fromkeys(module.fqn for rank in report.ranks for module in rank.modules)
+    found = {name: [one for rank in report.ranks for one in rank.modules if one.fqn == name] for name in names}
+    return [
+        {
+            "fqn": name,
+            "hits": modules[0].prefetch_hits,
+            "misses": modules[0].prefetch_misses,
+            "unsharded": max(one.unsharded_peak for one in modules),
+            "gradients": max(one.gradients_peak for one in modules),
+            "communication": max(one.communication_peak for one in modules),
+            "activations": max(one.activations_peak for one in modules),
+        }
+        for name, modules in found.items()
+    ]
+
+
+def _prediction_rows(report: Report) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name.replace("_", " "),
+            "predicted": show(one.predicted, one.unit),
+            "measured": show(one.measured, one.unit),
+            "error": "-" if one.error is None else f"{one.error:+.1%}",
+            "bars": [value / (max(one.predicted, one.measured) or 1) for value in (one.predicted, one.measured)],
+        }
+        for one in compare_with_estimate(report)
+    ]
+
 
 _DANGEROUS = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 

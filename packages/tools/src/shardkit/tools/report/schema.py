@@ -8,29 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "CATEGORIES",
-    "SCHEMA",
-    "VERSION",
-    "Collective",
-    "CollectiveKind",
-    "Estimate",
-    "Group",
-    "MemoryOfRank",
-    "ModuleOfRank",
-    "Operation",
-    "Overhead",
-    "Phase",
-    "PlaceOfRank",
-    "Rank",
-    "Report",
-    "Run",
-    "Series",
-    "Span",
-    "Step",
-    "Wait",
-]
-
 SCHEMA = "shardkit.report"
 VERSION = 1
 

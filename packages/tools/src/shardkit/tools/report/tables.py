@@ -9,13 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shardkit.tools.report.lateness import lateness, times_last
-from shardkit.tools.report.measures import MEASURES, exposed_by_rank
-from shardkit.tools.report.prediction import compare_with_estimate
-from shardkit.tools.report.quantities import show, show_bandwidth
+from shardkit.tools.quantities import show, show_bandwidth
+from shardkit.tools.report.measures import MEASURES, compare_with_estimate, exposed_by_rank, lateness, times_last
 from shardkit.tools.report.schema import CATEGORIES, Report
-
-__all__ = ["print_comparison", "print_report"]
 
 _ROWS = 12
 

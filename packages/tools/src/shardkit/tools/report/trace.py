@@ -11,8 +11,6 @@ from typing import Any
 
 from shardkit.tools.report.schema import Rank, Report
 
-__all__ = ["trace_json"]
-
 _THREADS = ("steps", "modules", "all-gather", "reduce-scatter", "all-reduce", "waiting")
 # Slices of one thread must not overlap, and several gathers may be under way: each takes a free thread of its kind.
 _AT_ONCE = 8

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from shardkit.tools.launching import run_command
-from shardkit.tools.watch.observer import DEFAULT_SECONDS, SECONDS, SWITCH, parse_seconds
-
-__all__ = ["main"]
+from shardkit.tools.command import run_command
+from shardkit.tools.watch.watcher import DEFAULT_SECONDS, SECONDS, SWITCH, parse_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,13 +1,136 @@
-"""From what the ranks said to who is missing."""
+"""What ranks say about themselves when an alarm is raised, and from that who is missing."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from shardkit.tools.watch.statement import Started, Statement, WaitingFor
+from shardkit.tools.report.files import decode
 
-__all__ = ["verdict"]
+_PROCESS_STATES = {
+    "T": "is stopped (SIGSTOP, or a shell's job control)",
+    "t": "is stopped by a debugger",
+    "D": "is in an uninterruptible wait, as for a disk or a file server",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's process runs. `started` tells it from a later process of the same number."""
+
+    host: str
+    boot: str
+    pid: int
+    started: str
+
+    @staticmethod
+    def of_this_process() -> Place:
+        """The place of the caller."""
+        return Place(socket.gethostname(), _boot(), os.getpid(), _stat(os.getpid())[1])
+
+    @staticmethod
+    def from_text(text: str) -> Place:
+        """A place again. Raises `ValueError` for anything else."""
+        return decode(Place, json.loads(text))
+
+    def to_text(self) -> str:
+        """The place as JSON."""
+        return json.dumps(asdict(self))
+
+    def condition(self) -> str:
+        """What can be seen of the process from here."""
+        who = f"process {self.pid} on {self.host}"
+        if self.boot != _boot():
+            return f"{who} does not answer: it has ended, is stopped, or cannot be reached"
+        state, started = _stat(self.pid)
+        if not state or started != self.started:
+            return f"{who} has ended"
+        return f"{who} {_PROCESS_STATES.get(state, 'is alive, but does not answer: something holds the interpreter')}"
+
+
+def _boot() -> str:
+    """Tells hosts apart, and containers of one host that do not see each other's processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and time of start of a process; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class WaitingFor:
+    """What a rank waits for.
+
+    Attributes:
+        group: name of the process group: several may have the same ranks. Empty for no collective.
+        ranks: its global ranks.
+        number: counts the `kind` on the group, -1 for no collective.
+    """
+
+    operation: str
+    kind: str
+    fqn: str
+    group: str
+    ranks: list[int]
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """The collectives of one kind that a rank has started on one group: how many, and the labels of the last ones."""
+
+    kind: str
+    group: str
+    ranks: list[int]
+    count: int
+    last: list[str]
+
+    def label(self, number: int) -> str | None:
+        """The label of number `number`, None if it has not been started or is forgotten."""
+        index = number - (self.count - len(self.last))
+        return self.last[index] if 0 <= index < len(self.last) else None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Where a rank is: `stack` are the frames of its main thread, innermost last; `failure` the error it is raising."""
+
+    rank: int
+    step: int
+    phase: str
+    module: str
+    waiting: WaitingFor | None
+    started: list[Started]
+    stack: list[str]
+    failure: str | None
+
+
+def to_text(statement: Statement) -> str:
+    """The statement as JSON."""
+    return json.dumps(asdict(statement))
+
+
+def from_text(text: str) -> Statement:
+    """The statement again. Raises `ValueError` for anything else."""
+    return decode(Statement, json.loads(text))
+
 
 _OUTSIDE = {"other": "outside of forward, backward and optimizer"}
 # Lines of these say how a rank waits, not what for.

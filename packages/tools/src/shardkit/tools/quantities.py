@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Literal, TypeAlias
 
-from shardkit.tools.report.measures import Unit
-
-__all__ = ["UNITS", "parse_quantity", "show", "show_bandwidth"]
+Unit: TypeAlias = Literal["bytes", "seconds", "count", "share"]
 
 UNITS: dict[Unit, dict[str, float]] = {
     "bytes": {

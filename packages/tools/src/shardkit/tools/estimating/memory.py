@@ -9,6 +9,7 @@ peak is known to be one a moment after.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,3 +162,99 @@ class Ledger:
         self._most, self._peak_moment = self.total, self._moment
         fqn, phase = self._where()
         self.peak = Peak(self.total, dict(self.by_category), fqn, phase)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Part of a segment; `before` and `after` are its neighbours there."""
+
+    size: int
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class FreeBlocks:
+    """The free blocks of one pool, smallest first."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[int, int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self._blocks, (block.size, id(block), block))
+
+    def remove(self, block: Block) -> None:
+        del self._blocks[bisect.bisect_left(self._blocks, (block.size, id(block), block))]
+
+    def best_fit(self, size: int) -> Block | None:
+        place = bisect.bisect_left(self._blocks, (size, 0))
+        return self._blocks.pop(place)[2] if place < len(self._blocks) else None
+
+
+def joined(block: Block, free: FreeBlocks) -> Block:
+    """A block that is freed, in one with its free neighbours; the caller adds it to the free ones."""
+    for neighbour in (block.before, block.after):
+        if neighbour is not None and neighbour.free:
+            free.remove(neighbour)
+            first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
+            first.size += second.size
+            first.after = second.after
+            if second.after is not None:
+                second.after.before = first
+            block = first
+    block.free = True
+    return block
+
+
+_MIB = 2**20
+_ROUNDING = 512
+_SMALL = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE = 10 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_LARGE_ROUNDING = 2 * _MIB
+
+
+class CachingAllocator:
+    """Follows allocations as a ledger tells them.
+
+    Attributes:
+        reserved: bytes of all segments; they are kept, so it only grows.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._blocks: dict[int, Block] = {}
+        self._free = {True: FreeBlocks(), False: FreeBlocks()}
+
+    def changed(self, key: int, nbytes: int) -> None:
+        """A storage has `nbytes` of memory now."""
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._release(block)
+        if nbytes:
+            self._blocks[key] = self._take(-(-nbytes // _ROUNDING) * _ROUNDING)
+
+    def _take(self, size: int) -> Block:
+        small = size <= _SMALL
+        block = self._free[small].best_fit(size)
+        if block is None:
+            segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+            if size >= _LARGE:
+                segment = -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+            self.reserved += segment
+            block = Block(segment, small)
+        block.free = False
+        rest = block.size - size
+        if rest >= (_ROUNDING if small else _SMALL + 1):
+            other = Block(rest, small, True, block, block.after)
+            if block.after is not None:
+                block.after.before = other
+            block.after, block.size = other, size
+            self._free[small].add(other)
+        return block
+
+    def _release(self, block: Block) -> None:
+        block = joined(block, self._free[block.small])
+        self._free[block.small].add(block)
