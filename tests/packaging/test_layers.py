@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "torch_compat",
         "transforms",
         "waiting_gradient",
+        "users_code",
     },
     {"runtime"},
     {"budget", "communication", "context", "managed", "order_check", "param", "param_group", "reduction"},

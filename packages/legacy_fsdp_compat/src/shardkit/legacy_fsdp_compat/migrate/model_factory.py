@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardkit.legacy_fsdp_compat.migrate.model_wrapping import shapes_of_module
+from shardkit.core.users_code import import_named
+from shardkit.legacy_fsdp_compat.migrate.model_wrapping import shapes_of_module, users_code
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.users_code import users_code
 
 __all__ = ["model_of", "shapes_of_model"]
 
@@ -47,15 +45,7 @@ def model_of(factory: str) -> tuple[nn.Module, dict[str, Any] | None]:
 
 
 def _function(factory: str, option: str) -> Callable[[], Any]:
-    module, _, name = factory.partition(":")
-    if not module or not name:
-        raise CheckpointError(f"{option} is not MODULE:FUNCTION, such as training.model:build")
-    hint = f"expected a module that can be imported from {Path.cwd()} or PYTHONPATH"
-    with users_code(f"importing {option}", hint):
-        imported = importlib.import_module(module)
-    build = getattr(imported, name, None)
-    if build is None:
-        raise CheckpointError(f"{option}: the module {module} has no '{name}', expected a function that builds a model")
+    build = import_named(factory, option, "a function that builds a model", CheckpointError)
     if not callable(build) or isinstance(build, nn.Module):
         raise CheckpointError(f"{option} is {_described(build)}, expected a function that returns a torch.nn.Module")
     function: Callable[[], Any] = build

@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardkit.core.users_code import users_code as users_code_raising
 from shardkit.legacy_fsdp_compat.api import MixedPrecision, ShardingStrategy, own
 from shardkit.legacy_fsdp_compat.auto_wrap import CHOOSE, auto_wrap
 from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
 from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.users_code import users_code
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, with_members
 from shardkit.legacy_fsdp_compat.units import WRAPPED, clean_name
 
-__all__ = ["parameters_of_model", "shapes_of_module", "wrapping_of_model"]
+__all__ = ["parameters_of_model", "shapes_of_module", "users_code", "wrapping_of_model"]
+
+users_code = partial(users_code_raising, error=CheckpointError)
 
 _KNOWN = [name for name in inspect.signature(FullyShardedDataParallel).parameters if name != "module"]
 _OF_ALL = ("auto_wrap_policy", "ignored_modules", "ignored_states", "use_orig_params")
