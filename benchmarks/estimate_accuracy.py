@@ -26,9 +26,9 @@ from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shardkit.tools import Policies, estimate, estimate_job
+from shardkit.tools import Policies, estimate_job
 from shardkit.tools.calibration import MeasuredCosts, calibrate
-from shardkit.tools.estimating.hf import Llama, LlamaConfig
+from shardkit.tools.estimating.hf import job_from_config
 from shardkit.tools.machine import load_machine
 from tests.tools import jobs
 from tests.tools.measured import run_job
@@ -131,14 +131,25 @@ def described(found: dict) -> str:
     return line
 
 
-LLAMA_70B = LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, rope_theta=5e5, dtype=torch.bfloat16)
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
 
 
 def large() -> None:
     """Estimates Llama-3-70B's shape on 1,024 ranks, with recomputation."""
     policies = Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, checkpoint=True)
     started, spent = time.perf_counter(), time.process_time()
-    found = estimate(lambda: Llama(LLAMA_70B), lambda: torch.randint(128_256, (1, 4096)), mesh=1024, policies=policies)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        path.write_text(json.dumps(LLAMA_70B))
+        found = estimate_job(job_from_config(path, 1, 4096, torch.optim.AdamW, policies), 1024)
     seconds, spent = time.perf_counter() - started, time.process_time() - spent
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{found.parameters / 1e9:.1f} billion parameters on 1024 ranks: {seconds:.0f} s ({spent:.0f} s of CPU time)")

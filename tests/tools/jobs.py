@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CompressionPolicy, CPUOffloadPolicy, fully_shard
 from shardkit.tools import Policies, TrainingJob
-from shardkit.tools.estimating.hf import Llama, LlamaConfig
+from tests.tools.llama_shaped import LlamaShaped
 
 WIDTH, BATCH, SEQUENCE, VOCABULARY = 96, 4, 32, 301
 
@@ -122,7 +122,7 @@ def images() -> Tensor:
 
 
 def llama() -> nn.Module:
-    return Llama(LlamaConfig(VOCABULARY, WIDTH, 8 * WIDTH // 3, 3, 4, 2, WIDTH // 4))
+    return LlamaShaped(VOCABULARY, WIDTH, 8 * WIDTH // 3, 3, 4, 2)
 
 
 def lora() -> nn.Module:

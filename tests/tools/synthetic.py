@@ -109,4 +109,4 @@ def run(world_size: int) -> Run:
 
 def record(one: Rank, world_size: int = 2, wall: float = 0.0, groups: list[Group] | None = None) -> RankRecord:
     known = groups if groups is not None else [Group("0", list(range(world_size)))]
-    return RankRecord.of(run(world_size), wall, known, one)
+    return RankRecord(run(world_size), wall, known, one)

@@ -1,14 +1,16 @@
-"""The `shardkit` command and what it prints."""
+"""The `shardkit` command: one tree, what it prints, and its exit status for input that is good and bad."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from shardkit.tools import command
-from shardkit.tools.estimating.command import main as estimate
-from shardkit.tools.planning.command import main as plan
+from shardkit.tools.command import main
 
+JOB = "tests.tools.test_planning:JOB"
+GPT = ["estimate", "tests.tools.jobs:GPT"]
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 320,
@@ -17,7 +19,14 @@ CONFIG = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "torch_dtype": "float32",
+    "torch_dtype": "auto",
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
 }
 
 
@@ -28,41 +37,43 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_commands_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert command.main([]) == 0
-    assert "shardkit COMMAND" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert command.main(["frobnicate"]) == 2
-    assert "there is no command 'frobnicate'" in capsys.readouterr().err
+def test_commands_are_listed_without_importing_torch():
+    code = (
+        "import sys; from shardkit.tools.command import main\n"
+        "for name in ('', '--help', '--version', 'estimate --help', 'report --help'): main(name.split())\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout
+    for words in ("estimate", "migrate", "checkpoint", "shardkit-tools 0.", "--world-size", "--fail-on", "Exit status"):
+        assert words in shown
 
 
 def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
     out = tmp_path / "estimate.json"
-    assert estimate(["--hf-config", config, "--world-size", "64", "--sequence", "32", "--json", str(out)]) == 0
+    arguments = ["--hf-config", config, "--world-size", "64", "--sequence", "32", "--dtype", "float32"]
+    assert main(["estimate", *arguments, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "rank 0 of 64" in printed and "exposed communication" in printed
     found = json.loads(out.read_text())
     assert found["kind"] == "estimate" and found["axes"] == {"dp": 64}
     assert found["peak"]["bytes"] == sum(found["peak"]["by_category"].values())
-    layer = [row for row in found["traffic"] if row["fqn"] == "layers.0" and row["collective"] == "all-gather"]
+    layer = [row for row in found["traffic"] if row["fqn"] == "model.layers.0" and row["collective"] == "all-gather"]
     assert [(row["phase"], row["calls"]) for row in layer] == [("forward", 1), ("backward", 1)]
     assert all(row["between"] > row["inside"] > 0 for row in layer)
 
 
-def test_a_sweep_is_a_table_and_a_drawing(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_sweep_is_a_table_and_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawing, out = tmp_path / "sweep.png", tmp_path / "sweep.json"
-    arguments = ["--hf-config", config, "--sequence", "16", "--sweep", "world-size=2,20000", "--sweep", "reshard"]
-    assert estimate([*arguments, "--plot", str(drawing), "--json", str(out)]) == 0
-    assert "16384 ranks at most" in capsys.readouterr().out
+    arguments = [JOB, "--machine", "a100", "--sweep", "world-size=2,20000", "--sweep", "reshard"]
+    assert main(["estimate", *arguments, "--plot", str(drawing), "--json", str(out)]) == 0
+    assert "16384 ranks at most" in " ".join(capsys.readouterr().out.split())
     assert drawing.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.read_text())
     assert [one["settings"]["reshard"] for one in found] == ["true", "false"] * 2
     assert [one["estimate"] is None for one in found] == [False, False, True, True]
-    # Three layers and the root, which is not resharded: gathered again for backward, or not.
-    assert [_gathers(one["estimate"]) for one in found[:2]] == [7, 4]
+    # Two blocks and the root, which is not resharded: gathered again for backward, or not.
+    assert [_gathers(one["estimate"]) for one in found[:2]] == [5, 3]
 
 
 def _gathers(estimate: dict) -> int:
@@ -72,68 +83,60 @@ def _gathers(estimate: dict) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected a model"),
-        (["tests.tools.jobs:GPT"], "nothing says what goes in"),
-        (["tests.tools.jobs:Nothing"], "has no 'Nothing'"),
-        (["no.such.module:thing"], "cannot be imported"),
-        (["tests.tools.jobs"], "names no function"),
-        (["tests.tools.jobs:WIDTH"], "is a int"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--machine", "abacus"], "there is no preset 'abacus'"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--world-size", "dp=x"], "is no mesh"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--sweep", "colour"], "'colour' cannot be swept"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--optimizer", "newton"], "no optimizer 'newton'"),
-        ([":GPT"], "':GPT' names no function"),
-        ([".jobs:GPT"], "'.jobs:GPT' names no function"),
-        (["--hf-config", "no-such.json"], "no-such.json cannot be read as a Hugging Face config"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--json", "no/such/place.json"], "there is no directory"),
-        (["tests.tools.jobs:GPT", "--vocabulary", "9", "--sweep", "dtype", "--plot", "x.doc"], "no drawings of this"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["estimate"], "expected a model (pkg.module:name) or --hf-config"),
+        ([*GPT], "nothing says what goes in"),
+        (["estimate", "tests.tools.jobs:Nothing"], "has no 'Nothing'"),
+        (["estimate", "no.such.module:thing"], "raised ModuleNotFoundError"),
+        (["estimate", "tests.tools.jobs"], "is not MODULE:FUNCTION"),
+        (["estimate", ":GPT"], "is not MODULE:FUNCTION"),
+        (["estimate", ".jobs:GPT"], "raised TypeError"),
+        (["estimate", "tests.tools.jobs:WIDTH"], "is of type int"),
+        ([*GPT, "--vocabulary", "9", "--machine", "abacus"], "there is no preset 'abacus'"),
+        ([*GPT, "--vocabulary", "9", "--world-size", "dp=x"], "is not a mesh"),
+        ([*GPT, "--vocabulary", "9", "--world-size", "dp=2,dp=2"], "is not a mesh"),
+        ([*GPT, "--vocabulary", "9", "--sweep", "colour"], "'colour' cannot be swept"),
+        ([*GPT, "--vocabulary", "9", "--optimizer", "newton"], "no optimizer 'newton'"),
+        ([*GPT, "--vocabulary", "0"], "0 is not in the range x>=1"),
+        ([*GPT, "--vocabulary", "9", "--hf-config", "x.json"], "exclude each other"),
+        ([*GPT, "--vocabulary", "9", "--inputs", "a:b"], "--inputs and --vocabulary exclude each other"),
+        ([*GPT, "--vocabulary", "9", "--prefetch", "1", "--prefetch-budget", "1GiB"], "exclude each other"),
+        (["estimate", JOB, "--vocabulary", "9"], "makes its own inputs"),
+        (["estimate", "--hf-config", "no-such.json"], "no-such.json cannot be read as a Hugging Face config"),
+        ([*GPT, "--vocabulary", "9", "--json", "no/such/place.json"], "there is no directory"),
+        ([*GPT, "--vocabulary", "9", "--json", "/tmp"], "it is a directory"),
+        ([*GPT, "--vocabulary", "9", "--sweep", "dtype", "--plot", "x.doc"], "no drawings of this"),
+        (["plan", JOB, "--world-size", "2", "--count", "0"], "0 is not in the range"),
+        (["plan", JOB, "--world-size", "2", "--margin", "100"], "is not in the range"),
+        (["plan", JOB, "--world-size", "2", "--memory", "lots"], "'lots' is not a number of bytes"),
+        (["plan", JOB, "--world-size", "dp=2"], "a plan chooses the mesh"),
+        (["plan", JOB, "--world-size", "2", "--reshard", "true"], "a plan chooses --reshard itself"),
+        (["plan", JOB, "--world-size", "2", "--write", "no/such/place.py"], "there is no directory"),
+        (["plan", JOB, "--write", "both.py", "--json", "both.py"], "two outputs would be written to one file"),
+        (["profile", "--steps", "0", "true"], "0 is not in the range"),
+        (["profile"], "Missing argument 'COMMAND...'"),
+        (["watch", "--seconds", "0", "true"], "0.0 is not in the range"),
+        (["report", "a", "b", "c"], "3 reports were given"),
     ],
 )
 def test_bad_arguments_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert estimate(arguments) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "rwkv"}, "install transformers"),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"vocab_size": None}, 'has no "vocab_size" at its top'),
-    ],
-)
-def test_configs_of_other_models_are_refused(change: dict, message: str, tmp_path: Path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIG, **change}))
-    assert estimate(["--hf-config", str(path)]) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert not captured.out
 
 
 def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert estimate(["--show-machine", "a100"]) == 0
+    assert main(["estimate", "--show-machine", "a100"]) == 0
     path = tmp_path / "mine.json"
     path.write_text(capsys.readouterr().out)
-    assert estimate(["--show-machine", str(path)]) == 0
+    assert main(["estimate", "--show-machine", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
 
 def test_nothing_fits_a_tiny_limit(capsys: pytest.CaptureFixture[str]):
-    assert plan(["tests.tools.test_planning:JOB", "--world-size", "2", "--memory", "10kB"]) == 1
-    assert "ways fits" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--count", "0"], "--count is 0; expected a number from 1 on"),
-        (["--micro-batch", "0"], "--micro-batch is 0"),
-        (["--reshard", "true"], "a plan chooses --reshard itself"),
-        (["--write", "no/such/place.py"], "there is no directory"),
-    ],
-)
-def test_bad_arguments_of_a_plan_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert plan(["tests.tools.test_planning:JOB", "--world-size", "2", *arguments]) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", JOB, "--world-size", "2", "--memory", "10kB"]) == 1
+    assert "ways fits" in capsys.readouterr().err
 
 
 def broken() -> None:
@@ -141,15 +144,29 @@ def broken() -> None:
     raise FileNotFoundError("weights.bin")
 
 
-def test_a_factory_that_fails_is_told(capsys: pytest.CaptureFixture[str]):
-    for command_of in (estimate, plan):
-        assert command_of(["tests.tools.test_command:broken", "--vocabulary", "9", "--world-size", "2"]) == 1
-        assert "FileNotFoundError: weights.bin" in " ".join(capsys.readouterr().err.split())
+def leaves() -> None:
+    """A factory that ends the program."""
+    sys.exit(0)
 
 
-def test_a_sweep_goes_on_where_the_machine_has_holes(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("name", "told"), [("broken", "raised FileNotFoundError"), ("leaves", "raised SystemExit")])
+def test_a_factory_that_fails_is_told(name: str, told: str, capsys: pytest.CaptureFixture[str]):
+    for command in ("estimate", "plan"):
+        assert main([command, f"tests.tools.test_command:{name}", "--vocabulary", "9", "--world-size", "2"]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_one_line_and_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fails(*_: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr("shardkit.tools.estimating.command.machine_named", fails)
+    assert main(["estimate", "--show-machine", "h100"]) == 3
+    assert "error: this is a fault of shardkit, please report it: KeyError: 'oops' (line " in capsys.readouterr().err
+
+
+def test_a_sweep_goes_on_where_the_machine_has_holes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "sweep.json"
-    arguments = ["--hf-config", config, "--sequence", "16", "--machine", "v100", "--sweep", "dtype", "--json", str(out)]
-    assert estimate(arguments) == 0
+    assert main(["estimate", JOB, "--machine", "v100", "--sweep", "dtype", "--json", str(out)]) == 0
     assert "nothing of FLOP/s in bfloat16" in " ".join(capsys.readouterr().out.split())
     assert [one["estimate"] is None for one in json.loads(out.read_text())] == [False, True]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from shardkit.core import fully_shard
-from shardkit.tools.doctor import diagnose, main
+from shardkit.tools.command import main
+from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import profile
 from shardkit.tools.report.files import write_report
 from shardkit.tools.report.merge import merge
@@ -193,11 +194,16 @@ def _heed(model: Any) -> None:
 
 
 def test_advice_that_is_followed_makes_the_finding_go_away() -> None:
-    before = run_ranks(2, functools.partial(_read, prepare=None))[0]
-    assert "'embedding' holds an embedding only" in found(before, "embedding").seen
-    assert "'layer' is gathered 6 times a step" in found(before, "gathered-often").seen
-    after = run_ranks(2, functools.partial(_read, prepare=_heed))[0]
-    assert not rules(after) & {"embedding", "gathered-often"}
+    # What a gather costs here, and so whether it is worth a finding, depends on the machine: they are counted.
+    before, after = (run_ranks(2, functools.partial(_read, prepare=advice))[0] for advice in (None, _heed))
+    assert _gathers(before, "embedding") == {"forward": 2, "backward": 2}
+    assert sum(_gathers(before, "layer").values()) == 6 * 2
+    assert _gathers(after, "embedding") == {"forward": 2}
+    assert sum(_gathers(after, "layer").values()) <= 2 * 2
+
+
+def _gathers(made: Report, fqn: str) -> dict[str, int]:
+    return {one.phase: one.count for one in made.collectives if one.kind == "all-gather" and one.fqn == fqn}
 
 
 def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
@@ -205,16 +211,16 @@ def test_the_command_speaks_plainly_and_refuses_what_is_no_report(
 ) -> None:
     path = tmp_path / "report.json"
     write_report(report(rank(0), rank(1)), path)
-    assert main([str(path), "--json", str(tmp_path / "findings.json")]) == 0
+    assert main(["doctor", str(path), "--json", str(tmp_path / "findings.json")]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("1. ")
     assert "costs 10.0 ms a step, 10.0% of the step" in shown
     assert json.loads((tmp_path / "findings.json").read_text())[0]["rule"] in shown.replace("not hidden", "exposed")
     path.write_text("{")
-    assert main([str(path)]) == 2
-    assert "no complete JSON" in capsys.readouterr().err
+    assert main(["doctor", str(path)]) == 2
+    assert "was cut short" in capsys.readouterr().err
     write_report(report(rank(0, [], steps=[])), path)
-    assert main([str(path)]) == 2
+    assert main(["doctor", str(path)]) == 2
     assert "holds no whole step" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import torch
 
 from shardkit.tools.estimating.timeline import Roofline, replay, transfer_seconds
 from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace, Transfer
-from shardkit.tools.machine import Link, Machine
+from shardkit.tools.machine import Efficiency, Link, Machine, preset
 
 MACHINE = Machine(
     name="slow",
@@ -19,7 +19,7 @@ MACHINE = Machine(
     ranks_per_host=2,
     inside=Link(10.0, 1.0),
     between=Link(1.0, 3.0),
-    efficiency=1.0,
+    efficiency=Efficiency(1.0, 1.0, 1.0),
     operator_seconds=0.0,
     storage_bandwidth=1.0,
     process_bytes=0,
@@ -42,11 +42,35 @@ def test_an_operator_takes_its_arithmetic_or_its_traffic(flops: int, nbytes: int
 
 
 def test_a_transfer_takes_its_slowest_link():
-    assert transfer_seconds(gather(100), MACHINE) == 100 / 2 / 10 + 1
+    gloo = MACHINE.replace(transport="pairwise")
+    assert transfer_seconds(gather(100), gloo) == 100 / 2 / 10 + 1
     # Four ranks on two hosts: half of the bytes come from outside, over two adapters.
-    assert transfer_seconds(gather(100, 4, 2), MACHINE) == 100 / 2 / 2 + 2 * 3
-    assert transfer_seconds(gather(100, collective="all-reduce"), MACHINE) == 2 * transfer_seconds(gather(100), MACHINE)
+    assert transfer_seconds(gather(100, 4, 2), gloo) == 100 / 2 / 2 + 2 * 3
+    assert transfer_seconds(gather(100, collective="all-reduce"), gloo) == 2 * transfer_seconds(gather(100), gloo)
     assert transfer_seconds(gather(100, ranks=1), MACHINE) == 0
+
+
+def test_nccl_takes_the_protocol_and_the_algorithm_that_suit_the_size():
+    machine = preset("a100")
+    inside, between = machine.inside.bandwidth, machine.between.bandwidth
+    large = gather(2**30, ranks=8)
+    assert transfer_seconds(large, machine) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 2**30 * 7 / 8 / inside)
+    small = gather(2**10, ranks=8)  # LL: shorter steps, and a quarter of the bandwidth
+    assert transfer_seconds(small, machine) == pytest.approx(3.6e-6 + 7 * 0.47e-6 + 4 * 2**10 * 7 / 8 / inside)
+    hosts = gather(2**30, ranks=64, hosts=8)
+    steps = 8.4e-6 + 56 * 3.4e-6 + 7 * 9.6e-6
+    assert transfer_seconds(hosts, machine) == pytest.approx(steps + 2**30 * 7 / 8 / (8 * between))
+    # Over a ring of 1,024 ranks steps take milliseconds; a tree has few.
+    wide = gather(2**12, ranks=1024, hosts=128, collective="all-reduce")
+    assert transfer_seconds(wide, machine) < 2 * (1024 - 128) * 0.47e-6 / 4
+
+
+def test_classes_of_operators_reach_different_parts_of_the_peak():
+    machine = MACHINE.replace(efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.1))
+    costs = Roofline(machine)
+    assert costs.seconds(operator(200, 0)) == 4
+    assert costs.seconds(replace(operator(200, 0), attention=True)) == 8
+    assert costs.seconds(operator(0, 10)) == 10
 
 
 def trace(*steps: object) -> Trace:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shardkit.tools.command import run_command
+from shardkit.tools.launching import run_command
 
 
 def test_the_status_of_the_command_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +28,7 @@ def test_a_signal_to_end_reaches_the_command_and_its_last_words_are_heard() -> N
 def test_an_interrupt_is_the_commands_to_handle() -> None:
     script = """if True:
         import os, signal
-        from shardkit.tools.command import run_command
+        from shardkit.tools.launching import run_command
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
         slow_to_end = "trap 'sleep 0.5; exit 6' INT; sleep 1; echo up; while :; do sleep 0.1; done"
         raise SystemExit(run_command(["sh", "-c", slow_to_end], os.environ))

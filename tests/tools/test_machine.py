@@ -27,13 +27,11 @@ def test_a_preset_survives_json_and_states_its_sources(name: str, tmp_path: Path
     assert numbers <= set(machine.sources)
 
 
-def test_every_hole_is_named(tmp_path: Path):
+def test_a_hole_is_named(tmp_path: Path):
     machine = described()
-    del machine["memory"], machine["inside"], machine["operator_seconds"]
-    with pytest.raises(MachineError) as raised:
+    del machine["memory"]
+    with pytest.raises(MachineError, match=r"machine\.json is not .*missing required field `memory`.*--show-machine"):
         load_machine(written(tmp_path, machine))
-    assert all(f'"{name}" is missing' in str(raised.value) for name in ("memory", "inside", "operator_seconds"))
-    assert "machine.json" in str(raised.value)
 
 
 def test_a_description_may_leave_out_what_only_cpus_need(tmp_path: Path):
@@ -45,17 +43,16 @@ def test_a_description_may_leave_out_what_only_cpus_need(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory_bandwidth": 0}, '"memory_bandwidth" is 0; expected a positive number'),
-        ({"memory": "80 GB"}, "\"memory\" is '80 GB'"),
+        ({"memory_bandwidth": 0}, '"memory_bandwidth" is 0.0; expected a positive number'),
+        ({"memory": "80 GB"}, "Expected `int`, got `str` - at `$.memory`"),
         ({"flops": {}}, '"flops" is {}'),
-        ({"flops": {"bfloat16": -1}}, '"flops.bfloat16" is -1'),
-        ({"inside": {"bandwidth": 1e9}}, '"inside" is'),
-        ({"transport": "infiniband"}, "expected one of nccl, shared, pairwise"),
-        ({"ranks_per_host": 8.0}, '"ranks_per_host" is 8.0; expected a positive whole number'),
-        ({"memory_bandwidth": float("nan")}, '"memory_bandwidth" is nan'),
-        ({"efficiency": 60}, '"efficiency" is 60; expected a part of the peak numbers, from 0 to 1'),
-        ({"name": 7}, '"name" is 7; expected a text'),
-        ({"colour": "green"}, '"colour" is no attribute'),
+        ({"flops": {"bfloat16": -1}}, "expected positive FLOP/s by dtype"),
+        ({"inside": {"bandwidth": 1e9}}, "missing required field `latency` - at `$.inside`"),
+        ({"transport": "infiniband"}, "Invalid enum value 'infiniband' - at `$.transport`"),
+        ({"ranks_per_host": 8.5}, "Expected `int`, got `float` - at `$.ranks_per_host`"),
+        ({"memory_bandwidth": float("nan")}, "JSON is malformed"),
+        ({"efficiency": {"matmul": 60, "attention": 1, "memory": 1}}, '"matmul" is 60.0; expected a part of the peak'),
+        ({"name": 7}, "Expected `str`, got `int` - at `$.name`"),
     ],
 )
 def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path: Path):
@@ -65,16 +62,16 @@ def test_wrong_attributes_are_refused(change: dict, message: str, tmp_path: Path
 
 
 def test_a_file_that_is_no_description_is_refused(tmp_path: Path):
-    with pytest.raises(MachineError, match="expected an object"):
+    with pytest.raises(MachineError, match="Expected `object`, got `array`"):
         load_machine(written(tmp_path, [1]))
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(MachineError, match="cannot be read"):
+    with pytest.raises(MachineError, match="was cut short"):
         load_machine(tmp_path / "broken.json")
 
 
 def test_a_dtype_without_flops_is_refused_when_it_is_needed():
     machine = preset("v100")
-    assert machine.flops_for(torch.float16) == 125e12 * machine.efficiency
+    assert machine.flops_for(torch.float16) == 125e12
     with pytest.raises(MachineError, match="nothing of FLOP/s in bfloat16"):
         machine.flops_for(torch.bfloat16)
 

@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
-from shardkit.tools.estimating.command import bytes_of
-from shardkit.tools.estimating.hf import Llama, LlamaConfig, cut_llama
+from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import micro_batch_of, with_micro_batch
-from shardkit.tools.machine import Link, Machine
-from shardkit.tools.planning import search as proposals
+from shardkit.tools.machine import Efficiency, Link, Machine
+from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.search import (
     Candidate,
@@ -25,9 +24,11 @@ from shardkit.tools.planning.search import (
     tensor_parallel_meshes,
     wrappings,
 )
+from shardkit.tools.quantities import parse_quantity
 from tests.support import run_ranks
 from tests.tools.jobs import GPT, two_dimensions
 from tests.tools.jobs import tokens as token_ids
+from tests.tools.llama_shaped import LlamaShaped
 from tests.tools.measured import Meter
 
 
@@ -61,7 +62,7 @@ MACHINE = Machine(
     ranks_per_host=2,
     inside=Link(1e9, 1e-4),
     between=None,
-    efficiency=1.0,
+    efficiency=Efficiency(1.0, 1.0, 1.0),
     operator_seconds=5e-6,
     storage_bandwidth=1e9,
     process_bytes=0,
@@ -78,7 +79,7 @@ def test_with_memory_to_spare_speed_decides(ample: list[Proposal]):
     assert seconds == sorted(seconds)
     best = ample[0].candidate
     assert best.micro_batch == 2 and not best.policies.checkpoint
-    assert any("of what may be taken" in reason for reason in ample[0].reasons)
+    assert any("of the limit" in reason for reason in ample[0].reasons)
 
 
 def test_a_limit_forces_a_choice(ample: list[Proposal]):
@@ -141,10 +142,10 @@ def test_a_budget_of_what_the_limit_leaves_is_proposed_and_can_be_followed(ample
 
 
 LLAMA = TrainingJob(
-    partial(Llama, LlamaConfig(200, 64, 160, 2, 4, 2, 16)),
+    partial(LlamaShaped, 200, 64, 160, 2, 4, 2),
     narrow_tokens,
     policies=Policies(checkpoint=True),
-    tensor_parallel=cut_llama,
+    tensor_parallel=cut_projections,
 )
 
 
@@ -188,21 +189,21 @@ def test_a_plan_of_the_users_own_is_imported_by_its_name(cut: list[Proposal]):
 
 def cut_in_halves(model: nn.Module, mesh: DeviceMesh) -> None:
     """A plan of the user's own."""
-    cut_llama(model, mesh)
+    cut_projections(model, mesh)
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused():
     one_head = TrainingJob(
-        partial(Llama, LlamaConfig(200, 64, 160, 1, 1, 1, 64)),
+        partial(LlamaShaped, 200, 64, 160, 1, 1, 1),
         narrow_tokens,
         policies=Policies(checkpoint=True),
-        tensor_parallel=cut_llama,
+        tensor_parallel=cut_projections,
     )
     with pytest.raises(EstimateError, match=r"'layers\.0\.self_attn\.q_proj' has 1 heads, which 2 ranks"):
         estimate_job(one_head, {"dp": 1, "tp": 2}, MACHINE)
     told: list[str] = []
-    found = propose(one_head, 2, MACHINE, MACHINE.memory, most_micro_batch=1, progress=told.append)
-    assert found and any(text.startswith("gave up: ") for text in told)
+    found = propose(one_head, 2, MACHINE, MACHINE.memory, most_micro_batch=1, tell=told.append)
+    assert found and any(text.startswith("gave up ") for text in told)
 
 
 def test_ranks_that_share_samples_do_not_count_twice():
@@ -230,18 +231,16 @@ def test_a_process_that_is_too_large_by_itself_is_told():
         propose(JOB, 2, heavy, 2**30, margin=0.5)
     assert "fits 512.0 MiB (1.0 GiB less 50% for errors)" in str(raised.value)
     assert "the process without a model (1.0 GiB, process_bytes of the machine)" in str(raised.value)
-    enough = bytes_of(str(raised.value).rpartition("give at least ")[2])
-    assert propose(JOB, 2, heavy, enough, margin=0.5, most_micro_batch=1)
+    enough = parse_quantity(str(raised.value).rpartition("give at least ")[2], "bytes")
+    assert propose(JOB, 2, heavy, int(enough), margin=0.5, most_micro_batch=1)
 
 
 def test_without_the_adapter_tensor_parallelism_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proposals, "entry_points", lambda group: ())  # as where shardkit-tp-adapter is not installed
+    monkeypatch.setattr(search, "entry_points", lambda group: ())  # as where shardkit-tp-adapter is not installed
     told: list[str] = []
-    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, progress=told.append)
+    found = propose(LLAMA, 2, MACHINE, MACHINE.memory, micro_batch=1, most_micro_batch=1, tell=told.append)
     assert found and not any("tp" in dict(one.candidate.axes) for one in found)
-    assert [text for text in told if not text.startswith("estimating ")] == [
-        "fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed"
-    ]
+    assert told == ["fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed"]
 
 
 def test_a_factory_that_asks_for_the_mesh_cannot_be_planned():
@@ -296,13 +295,3 @@ def test_code_names_the_blocks_that_were_estimated(nested: bool):
 def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):
     assert micro_batch_of(JOB) == 2
     assert {proposal.candidate.micro_batch for proposal in ample} == {2}
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5 GB", 1_500_000_000), ("1000", 1000)])
-def test_amounts_of_memory(text: str, nbytes: int):
-    assert bytes_of(text) == nbytes
-
-
-def test_amounts_that_are_none():
-    with pytest.raises(EstimateError, match="is no amount of memory"):
-        bytes_of("lots")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.tools.profiling.command import main
+from shardkit.tools.command import main
 from shardkit.tools.report.files import read_report
 from tests.tools.installed import environment
 
@@ -23,7 +23,7 @@ def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest
     outputs = {flag: tmp_path / f"run{flag[1:]}" for flag in ("--out", "--html", "--trace")}
     flags = [text for flag, path in outputs.items() for text in (flag, str(path))]
     command = [*TORCHRUN, "--nproc-per-node=2", JOB]
-    assert main([*flags, "--warmup", "2", "--steps", "3", "--", *command]) == 0
+    assert main(["profile", *flags, "--warmup", "2", "--steps", "3", "--", *command]) == 0
     report = read_report(outputs["--out"])
     assert report.run.command == command
     assert (report.run.world_size, report.run.recorded_steps, report.run.missing_ranks) == (2, 3, [])
@@ -38,7 +38,7 @@ def test_a_script_is_recorded_without_touching_it(tmp_path: Path, capsys: pytest
 def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     command = [*TORCHRUN, "--nproc-per-node=2", JOB, "branch"]
-    status = main(["--out", str(out), "--warmup", "0", "--steps", "2", "--no-activations", *command])
+    status = main(["profile", "--out", str(out), "--warmup", "0", "--steps", "2", "--no-activations", *command])
     assert status == 1
     assert "the command ended with status 1; reporting what was recorded" in capsys.readouterr().err
     report = read_report(out)
@@ -49,10 +49,10 @@ def test_what_was_recorded_before_a_failure_is_reported(tmp_path: Path, capsys: 
 
 def test_a_command_that_records_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "report.json")]
-    assert main([*out, "true"]) == 2
-    assert "holds no records" in capsys.readouterr().err
-    assert main([*out, "no-such-command-anywhere"]) == 127
-    assert main(out) == 2
-    assert "no command was given" in capsys.readouterr().err
-    assert main([*out, "--steps", "0", "true"]) == 2
-    assert "steps is 0; expected at least 1" in capsys.readouterr().err
+    assert main(["profile", *out, "true"]) == 2
+    assert "nothing was recorded: a rank records" in capsys.readouterr().err
+    assert main(["profile", *out, "no-such-command-anywhere"]) == 127
+    assert main(["profile", *out]) == 2
+    assert "Missing argument 'COMMAND...'" in capsys.readouterr().err
+    assert main(["profile", *out, "--steps", "0", "true"]) == 2
+    assert "0 is not in the range" in capsys.readouterr().err

@@ -46,9 +46,9 @@ def test_a_limit_is_broken_or_not(limit: str, before: int, after: int, broken: b
         ("peak_memory", "is no limit: expected MEASURE>LIMIT"),
         ("peak_memory<5%", "is no limit"),
         ("peak>+5%", "no measure 'peak'; expected one of step_time, peak_memory"),
-        ("peak_memory>5parsecs", "'5parsecs' is no number of bytes: expected digits and one of B, KiB"),
-        ("peak_memory>5%", "'5%' is no number of bytes"),
-        ("step_time>+many", "'many' is no number of seconds"),
+        ("peak_memory>5parsecs", "'5parsecs' is not a number of bytes: expected digits and one of B, nothing, KiB"),
+        ("peak_memory>5%", "'5%' is not a number of bytes"),
+        ("step_time>+many", "'many' is not a number of seconds"),
     ],
 )
 def test_what_is_no_limit_is_told(text: str, words: str) -> None:
@@ -69,3 +69,10 @@ def test_what_is_shown_can_be_read_again(unit: str, value: float) -> None:
 
 def test_every_unit_has_a_base() -> None:
     assert all(1 in known.values() for known in UNITS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("80GiB", 80 * 2**30), ("1.5 gb", 1_500_000_000), ("1000", 1000), ("2kib", 2048)]
+)
+def test_amounts_of_memory(text: str, nbytes: int) -> None:
+    assert parse_quantity(text, "bytes") == nbytes

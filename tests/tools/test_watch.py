@@ -132,11 +132,11 @@ def test_a_job_without_trouble_is_left_alone() -> None:
         assert "shardkit watch" not in job.output.read_text()
 
 
-@pytest.mark.parametrize("seconds", ["-1", "soon", "inf"])
+@pytest.mark.parametrize("seconds", ["-1", "soon", "inf", "nan"])
 def test_a_limit_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardkit.tools.watch.command import main
+    from shardkit.tools.command import main
 
-    assert main(["--seconds", seconds, "true"]) == 2
-    assert f"'{seconds}'; expected a positive number of seconds" in capsys.readouterr().err
-    assert main(["--seconds", "3"]) == 2
-    assert main(["--seconds", "3", "no-such-command-anywhere"]) == 127
+    assert main(["watch", "--seconds", seconds, "true"]) == 2
+    assert "Invalid value for '--seconds'" in capsys.readouterr().err
+    assert main(["watch", "--seconds", "3"]) == 2
+    assert main(["watch", "--seconds", "3", "no-such-command-anywhere"]) == 127

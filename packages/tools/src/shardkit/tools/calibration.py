@@ -27,7 +27,7 @@ from shardkit.core.runtime.transport import SharedTransport, transport_for
 from shardkit.core.torch_compat import TorchDispatchMode
 from shardkit.tools.estimating.timeline import Roofline
 from shardkit.tools.estimating.trace import Operator, TensorPicture, dtensors_among
-from shardkit.tools.machine import Link, Machine, MachineError, threads_of_each
+from shardkit.tools.machine import Efficiency, Link, Machine, MachineError, threads_of_each
 
 # A CPU without instructions for bfloat16 needs seconds for what takes it milliseconds in float32.
 _SIDES = {torch.float32: 768, torch.bfloat16: 192}
@@ -60,7 +60,7 @@ def calibrate(ranks: int | None = None) -> Machine:
         ranks_per_host=ranks,
         inside=Link(found["bandwidth"], found["latency"]),
         between=None,
-        efficiency=1.0,
+        efficiency=Efficiency(1.0, 1.0, 1.0),
         operator_seconds=found["operator_seconds"],
         dtensor_seconds=found["dtensor_seconds"],
         dtensor_each_seconds=found["dtensor_each_seconds"],

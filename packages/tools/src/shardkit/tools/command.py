@@ -1,90 +1,304 @@
-"""The `shardkit` command: hands its arguments to a sub-command, or lists those that are installed.
+"""The `shardkit` command: one tree of commands, of this package and of others that are installed.
 
-A sub-command is an entry point of the group `shardkit.commands`, of any distribution: a function
-`main(arguments: Sequence[str] | None) -> int` whose module's docstring begins with one line about it. It is imported
-when it is asked for.
+Nothing here imports torch, so that help is there at once. Each command's work is in `<tool>/command.py`, imported when
+it runs. Other distributions add commands through the entry point group `shardkit.commands`: functions
+`main(arguments: Sequence[str] | None) -> int`.
+
+Exit status of every command: 0 fine, 1 what was checked does not hold, 2 bad input or usage, 3 a fault of shardkit.
+`profile` and `watch` end as the training command does.
 """
 
 from __future__ import annotations
 
-import inspect
-import signal
-import subprocess
+import math
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+import traceback
+from collections.abc import Callable, Sequence
+from functools import reduce
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command and returns its exit status: 128 + the signal if one ended it, 127 if it cannot be started.
-
-    Ctrl-C reaches the command too, which then ends its ranks; it is waited for. SIGTERM is handed on.
-    """
-    try:
-        process = subprocess.Popen(command, env=dict(environment))
-    except OSError as error:
-        sys.stderr.write(f"{command[0]} cannot be run: {error.strerror}\n")
-        return 127
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        status = _outcome(process)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return status if status >= 0 else 128 - status
-
-
-def _outcome(process: subprocess.Popen[bytes]) -> int:
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
-
+__all__ = ["main"]
 
 _GROUP = "shardkit.commands"
+_KNOWN = {
+    "checkpoint": "inspects, verifies, compares, exports, imports and reshards checkpoints",
+    "migrate": "converts checkpoints of FSDP1",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+_PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a sub-command and returns its exit status; without one, lists what is installed and returns 0."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    commands = installed_commands()
-    if not arguments or arguments[0] in ("-h", "--help"):
-        _list(commands)
-        return 0
-    name, *rest = arguments
-    if name not in commands:
-        known = ", ".join(commands) or "none"
-        Console(stderr=True).print(f"error: there is no command '{name}'; installed are: {known}", markup=False)
-        return 2
-    run: Callable[[Sequence[str]], int] = commands[name].load()
-    return run(rest)
+    """Runs a command; returns its exit status. Whatever goes wrong is one line on standard error."""
+    from shardkit.tools.files import InputError
+    from shardkit.tools.terminal import print_error
 
-
-def installed_commands() -> dict[str, EntryPoint]:
-    """The sub-commands of all installed distributions, by name; of two that share a name, the first found."""
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=_GROUP), key=lambda one: one.name):
-        found.setdefault(entry.name, entry)
-    return found
-
-
-def _list(commands: dict[str, EntryPoint]) -> None:
-    table = Table("command", "does", "from", box=None, pad_edge=False)
-    for name, entry in commands.items():
-        table.add_row(name, _summary(entry), entry.dist.name if entry.dist is not None else "?")
-    console = Console()
-    console.print("usage: shardkit COMMAND ...; shardkit COMMAND --help says more\n", markup=False)
-    console.print(table)
-
-
-def _summary(entry: EntryPoint) -> str:
-    """The first line of the docstring of a command's module; an installation that is broken is told, not hidden."""
     try:
-        function = entry.load()
-    except (ImportError, AttributeError) as error:
-        return f"cannot be loaded: {error}"
-    documented = inspect.getdoc(inspect.getmodule(function)) or ""
-    return documented.partition("\n")[0].partition(": ")[2] or documented.partition("\n")[0]
+        status = tree.main(None if arguments is None else list(arguments), "shardkit", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "shardkit"
+        print_error(f"{error.format_message()} ({where} --help says more)")
+        return 2
+    except (InputError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print_error(str(error))
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except Exception as error:
+        if os.environ.get("SHARDKIT_TRACEBACK"):
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        print_error(
+            f"this is a fault of shardkit, please report it: {type(error).__name__}: {error} (line {place.lineno} of "
+            f"{place.filename}; SHARDKIT_TRACEBACK=1 shows all of it)"
+        )
+        return 3
+    return status if isinstance(status, int) else 0
+
+
+class _Tree(click.Group):
+    """The commands of this package, and those that entry points name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_foreign()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        entry = _foreign().get(cmd_name) if own is None else None
+        return own if entry is None else _command_of(entry)
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+def _command_of(entry: EntryPoint) -> click.Command:
+    """A command of another distribution, which parses its own arguments."""
+    origin = f"(of {entry.dist.name})" if entry.dist is not None else ""
+    arguments = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+    return click.Command(
+        entry.name,
+        context_settings=_PASSED_ON,
+        add_help_option=False,
+        params=[arguments],
+        callback=lambda arguments: entry.load()(list(arguments)),
+        short_help=f"{_KNOWN.get(entry.name, '')} {origin}".strip(),
+    )
+
+
+def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        click.echo(f"shardkit-tools {version('shardkit-tools')}, torch {version('torch')}")
+        ctx.exit()
+
+
+@click.command(cls=_Tree, epilog="Exit status: 0 fine, 1 a check failed, 2 bad input, 3 a fault of shardkit.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="and torch's"
+)
+def tree() -> None:
+    """Tools for training with shardkit: before a run, during it and after it."""
+
+
+# -- what options take -------------------------------------------------------------------------------------------------
+
+
+class _Bytes(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from 8.5 on
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from shardkit.tools.quantities import parse_quantity
+
+        if isinstance(value, int):
+            return value
+        try:
+            nbytes = int(parse_quantity(value, "bytes"))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if nbytes < 1:
+            self.fail(f"'{value}' is nothing; expected an amount such as 80GiB", param, ctx)
+        return nbytes
+
+
+class _Number(click.FloatRange):
+    """A number in a range, which infinity and NaN are not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"'{value}' is not a finite number", param, ctx)
+
+
+_COUNT = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path)
+_BYTES = _Bytes()
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[_F], _F]:
+    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
+
+
+_job_options = _options(
+    click.argument("model", required=False),
+    click.option("--hf-config", type=_FILE, help="a Hugging Face config.json in place of a model (extra: hf)"),
+    click.option("--inputs", metavar="NAME", help="pkg.module:name of a function that makes a micro-batch"),
+    click.option("--vocabulary", type=_COUNT, help="micro-batches are token ids below this"),
+    click.option("--batch", type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
+    click.option("--sequence", type=_COUNT, help="tokens of a sequence (default 2048)"),
+    click.option("--optimizer", default="adamw", help="adamw, adam, sgd, momentum or pkg.module:name"),
+    click.option("--world-size", "--mesh", "mesh", default="8", help="ranks, or axis=size,... (default 8)"),
+    click.option("--machine", default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
+    click.option("--wrap", help="FQNs or class names to shard by themselves (default: repeated blocks)"),
+    click.option("--reshard", help="after forward: true, false, default or a number of ranks"),
+    click.option(
+        "--dtype",
+        type=click.Choice(("own", *DTYPES)),
+        help="of computation (default: own; for --hf-config that of the config)",
+    ),
+    click.option(
+        "--param-dtype",
+        type=click.Choice(("own", *DTYPES)),
+        help="of parameters (default: own, as the model makes them; float32 for --hf-config)",
+    ),
+    click.option("--optimizer-dtype", type=click.Choice(DTYPES), help="of optimizer state (default: the parameters')"),
+    click.option("--master-weights", is_flag=True, help="the optimizer steps copies of the parameters in float32"),
+    click.option("--reduce-dtype", type=click.Choice(("own", *DTYPES)), help="of gradient reduction"),
+    click.option("--prefetch", type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
+    click.option("--prefetch-budget", type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
+    click.option("--tp-plan", metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
+    click.option("--checkpoint", is_flag=True, default=None, help="recompute activations of wrapped modules"),
+    click.option("--offload", is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
+    click.option("--accumulate", type=_COUNT, help="micro-batches of an iteration (default 1)"),
+)
+
+# Of each pair only one may be given.
+_EXCLUSIVE = (
+    ("model", "hf_config"),
+    ("vocabulary", "hf_config"),
+    ("inputs", "hf_config"),
+    ("inputs", "vocabulary"),
+    ("inputs", "batch"),
+    ("inputs", "sequence"),
+    ("prefetch", "prefetch_budget"),
+)
+
+
+def _checked(options: dict[str, Any], *excluded: tuple[str, str]) -> SimpleNamespace:
+    for first, second in (*_EXCLUSIVE, *excluded):
+        if options.get(first) is not None and options.get(second) is not None:
+            names = [name if name == "model" else f"--{name.replace('_', '-')}" for name in (first, second)]
+            raise click.UsageError(f"{names[0]} and {names[1]} exclude each other; give one of them")
+    return SimpleNamespace(**options)
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+@tree.command()
+@_job_options
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
+@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="what if: world-size, reshard, dtype, "
+              "prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
+@click.option("--plot", type=_FILE, help="draws a sweep to this image file")
+@click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
+@click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")
+def estimate(**options: Any) -> int:
+    """Memory, communication and time of a training job, without running it.
+
+    Runs one iteration with tensors that have no data, as one rank of a world that does not exist. Nothing is downloaded
+    and no device is needed.
+    """
+    from shardkit.tools.estimating.command import run
+
+    return run(_checked(options))
+
+
+@tree.command()
+@_job_options
+@click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
+@click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
+@click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")
+@click.option("--margin", type=_Number(0, 100, max_open=True), default=6.0,
+              help="per cent of the limit to keep free, because estimates err (default 6)")  # fmt: skip
+@click.option("--count", type=_COUNT, default=5, help="how many proposals (default 5)")
+@click.option("--write", type=_FILE, help="writes the best proposal's code to this file")
+@click.option("--json", type=_FILE, help="writes all proposals to this file")
+def plan(**options: Any) -> int:
+    """Ways to shard a model that fit a memory limit, fastest first, as code to paste.
+
+    Tries meshes, wrappings, reshard policies, recomputation, micro-batches, prefetching and tensor parallelism;
+    estimates each; and proposes those that stay below the limit.
+    """
+    from shardkit.tools.planning.command import run
+
+    return run(_checked(options))
+
+
+@tree.command(context_settings=_PASSED_ON)
+@click.option("--out", type=_FILE, default=Path("report.json"), help="the report (default: report.json)")
+@click.option("--html", type=_FILE, help="also write it as one HTML page")
+@click.option("--trace", type=_FILE, help="also write a trace for ui.perfetto.dev")
+@click.option("--warmup", type=click.IntRange(min=0), default=1, help="steps to leave out (default 1)")
+@click.option("--steps", type=_COUNT, default=10, help="steps to record (default 10)")
+@click.option("--no-activations", is_flag=True, help="do not count what autograd saves; costs less")
+@click.option("--records", type=_FILE, help="keep the records of the ranks in this directory, which all hosts share")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def profile(**options: Any) -> int:
+    """Runs a training COMMAND, records some steps of every rank, and writes a report.
+
+    The script needs no change: it has to call fully_shard. Example: shardkit profile --html run.html torchrun
+    --nproc-per-node 2 train.py
+    """
+    from shardkit.tools.profiling.command import run
+
+    return run(_checked(options))
+
+
+@tree.command()
+@click.argument("reports", metavar="REPORT [REPORT]", nargs=-1, required=True, type=_FILE)
+@click.option("--html", type=_FILE, help="write the (last) report as one HTML page")
+@click.option("--trace", type=_FILE, help="write it as a trace for ui.perfetto.dev")
+@click.option("--estimate", type=_FILE, help="a result of `shardkit estimate --json` to stand beside it")
+@click.option("--json", type=_FILE, help="write it as JSON again, with the estimate in it")
+@click.option("--fail-on", multiple=True, metavar="LIMIT", help="exit with 1 if it is broken, such as peak_memory>+5%, "
+              "step_time>2s")  # fmt: skip
+def report(**options: Any) -> int:
+    """Shows a report of `shardkit profile`, compares two, and fails when a limit is broken."""
+    from shardkit.tools.report.command import run
+
+    if len(options["reports"]) > 2:
+        raise click.UsageError(f"{len(options['reports'])} reports were given; expected one, or two to compare")
+    return run(_checked(options))
+
+
+@tree.command()
+@click.argument("report", type=_FILE)
+@click.option("--json", type=_FILE, help="also write the findings as JSON")
+def doctor(**options: Any) -> int:
+    """Says what a run loses time and memory by, and what to change."""
+    from shardkit.tools.doctor import run
+
+    return run(_checked(options))
+
+
+@tree.command(context_settings=_PASSED_ON)
+@click.option("--seconds", type=_Number(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def watch(**options: Any) -> int:
+    """Runs a training COMMAND, and says who is missing when a collective waits too long.
+
+    Every rank that can be reached reports where it is, and one of them writes who is missing to its stderr.
+    """
+    from shardkit.tools.launching import run_watched
+
+    return run_watched(_checked(options))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
-from rich.console import Console
-
+from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.quantities import Unit, show
-from shardkit.tools.report.files import read_report, write_text
+from shardkit.tools.report.files import read_report
 from shardkit.tools.report.measures import lateness, skew_by_rank, step_times, times_last
 from shardkit.tools.report.schema import Collective, Operation, Report
+from shardkit.tools.terminal import terminal
 
 
 @dataclass(frozen=True)
@@ -430,36 +428,27 @@ def diagnose(report: Report) -> list[Finding]:
     """What every rule finds, by its share of the step or of the peak. Times in different findings may overlap.
 
     Raises:
-        ValueError: for a report without steps: nothing can be put in proportion.
+        InputError: for a report without steps: nothing can be put in proportion.
     """
     if not all(rank.steps for rank in report.ranks):
-        raise ValueError(
+        raise InputError(
             "the report holds no whole step of some rank; record at least one behind the warm-up, of a sharded model"
         )
     facts = Facts(report)
     return sorted((finding for rule in _RULES for finding in rule(facts)), key=lambda one: -one.share)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 for a report that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="shardkit doctor", description="Reads a report of `shardkit profile` and says what to change."
-    )
-    parser.add_argument("report", type=Path, help="the report, as JSON")
-    parser.add_argument("--json", type=Path, help="also write the findings as JSON")
-    options = parser.parse_args(arguments)
-    try:
-        findings = diagnose(read_report(options.report))
-        if options.json is not None:
-            write_text(options.json, json.dumps([asdict(one) for one in findings], indent=2) + "\n")
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
-    console = Console()
+def run(options: SimpleNamespace) -> int:
+    """Runs `shardkit doctor`."""
+    check_targets(options.json)
+    findings = diagnose(read_report(options.report))
+    if options.json is not None:
+        write_text(options.json, json_text(findings, indent=2))
+    console = terminal()
     if not findings:
         console.print("nothing found that is worth a change")
     for number, finding in enumerate(findings, 1):
-        console.print(f"{number}. {finding.seen}", markup=False, highlight=False)
-        console.print(f"   costs {finding.price}", markup=False, style="yellow")
-        console.print(f"   change: {finding.change}", markup=False, highlight=False)
+        console.print(f"{number}. {finding.seen}")
+        console.print(f"   costs {finding.price}", style="yellow")
+        console.print(f"   change: {finding.change}")
     return 0

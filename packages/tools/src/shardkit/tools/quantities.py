@@ -5,38 +5,46 @@ from __future__ import annotations
 import re
 from typing import Literal, TypeAlias
 
+from shardkit.tools.files import InputError
+
+__all__ = ["UNITS", "Unit", "parse_quantity", "show", "show_bandwidth"]
+
 Unit: TypeAlias = Literal["bytes", "seconds", "count", "share"]
 
+_BINARY = {name: float(1024**power) for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
+_COUNTS = {"thousand": 1e3, "million": 1e6, "billion": 1e9}
+_DECIMAL = {name: float(1000**power) for power, name in enumerate(("kB", "MB", "GB", "TB"), 1)}
 UNITS: dict[Unit, dict[str, float]] = {
-    "bytes": {
-        "B": 1,
-        "KiB": 2**10,
-        "MiB": 2**20,
-        "GiB": 2**30,
-        "TiB": 2**40,
-        "kB": 1e3,
-        "MB": 1e6,
-        "GB": 1e9,
-        "TB": 1e12,
-    },
+    "bytes": {"B": 1, "": 1, **_BINARY, **_DECIMAL},
     "seconds": {"s": 1, "ms": 1e-3, "us": 1e-6},
-    "count": {"": 1},
+    "count": {"": 1, **_COUNTS},
     "share": {"%": 0.01, "": 1},
 }
-"""What may stand behind a number, by unit."""
+"""What may stand behind a number, by unit; upper and lower case are alike."""
 
-_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)")
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)", re.ASCII)
 
 
 def show(value: float, unit: Unit) -> str:
     """`value`, in bytes, seconds, as a count or a share, for people."""
     if unit == "bytes":
-        return _bytes(value)
+        return _scaled(value, "B", _BINARY)
     if unit == "seconds":
-        return _seconds(value)
+        if abs(value) >= 1:
+            return f"{value:.2f} s"
+        return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 or value == 0 else f"{value * 1e6:.0f} us"
     if unit == "share":
         return f"{value:.1%}"
+    if abs(value) >= 1e4:
+        return _scaled(value, "", _COUNTS)
     return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+
+
+def _scaled(value: float, base: str, names: dict[str, float]) -> str:
+    name = max((name for name in names if abs(value) >= names[name]), key=lambda one: names[one], default=None)
+    if name is None:
+        return f"{value:.0f} {base}"
+    return f"{value / names[name]:.{2 if name in ('TiB', 'billion', 'million') else 1}f} {name}"
 
 
 def show_bandwidth(value: float | None) -> str:
@@ -48,27 +56,11 @@ def parse_quantity(text: str, unit: Unit) -> float:
     """The number that `text` stands for, in bytes, seconds, as a count or a share.
 
     Raises:
-        ValueError: with what was found and what may stand there.
+        InputError: with what was found and what may stand there.
     """
     match = _QUANTITY.fullmatch(text.strip())
-    known = UNITS[unit]
-    if match is None or match.group(2) not in known:
-        words = ", ".join(name or "nothing" for name in known)
-        raise ValueError(f"'{text.strip()}' is no number of {unit}: expected digits and one of {words}")
-    return float(match.group(1)) * known[match.group(2)]
-
-
-def _bytes(value: float) -> str:
-    for name in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {name}" if name == "B" else f"{value:.1f} {name}"
-        value /= 1024
-    return f"{value:.2f} TiB"
-
-
-def _seconds(value: float) -> str:
-    if abs(value) >= 1:
-        return f"{value:.2f} s"
-    if abs(value) >= 1e-3 or value == 0:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value * 1e6:.0f} us"
+    known = {name.lower(): factor for name, factor in UNITS[unit].items()}
+    if match is None or match[2].lower() not in known:
+        words = ", ".join(name or "nothing" for name in UNITS[unit])
+        raise InputError(f"'{text.strip()}' is not a number of {unit}: expected digits and one of {words}")
+    return float(match[1]) * known[match[2].lower()]

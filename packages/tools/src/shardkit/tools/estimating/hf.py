@@ -1,242 +1,140 @@
-"""Models from a Hugging Face config, and how they are cut."""
+"""Training jobs from a Hugging Face config: a model that transformers builds on the meta device, and how it is cut."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from shardkit.tools.estimating.job import EstimateError, TensorParallel
+from shardkit.core.users_code import users_code
+from shardkit.tools.estimating.job import EstimateError, MakeOptimizer, Policies, TrainingJob
+from shardkit.tools.files import read_json
 
-# Model types of Hugging Face whose layers have these shapes; with biases on query, key and value for the second group.
-_PLAIN = ("llama", "mistral")
-_WITH_BIAS = ("qwen2",)
+__all__ = ["COLUMNS", "ROWS", "config_of", "cut_projections", "job_from_config"]
 
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The sizes of a model, named as Hugging Face's configs name them."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    dtype: torch.dtype = torch.float32
-
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> LlamaConfig:
-        """Reads a Hugging Face config.
-
-        Raises:
-            EstimateError: for a model of another shape, and for sizes that are missing.
-        """
-        kind = config.get("model_type")
-        if kind not in (*_PLAIN, *_WITH_BIAS):
-            raise EstimateError(
-                f"a config of model_type {kind!r} is none of {', '.join((*_PLAIN, *_WITH_BIAS))}, the Llama-shaped "
-                "ones that are built without transformers; install transformers, which builds any model, "
-                "or give a factory (shardkit estimate pkg.module:function)"
-            )
-        wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        if missing := [name for name in wanted if not isinstance(config.get(name), int)]:
-            raise EstimateError(f"the config lacks {', '.join(missing)}; expected whole numbers")
-        heads = config["num_attention_heads"]
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        return LlamaConfig(
-            **{name: config[name] for name in wanted},
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-5),
-            rope_theta=config.get("rope_theta") or 10_000.0,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", kind in _WITH_BIAS)),
-            dtype=getattr(torch, dtype),
-        )
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        width, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        batch, sequence, _ = x.shape
-        query, key, value = (
-            projection(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.groups > 1)
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, sequence, -1))
-        return projected
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return projected
-
-
-class RMSNorm(nn.Module):
-    """Normalises by the root mean square, in float32, as Hugging Face's Llama does."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
-        mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return mixed
-
-
-class Llama(nn.Module):
-    """Token ids of shape (batch, sequence) to logits of shape (batch, sequence, vocabulary)."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        self.to(config.dtype)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        cosine, sine = self._positions(input_ids.shape[1], x)
-        for layer in self.layers:
-            x = layer(x, cosine, sine)
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
-
-    def _positions(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        half = torch.arange(0, self.config.head_dim, 2, device=like.device) / self.config.head_dim
-        angles = torch.outer(torch.arange(length, device=like.device), self.config.rope_theta**-half)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a Hugging Face config.json.
-
-    Raises:
-        EstimateError: for a file that is no config.
-    """
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EstimateError(f"{path} cannot be read as a Hugging Face config: {error}") from error
-    if not isinstance(config, dict):
-        raise EstimateError(f"{path}: expected an object, got {type(config).__name__}")
-    return config
-
-
-def model_from_hf_config(path: Path) -> nn.Module:
-    """Builds the model of a config.json: with transformers if it is installed, else Llama-shaped ones by ourselves.
-
-    Raises:
-        EstimateError: for a file that is no config, or one of a model that cannot be built.
-    """
-    config = read_config(path)
-    try:
-        import transformers  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return Llama(LlamaConfig.of(config))
-    settings = transformers.AutoConfig.for_model(**config)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings)
-    return model
-
-
-def is_llama_shaped(config: Mapping[str, Any]) -> bool:
-    """Whether the layers of a config's model have the projections of Llama, under its names."""
-    return config.get("model_type") in (*_PLAIN, *_WITH_BIAS)
-
-
-def vocabulary_of(path: Path) -> int:
-    """How many token ids a config knows.
-
-    Raises:
-        EstimateError: if it does not say.
-    """
-    size = read_config(path).get("vocab_size")
-    if not isinstance(size, int):
-        raise EstimateError(
-            f'{path} has no "vocab_size" at its top, as configs of several models have not; give a factory instead '
-            "(shardkit estimate pkg.module:function --inputs ...)"
-        )
-    return size
-
-
-# Projections whose output features are cut, and those that take what these give.
+# Projections whose output features are cut, and those that take what these give, by their names in most models.
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
+_TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_LM")
 
-def cut_llama(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts attention heads and feed-forward features of every layer of a Llama-shaped model over `mesh`, in place.
+
+def job_from_config(
+    path: Path,
+    batch: int,
+    sequence: int,
+    optimizer: MakeOptimizer,
+    policies: Policies,
+    *,
+    own_dtype: bool = False,
+) -> TrainingJob:
+    """Training of the model of a config.json: next token, sequence to sequence, or classes of images.
+
+    Parameters are made in float32. Unless policies or `own_dtype` say otherwise, it computes in the config's dtype.
 
     Raises:
-        EstimateError: if heads or features cannot be dealt out evenly.
+        EstimateError: without transformers, for a file that is no config, and one that transformers cannot build.
     """
-    for fqn, block in model.named_modules():
-        if not all(_has(block, name) for name in (*COLUMNS, *ROWS)):
-            continue
+    config = config_of(path)
+    config.use_cache = False
+    dtype = getattr(config, "dtype", None)
+    if policies.param_dtype is None and not own_dtype and dtype in (torch.bfloat16, torch.float16):
+        policies = replace(policies, param_dtype=dtype)
+    # The other ways to run experts have shapes that depend on data, or, for want of a kernel for float32, more memory.
+    experts = "grouped_mm" if policies.param_dtype == torch.bfloat16 else "batched_mm"
+    model = partial(_built, _class_of(config, path), config, experts, path)
+    inputs = partial(_batch, config, batch, sequence)
+    return TrainingJob(model, inputs, optimizer, policies=policies, tensor_parallel=cut_projections)
+
+
+def config_of(path: Path) -> Any:
+    """What transformers makes of a config.json. Nothing is downloaded, and no code that a config names is run.
+
+    Raises:
+        EstimateError: as `job_from_config`.
+    """
+    settings = read_json(path, dict[str, Any], "a Hugging Face config", EstimateError)
+    if not isinstance(settings.get("model_type"), str):
+        raise EstimateError(f'{path} is not a Hugging Face config: it has no "model_type"')
+    if settings.get("torch_dtype") == "auto":  # which is for weights that there are not
+        del settings["torch_dtype"]
+    with users_code(f"the config {path}", "expected a config that this transformers knows", EstimateError):
+        return _transformers().AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+def _transformers() -> Any:
+    try:
+        found: Any = importlib.import_module("transformers")  # partly annotated
+    except ImportError as error:
+        raise EstimateError(f"--hf-config needs transformers; install shardkit-tools[hf] ({error})") from error
+    found.logging.set_verbosity_error()
+    return found
+
+
+def _class_of(config: Any, path: Path) -> Callable[[Any], nn.Module]:
+    for task in _TASKS:
+        mapping = getattr(_transformers(), f"MODEL_FOR_{task}_MAPPING")
+        if type(config) in mapping:
+            found: Callable[[Any], nn.Module] = mapping[type(config)]
+            return found
+    raise EstimateError(
+        f"{path}: transformers has no language model or image classifier of model_type {config.model_type!r}; give a "
+        "factory instead (shardkit estimate pkg.module:function --inputs ...)"
+    )
+
+
+def _built(model_class: Callable[[Any], nn.Module], config: Any, experts: str, path: Path) -> nn.Module:
+    hint = "expected the config of a model that transformers builds without weights"
+    with users_code(f"building the model of {path}", hint, EstimateError), torch.device("meta"):
+        model = model_class(config)
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is not None and any(hasattr(module, "experts") for module in model.modules()):
+        choose(experts)
+    _move_to_cpu(model)
+    return model.train()
+
+
+def _move_to_cpu(model: nn.Module) -> None:
+    """Gives parameters and buffers memory, which is fake in an estimate; `to_empty` cannot swap fake parameters."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in list(module.named_parameters(recurse=False)):
+            if id(one) not in made:
+                made[id(one)] = nn.Parameter(torch.empty_like(one, device="cpu"), one.requires_grad)
+            setattr(module, name, made[id(one)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+
+
+def _batch(config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Token ids of shape (batch, sequence), or images of shape (batch, channels, height, width)."""
+    size = getattr(config, "image_size", None)
+    text = config.get_text_config()
+    if not hasattr(text, "vocab_size") and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.rand(batch, config.num_channels, height, width)}
+    tokens = torch.randint(text.vocab_size, (batch, sequence))
+    return {"input_ids": tokens, "decoder_input_ids": tokens} if config.is_encoder_decoder else {"input_ids": tokens}
+
+
+def cut_projections(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts attention heads and feed-forward features of every layer with the usual projections over `mesh`, in place.
+
+    Raises:
+        EstimateError: if no layer has them, or heads or features cannot be dealt out evenly.
+    """
+    blocks = [(fqn, block) for fqn, block in model.named_modules() if all(_has(block, n) for n in (*COLUMNS, *ROWS))]
+    if not blocks:
+        raise EstimateError(f"no layer of the model has the projections {', '.join((*COLUMNS, *ROWS))}; give --tp-plan")
+    for fqn, block in blocks:
         head_dim = block.get_submodule("self_attn").head_dim
         _check(fqn, block, head_dim if isinstance(head_dim, int) else 1, mesh.size())
         styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
@@ -260,8 +158,3 @@ def _check(fqn: str, block: nn.Module, head_dim: int, ranks: int) -> None:
                 f"'{fqn}.{name}' has {projection.out_features // unit} {'heads' if unit > 1 else 'features'}, which "
                 f"{ranks} ranks of the axis 'tp' cannot share evenly; use a size that divides them"
             )
-
-
-def plan_of_config(path: Path) -> TensorParallel | None:
-    """How the model of a Hugging Face config is cut; None for one whose projections have other names."""
-    return cut_llama if is_llama_shaped(read_config(path)) else None

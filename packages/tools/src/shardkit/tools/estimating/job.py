@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
-from shardkit.tools.machine import MachineError
-from shardkit.tools.report.files import ReportError
+from shardkit.core.users_code import users_code
+from shardkit.tools.estimating.precision import Precision
+from shardkit.tools.files import InputError
 from shardkit.tools.torch_compat import FakeTensors
 
 
-class EstimateError(Exception):
+class EstimateError(InputError):
     """A model, an input or a setting that cannot be estimated; the message says what was seen and what to do."""
-
-
-@contextlib.contextmanager
-def explained(what: str, hint: str) -> Iterator[None]:
-    """Turns what the user's functions raise into an `EstimateError` that says in which of them."""
-    try:
-        yield
-    except EstimateError:
-        raise
-    except Exception as error:
-        cause: BaseException = error
-        while isinstance(cause.__cause__, EstimateError | RuntimeError):
-            cause = cause.__cause__
-            if isinstance(cause, EstimateError):
-                raise cause from error
-        raise EstimateError(f"{what}: {type(error).__name__}: {error} ({hint})") from error
-
-
-def status_of(command: Callable[[], int]) -> int:
-    """The exit status of a command: 1 after an error that the user can mend, which is printed to stderr."""
-    try:
-        return command()
-    except (EstimateError, MachineError, ReportError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False)
-        return 1
 
 
 @dataclass(frozen=True)
@@ -169,6 +143,7 @@ class TrainingJob:
         policies: how `fully_shard` is applied to a model that does not come sharded.
         tensor_parallel: cuts a model that does not come sharded over the axis "tp" of the mesh, in place; called with
             the model and the mesh of that axis. `policies` shard it over the others.
+        precision: in which dtypes the script keeps parameters and optimizer state.
     """
 
     model: Callable[..., nn.Module]
@@ -178,6 +153,7 @@ class TrainingJob:
     step: Step | None = None
     policies: Policies = field(default_factory=Policies)
     tensor_parallel: TensorParallel | None = None
+    precision: Precision = field(default_factory=Precision)
 
     @property
     def takes_mesh(self) -> bool:
@@ -190,7 +166,7 @@ class TrainingJob:
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
         """The sharded model."""
-        model = self.model(mesh) if self.takes_mesh else self.model()
+        model = self.model(mesh) if self.takes_mesh else self.precision.cast(self.model())
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             apply_policies(model, self.policies, self._data_parallel(model, mesh))
         elif replace(self.policies, accumulate=1) != Policies():
@@ -199,6 +175,10 @@ class TrainingJob:
                 "factory that makes the model unsharded"
             )
         return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the sharded model."""
+        return self.precision.optimizer_of(self.optimizer, model.parameters())
 
     def _data_parallel(self, model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
         """The axes that remain when the model has been cut over "tp", if there is a plan for that."""
@@ -268,7 +248,7 @@ def micro_batch_of(job: TrainingJob) -> int:
     Raises:
         EstimateError: if its inputs cannot be made, or hold no such tensor.
     """
-    with FakeTensors(), explained("making the inputs failed", "the function is called without arguments"):
+    with FakeTensors(), users_code("making the inputs", "the function is called without arguments", EstimateError):
         sizes = [tensor.shape[0] for tensor in tensors_in(job.inputs()) if tensor.dim()]
     if not sizes:
         raise EstimateError(

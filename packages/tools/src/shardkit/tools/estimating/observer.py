@@ -59,7 +59,7 @@ class Whereabouts:
         self._names: dict[int, str] = {}
         self._running: list[str] = []
         self._backward = ""
-        self._stepping = False
+        self._stepping = 0
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Whereabouts:
@@ -100,7 +100,7 @@ class Whereabouts:
         return self.fqn, self.phase
 
     def _step(self, begins: bool) -> None:
-        self._stepping = begins
+        self._stepping += 1 if begins else -1  # an optimizer may step others
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         fqn = self._names.get(id(module))

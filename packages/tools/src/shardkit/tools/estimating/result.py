@@ -70,6 +70,7 @@ class Estimate:
         traffic: communication by module.
         timeline: predicted times.
         checkpoint: predicted size and time of a checkpoint.
+        dtypes: of parameters, computation, reduction and optimizer state.
         notes: what the estimate had to leave out or assume.
     """
 
@@ -84,6 +85,7 @@ class Estimate:
     traffic: tuple[TrafficRow, ...]
     timeline: Timeline
     checkpoint: Checkpoint
+    dtypes: dict[str, str]
     notes: tuple[str, ...]
     recording: Recording = dataclasses.field(repr=False)
 
@@ -118,6 +120,7 @@ class Estimate:
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
             "timeline": dataclasses.asdict(self.timeline),
             "checkpoint": dataclasses.asdict(self.checkpoint),
+            "dtypes": self.dtypes,
             "notes": list(self.notes),
         }
 
@@ -201,6 +204,7 @@ def assess(
         checkpoint=Checkpoint(
             state, recording.weights.whole + recording.optimizer.whole, state / machine.storage_bandwidth
         ),
+        dtypes=_dtypes(recording, policies),
         notes=_notes(recording, policies, machine),
         recording=recording,
     )
@@ -223,6 +227,14 @@ def _rows(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
         )
         for (collective, fqn, phase, of_core), some in by_place.items()
     )
+
+
+def _dtypes(recording: Recording, policies: Policies) -> dict[str, str]:
+    own = recording.dtypes["parameters"]
+    told = {"computation": policies.param_dtype, "reduction": policies.reduce_dtype or policies.param_dtype}
+    return recording.dtypes | {
+        name: own if one is None else str(one).removeprefix("torch.") for name, one in told.items()
+    }
 
 
 def _notes(recording: Recording, policies: Policies, machine: Machine) -> tuple[str, ...]:

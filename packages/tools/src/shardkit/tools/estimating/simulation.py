@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
 from shardkit.core.torch_compat import local_of
-from shardkit.tools.estimating.job import EstimateError, TrainingJob, explained
+from shardkit.core.users_code import users_code
+from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.memory import CachingAllocator, Peak
 from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.trace import Trace, neighbourhood
@@ -292,6 +294,7 @@ class Recording:
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
         groups: labels of the parameter groups.
         values_read: where data of tensors was asked for.
+        dtypes: of parameters and of the optimizer's state.
     """
 
     trace: Trace
@@ -305,6 +308,7 @@ class Recording:
     outbox_bytes: int
     groups: tuple[str, ...]
     values_read: tuple[str, ...]
+    dtypes: dict[str, str]
 
 
 def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
@@ -337,22 +341,22 @@ def _run(
     observer: Observer,
     transports: dict[dist.ProcessGroup, SimulatedTransport],
 ) -> Recording:
-    with explained("building the model failed", "the factory runs with tensors that have no data, on 'cpu'"):
+    with users_code("building the model", "the factory runs with tensors that have no data, on 'cpu'", EstimateError):
         model = job.build(mesh)
     observer.adopt(model)
     allocator = CachingAllocator()
     observer.ledger.watch(allocator.changed)
-    with explained("making the optimizer failed", "it gets the parameters of the sharded model"):
-        optimizer = job.optimizer(model.parameters())
+    with users_code("making the optimizer", "it gets the parameters of the sharded model", EstimateError):
+        optimizer = job.make_optimizer(model)
     for recording in (False, True):
         observer.where.set_phase = "inputs"
-        with explained("making the inputs failed", "the function is called without arguments"):
+        with users_code("making the inputs", "the function is called without arguments", EstimateError):
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
         observer.where.set_phase = "between"
         if recording:
             idle = observer.ledger.total
             observer.start()
-        with explained("an iteration failed", "it ran with tensors that have no data; it runs on 'cpu' tensors"):
+        with users_code("an iteration", "it ran with tensors on 'cpu' that have no data", EstimateError):
             job.run(model, optimizer, batches)
         del batches
     assert observer.ledger.peak is not None
@@ -369,12 +373,22 @@ def _run(
         mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
         groups=tuple(dict.fromkeys(group.label for group in groups)),
         values_read=tuple(observer.values_read),
+        dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(_tensors_of(optimizer))},
     )
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    """Of most bytes first."""
+    held: Counter[str] = Counter()
+    for one in tensors:
+        if one.dim():
+            held[str(one.dtype).removeprefix("torch.")] += one.numel() * one.itemsize
+    return " and ".join(name for name, _ in held.most_common()) or "none"
 
 
 def _state_size(tensors: list[torch.Tensor]) -> StateSize:

@@ -32,11 +32,27 @@ class Roofline:
         self._machine = machine
 
     def seconds(self, operator: Operator) -> float:
-        machine = self._machine
-        moving = operator.bytes / (machine.memory_bandwidth * machine.efficiency)
+        machine, reached = self._machine, self._machine.efficiency
+        moving = operator.bytes / (machine.memory_bandwidth * reached.memory)
         if not operator.flops:
             return moving
-        return max(moving, operator.flops / machine.flops_for(operator.dtype or torch.float32))
+        part = reached.attention if operator.attention else reached.matmul
+        return max(moving, operator.flops / (machine.flops_for(operator.dtype or torch.float32) * part))
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """A way in which NCCL moves bytes, against Simple over a ring: factors of latencies, and of bandwidth."""
+
+    base: float
+    inside: float
+    between: float
+    bandwidth: float
+
+
+# From NCCL 2.10, src/graph/tuning.cc: baseLat, hwLat and the bandwidths of the protocols. LL is for small messages.
+_RINGS = (_Protocol(1.0, 1.0, 1.0, 1.0), _Protocol(3.6 / 8.4, 0.47 / 3.4, 2.7 / 9.6, 1 / 4))
+_TREES = (_Protocol(0.0, 28 / 3.4, 50 / 9.6, 0.9), _Protocol(4.4 / 8.4, 0.52 / 3.4, 5.0 / 9.6, 0.9 / 3.8))
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
@@ -44,18 +60,28 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
 
     Every rank receives `(ranks - 1) / ranks` of the bytes over its link inside the host. What comes from other hosts,
     `(hosts - 1) / hosts` of the bytes, comes once for each host and over the adapters of all its ranks in the group. An
-    all-reduce is a reduce-scatter and an all-gather. Latencies add up as in a tree.
+    all-reduce is a reduce-scatter and an all-gather. NCCL goes round a ring, whose steps add up, or for an all-reduce
+    over a tree, with the protocol that is fastest for so many bytes; gloo's latencies add up as in a tree.
     """
-    if transfer.ranks == 1:
+    ranks, hosts = transfer.ranks, transfer.hosts
+    if ranks == 1:
         return 0.0
-    link = machine.link(transfer.hosts)
+    link = machine.link(hosts)
     halves = 2 if transfer.collective == "all-reduce" else 1
-    moving = transfer.moved * (transfer.ranks - 1) / transfer.ranks / machine.inside.bandwidth
-    if transfer.hosts > 1:
-        adapters = transfer.ranks / transfer.hosts
-        outside = transfer.moved * (transfer.hosts - 1) / transfer.hosts / (adapters * link.bandwidth)
-        moving = max(moving, outside)
-    return halves * (moving + link.latency * math.ceil(math.log2(transfer.ranks)))
+    moving = transfer.moved * (ranks - 1) / ranks / machine.inside.bandwidth
+    if hosts > 1:
+        moving = max(moving, transfer.moved * (hosts - 1) / hosts / (ranks / hosts * link.bandwidth))
+    if machine.transport != "nccl":
+        return halves * (moving + link.latency * math.ceil(math.log2(ranks)))
+    ways: list[tuple[_Protocol, float, float]] = [(one, ranks - hosts, hosts - 1) for one in _RINGS]
+    if halves == 2:
+        ways += [(one, ranks / hosts - 1, math.log2(hosts)) for one in _TREES]
+    return min(
+        one.base * machine.collective_seconds
+        + halves * (inside * one.inside * machine.inside.latency + between * one.between * link.latency)
+        + halves * moving / one.bandwidth
+        for one, inside, between in ways
+    )
 
 
 @dataclass(frozen=True)

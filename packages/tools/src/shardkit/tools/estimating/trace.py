@@ -108,6 +108,7 @@ class Operator:
         dtype: of its first tensor, None if it has none.
         flops: of matrix products and convolutions, 0 for everything else.
         bytes: that it reads and writes; 0 for one that only makes views.
+        attention: whether it is fused attention, forward or backward.
     """
 
     function: Any
@@ -116,6 +117,7 @@ class Operator:
     dtype: torch.dtype | None
     flops: int
     bytes: int
+    attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ def _operator(
         dtype=tensors[0].dtype if tensors else None,
         flops=count_flops(function, args, kwargs, out),
         bytes=moved,
+        attention="attention" in str(function),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_llama
+from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_projections
 from shardkit.tools.estimating.job import Policies, TensorParallel
 from shardkit.tools.planning.search import Proposal
 
@@ -46,7 +46,7 @@ def code_of(proposal: Proposal) -> str:
         *_imports(proposal),
         "\n",
         (_RECOMPUTE if policies.checkpoint else "")
-        + (_CUT if _cut_with(proposal) is cut_llama else "")
+        + (_CUT if _cut_with(proposal) is cut_projections else "")
         + "def shard(model: nn.Module) -> nn.Module:",
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
         f"    mesh = init_device_mesh({device!r}, {sizes!r}, mesh_dim_names={names!r})",
@@ -70,7 +70,7 @@ def _tensor_parallel(proposal: Proposal) -> list[str]:
     plan = _cut_with(proposal)
     if plan is None:
         return []
-    cut = "cut" if plan is cut_llama else _name_of(plan)[1]
+    cut = "cut" if plan is cut_projections else _name_of(plan)[1]
     lines = [f'    {cut}(model, mesh["tp"])  # needs shardkit-tp-adapter']
     if proposal.candidate.samplers > 1:
         lines.append("    # Ranks that differ only in the axis 'tp' need the same samples.")
@@ -97,13 +97,13 @@ def _imports(proposal: Proposal) -> list[str]:
         core.append("MixedPrecisionPolicy")
     torch_lines = ["import torch"] if policies.param_dtype or policies.reduce_dtype else []
     torch_lines.append("from torch import nn")
-    mesh_names = "init_device_mesh" if plan is not cut_llama else "DeviceMesh, init_device_mesh"
+    mesh_names = "init_device_mesh" if plan is not cut_projections else "DeviceMesh, init_device_mesh"
     torch_lines.append(f"from torch.distributed.device_mesh import {mesh_names}")
-    if plan is cut_llama:
+    if plan is cut_projections:
         styles = "ColwiseParallel, RowwiseParallel, parallelize_module"
         torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
     torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
-    own = [] if plan is None or plan is cut_llama else ["", "from {} import {}".format(*_name_of(plan))]
+    own = [] if plan is None or plan is cut_projections else ["", "from {} import {}".format(*_name_of(plan))]
     return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
 
 

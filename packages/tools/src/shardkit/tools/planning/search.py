@@ -11,20 +11,20 @@ from typing import TypeAlias
 from torch import nn
 
 from shardkit.core.adapters import ADAPTERS
+from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import (
     EstimateError,
     Policies,
     TensorParallel,
     TrainingJob,
     blocks_of,
-    explained,
     micro_batch_of,
     with_micro_batch,
 )
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.tables import size, time
 from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.machine import Machine, MachineError
+from shardkit.tools.quantities import show
 from shardkit.tools.torch_compat import FakeTensors
 
 Axes: TypeAlias = tuple[tuple[str, int], ...]
@@ -60,7 +60,7 @@ class Candidate:
             parts.append(f"prefetch {policies.prefetch_depth}")
             parts.append("keep" if policies.reshard_after_forward is False else "reshard")
         else:
-            parts.append(f"prefetch within {size(policies.prefetch_budget)}")
+            parts.append(f"prefetch within {show(policies.prefetch_budget, 'bytes')}")
         if policies.checkpoint:
             parts.append("recompute")
         if policies.wrap is not None:
@@ -166,17 +166,18 @@ class _Search:
         machine: Machine,
         limit: int,
         costs: OperatorCosts | None,
-        progress: Callable[[str], None],
+        tell: Callable[[str], None],
+        progress: Callable[[int], None],
     ) -> None:
         self.limit = limit
         self.known: dict[Candidate, Estimate] = {}
         self.machine = machine
         self.problem = ""
-        self.job, self._costs, self._progress = job, costs, progress
+        self.job, self._costs, self._progress, self.tell = job, costs, progress, tell
 
     def run(self, candidate: Candidate) -> Estimate:
         if candidate not in self.known:
-            self._progress(f"estimating {candidate.describe()}")
+            self._progress(len(self.known))
             job = candidate.job(self.job)
             self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
         return self.known[candidate]
@@ -187,11 +188,7 @@ class _Search:
             self.run(candidate)
         except (EstimateError, MachineError) as error:
             self.problem = str(error)
-            self._progress(f"gave up: {error}")
-
-    def leave_out(self, reason: str) -> None:
-        """Tells why some ways are not tried."""
-        self._progress(f"fewer ways: {reason}")
+            self.tell(f"gave up {candidate.describe()}: {error}")
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether it stays below the limit; one that cannot be estimated does not."""
@@ -217,7 +214,8 @@ def propose(
     count: int = 5,
     margin: float = 0.0,
     costs: OperatorCosts | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
@@ -225,7 +223,8 @@ def propose(
     the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
     micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes. The
     smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part of
-    the limit that stays free, for what estimates miss.
+    the limit that stays free, for what estimates miss. `tell` gets what could not be tried, `progress` the number of
+    estimates so far.
 
     Raises:
         NothingFits: with the candidate that comes closest.
@@ -234,7 +233,7 @@ def propose(
     plain = _build(job)
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
-    search = _Search(job, machine, int(limit * (1 - margin)), costs, progress)
+    search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
     for candidate in candidates(
         job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
     ):
@@ -258,7 +257,7 @@ def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
     if job.tensor_parallel is None or not tensor_parallel_meshes(world_size, search.machine):
         return
     if not entry_points(group=ADAPTERS):
-        search.leave_out("tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
+        search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
     smallest = sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
     for candidate in (search.ranked() or smallest)[:_CUT]:
@@ -284,7 +283,10 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
 def _build(job: TrainingJob) -> nn.Module:
     if job.takes_mesh:
         raise EstimateError("a plan shards the model itself, so its factory must not ask for the mesh")
-    with FakeTensors(), explained("building the model failed", "the factory runs with tensors that have no data"):
+    with (
+        FakeTensors(),
+        users_code("building the model", "the factory runs with tensors that have no data", EstimateError),
+    ):
         return job.model()
 
 
@@ -317,8 +319,8 @@ def _reasons(search: _Search, candidate: Candidate) -> list[str]:
     line = found.timeline
     share = found.reserved_bytes / search.limit
     reasons = [
-        f"takes {size(found.reserved_bytes)}, {share:.0%} of what may be taken; the peak is {found.peak.place}",
-        f"waits {time(line.exposed)} of a {time(line.step)} step for communication",
+        f"takes {show(found.reserved_bytes, 'bytes')}, {share:.0%} of the limit; its peak is {found.peak.place}",
+        f"waits {show(line.exposed, 'seconds')} of a {show(line.step, 'seconds')} step for communication",
     ]
     policies = candidate.policies
     flips = [
@@ -343,7 +345,7 @@ def _other_ways(search: _Search, candidate: Candidate) -> list[tuple[str, Candid
     if policies.prefetch_budget is not None:
         for reshard, what in ((True, "resharding always"), (False, "keeping all parameters for backward")):
             plain = with_setting(candidate, prefetch_budget=None, reshard_after_forward=reshard)
-            ways.append((f"prefetching within {size(policies.prefetch_budget)}, in place of {what},", plain))
+            ways.append((f"prefetching within {show(policies.prefetch_budget, 'bytes')}, in place of {what},", plain))
     if any(name == "tp" for name, _ in candidate.axes):
         world_size = math.prod(length for _, length in candidate.axes)
         what = f"tensor parallelism (with 1/{world_size // candidate.samplers} of the samples in a step)"
@@ -355,8 +357,8 @@ def _difference(what: str, this: Estimate, other: Estimate, limit: int) -> str:
     memory = this.reserved_bytes - other.reserved_bytes
     seconds = this.timeline.step - other.timeline.step
     texts = [
-        f"{'costs' if memory > 0 else 'saves'} {size(abs(memory))}" if memory else "takes the same memory",
-        f"{'costs' if seconds > 0 else 'saves'} {time(abs(seconds))} a step",
+        f"{'costs' if memory > 0 else 'saves'} {show(abs(memory), 'bytes')}" if memory else "takes the same memory",
+        f"{'costs' if seconds > 0 else 'saves'} {show(abs(seconds), 'seconds')} a step",
     ]
     without = " (without it the limit is missed)" if other.reserved_bytes > limit else ""
     return f"{what} {' and '.join(texts)}{without}"
@@ -367,19 +369,25 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
     found = search.known[best]
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
     if search.machine.process_bytes < found.peak.by_category[biggest]:
-        part = f"{biggest.replace('_', ' ')} ({size(found.peak.by_category[biggest])})"
+        part = f"{biggest.replace('_', ' ')} ({show(found.peak.by_category[biggest], 'bytes')})"
         smaller = "a smaller micro-batch, " if best.micro_batch > 1 else ""
         advice = f"Use more ranks, {smaller}or shorter sequences"
     else:
-        part = f"the process without a model ({size(search.machine.process_bytes)}, process_bytes of the machine)"
+        part = (
+            f"the process without a model ({show(search.machine.process_bytes, 'bytes')}, process_bytes of the machine)"
+        )
         enough = math.ceil(found.reserved_bytes / (1 - margin) / _MIB)
         advice = f"No way to shard makes that smaller; give at least {enough} MiB"
     return (
         f"none of {len(search.known)} ways fits {below(limit, margin)}; the smallest takes "
-        f"{size(found.reserved_bytes)} ({best.describe()}), the largest part of it {part}. {advice}"
+        f"{show(found.reserved_bytes, 'bytes')} ({best.describe()}), the largest part of it {part}. {advice}"
     )
 
 
 def below(limit: int, margin: float) -> str:
     """What may be taken of a limit, in words."""
-    return f"{size(limit * (1 - margin))} ({size(limit)} less {margin:.0%} for errors)" if margin else size(limit)
+    return (
+        f"{show(limit * (1 - margin), 'bytes')} ({show(limit, 'bytes')} less {margin:.0%} for errors)"
+        if margin
+        else show(limit, "bytes")
+    )

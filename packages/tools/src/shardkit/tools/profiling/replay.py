@@ -338,7 +338,7 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
         overhead=Overhead(overhead, overhead / max(recorder.ended - recorder.began, 1e-9), len(recorder.entries)),
     )
     run = _run(recorder, len(steps), activations=activations)
-    return RankRecord.of(run, time.time() - time.perf_counter(), operations.groups, rank)
+    return RankRecord(run, time.time() - time.perf_counter(), operations.groups, rank)
 
 
 def _replay(
@@ -388,7 +388,7 @@ def _run(recorder: Recorder, steps: int, *, activations: bool) -> Run:
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=list(sys.argv),
         shardkit=__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         python=platform.python_version(),
         device=_device_name(recorder.device),
         backend=recorder.world.backend,

@@ -1,84 +1,56 @@
-"""shardkit report: shows a run, compares two, and fails when a limit is broken."""
+"""`shardkit report`: shows a run, compares two, and fails when a limit is broken."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-from rich.console import Console
-
-from shardkit.tools.report.files import ReportError, read_estimate, read_report, write_report, write_text
-from shardkit.tools.report.measures import MEASURES, Limit, parse_limit
+from shardkit.tools.files import InputError, check_targets, write_text
+from shardkit.tools.report.files import read_estimate, read_report, write_report
+from shardkit.tools.report.measures import Limit, parse_limit
 from shardkit.tools.report.page import page_html
 from shardkit.tools.report.schema import Report
 from shardkit.tools.report.tables import print_comparison, print_report
 from shardkit.tools.report.trace import trace_json
+from shardkit.tools.terminal import terminal
 
-_EPILOG = f"""limits: MEASURE>+5%, MEASURE>+100MiB (against the first report), MEASURE>2GiB. Measures:
-{", ".join(measure.name for measure in MEASURES)}.
-
-exit status: 0, 1 when a limit is broken, 2 for input that cannot be used."""
+__all__ = ["run", "write_outputs"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
-    console = Console()
-    try:
-        if len(options.reports) > 2:
-            raise ReportError(f"{len(options.reports)} reports were given; expected one, or two to compare")
-        limits = [parse_limit(text) for text in options.fail_on]
-        reports = [read_report(path) for path in options.reports]
-        if options.estimate is not None:
-            reports[-1] = replace(reports[-1], estimate=read_estimate(options.estimate))
-        for limit in limits:
-            if limit.needs_base and len(reports) < 2:
-                raise ReportError(f"'{limit.text}' compares with another run; give two reports, the one before first")
-        if limits and not all(report.run.recorded_steps for report in reports):
-            raise ReportError(
-                "a report holds no whole step, so no limit can be checked; record steps behind the warm-up"
-            )
-        _write(options, reports[-1])
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
-        return 2
+def run(options: SimpleNamespace) -> int:
+    """Runs `shardkit report`; the exit status is 1 if a limit is broken."""
+    check_targets(options.html, options.trace, options.json)
+    limits = [parse_limit(text) for text in options.fail_on]
+    reports = [read_report(path) for path in options.reports]
+    if options.estimate is not None:
+        reports[-1] = replace(reports[-1], estimate=read_estimate(options.estimate))
+    for limit in limits:
+        if limit.needs_base and len(reports) < 2:
+            raise InputError(f"'{limit.text}' compares with another run; give two reports, the one before first")
+    if limits and not all(report.run.recorded_steps for report in reports):
+        raise InputError("a report holds no whole step, so no limit can be checked; record steps after the warm-up")
+    write_outputs(reports[-1], options.json, options.html, options.trace)
     if len(reports) == 2:
-        print_comparison(reports[0], reports[1], console)
+        print_comparison(reports[0], reports[1], terminal())
     else:
-        print_report(reports[0], console)
+        print_report(reports[0], terminal())
     return _check(limits, reports)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardkit report",
-        description="Shows a report of `shardkit profile`, or compares two.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("reports", metavar="REPORT", type=Path, nargs="+", help="one report, or two to compare")
-    parser.add_argument("--html", type=Path, help="write the (last) report as one HTML page")
-    parser.add_argument("--trace", type=Path, help="write it as a trace for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("--estimate", type=Path, help="a result of `shardkit estimate --json` to stand beside it")
-    parser.add_argument("--json", type=Path, help="write it as JSON again, with the estimate in it")
-    parser.add_argument("--fail-on", action="append", default=[], metavar="LIMIT", help="exit with 1 if it is broken")
-    return parser
-
-
-def _write(options: argparse.Namespace, report: Report) -> None:
-    if options.html is not None:
-        write_text(options.html, page_html(report))
-    if options.trace is not None:
-        write_text(options.trace, trace_json(report))
-    if options.json is not None:
-        write_report(report, options.json)
+def write_outputs(report: Report, json: Path | None, html: Path | None, trace: Path | None) -> None:
+    """Writes a report in those forms for which there is a path."""
+    if json is not None:
+        write_report(report, json)
+    if html is not None:
+        write_text(html, page_html(report))
+    if trace is not None:
+        write_text(trace, trace_json(report))
 
 
 def _check(limits: list[Limit], reports: list[Report]) -> int:
     base = reports[0] if len(reports) == 2 else None
     violations = [found for limit in limits if (found := limit.violation(reports[-1], base)) is not None]
     for found in violations:
-        Console(stderr=True).print(f"limit broken: {found}", markup=False, soft_wrap=True)
+        terminal(stderr=True).print(f"limit broken: {found}")
     return 1 if violations else 0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from shardkit.tools.files import InputError
 from shardkit.tools.quantities import Unit, parse_quantity, show
 from shardkit.tools.report.schema import CATEGORIES, Estimate, Operation, Rank, Report
 
@@ -237,15 +238,15 @@ def parse_limit(text: str) -> Limit:
     """The limit that `text` describes.
 
     Raises:
-        ValueError: with the part that cannot be read and what may stand there.
+        InputError: with the part that cannot be read and what may stand there.
     """
     match = _LIMIT.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text}' is no limit: expected MEASURE>LIMIT, such as peak_memory>+5% or step_time>=1.5s")
+        raise InputError(f"'{text}' is no limit: expected MEASURE>LIMIT, such as peak_memory>+5% or step_time>=1.5s")
     name, operator, plus, amount = match.groups()
     measure = next((one for one in MEASURES if one.name == name), None)
     if measure is None:
-        raise ValueError(
+        raise InputError(
             f"'{text}': there is no measure '{name}'; expected one of {', '.join(m.name for m in MEASURES)}"
         )
     try:
@@ -254,5 +255,5 @@ def parse_limit(text: str) -> Limit:
         return Limit(
             text, measure, operator == ">=", "more" if plus else "absolute", parse_quantity(amount, measure.unit)
         )
-    except ValueError as error:
-        raise ValueError(f"'{text}': {error}") from error
+    except InputError as error:
+        raise InputError(f"'{text}': {error}") from error

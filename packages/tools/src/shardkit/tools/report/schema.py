@@ -165,6 +165,10 @@ class Series:
     times: list[float]
     values: list[int]
 
+    def __post_init__(self) -> None:
+        if len(self.times) != len(self.values):
+            raise ValueError(f"a series has {len(self.times)} times and {len(self.values)} values; expected as many")
+
 
 @dataclass(frozen=True)
 class MemoryOfRank:
@@ -185,6 +189,11 @@ class MemoryOfRank:
     peak_phase: str
     peak_categories: dict[str, int]
     resident_peak: int
+
+    def __post_init__(self) -> None:
+        for what in ("categories", "peak_categories"):
+            if missing := set(CATEGORIES) - set(getattr(self, what)):
+                raise ValueError(f"{what} lack {', '.join(sorted(missing))}")
 
 
 @dataclass(frozen=True)
@@ -271,3 +280,12 @@ class Report:
     collectives: list[Collective]
     notes: list[str]
     estimate: Estimate | None
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError("there are no ranks; expected at least one")
+        if any(not group.ranks for group in self.groups):
+            raise ValueError("a group has no ranks")
+        used = [one.group for rank in self.ranks for one in rank.operations]
+        if any(not 0 <= group < len(self.groups) for group in (*used, *(one.group for one in self.collectives))):
+            raise ValueError(f"an operation is of a group that is none of the {len(self.groups)} groups")

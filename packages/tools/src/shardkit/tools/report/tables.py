@@ -6,12 +6,12 @@ import shlex
 import statistics
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from shardkit.tools.quantities import show, show_bandwidth
 from shardkit.tools.report.measures import MEASURES, compare_with_estimate, exposed_by_rank, lateness, times_last
 from shardkit.tools.report.schema import CATEGORIES, Report
+from shardkit.tools.terminal import grid
 
 _ROWS = 12
 
@@ -23,18 +23,20 @@ def print_report(report: Report, console: Console) -> None:
         f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}",
         markup=False,
     )
-    console.print(shlex.join(run.command), markup=False, style="dim", soft_wrap=True)
+    console.print(shlex.join(run.command), style="dim", soft_wrap=True)
     for note in report.notes:
-        console.print(f"note: {note}", markup=False, style="yellow")
-    for table in (_figures(report), _ranks(report), _collectives(report), _memory(report)):
-        _print_table(table, console)
+        console.print(f"note: {note}", style="yellow")
+    tables = [_figures(report), _ranks(report), _collectives(report), _memory(report)]
     if report.estimate is not None:
-        _print_table(_predictions(report), console)
+        tables.append(_predictions(report))
+    for table in tables:
+        console.print()
+        console.print(table)
 
 
 def print_comparison(before: Report, after: Report, console: Console) -> None:
     """Prints the figures of two runs side by side."""
-    table = _table("measure", "first", "second", "change")
+    table = grid("measure", "first", "second", "change")
     for measure in MEASURES:
         old, new = measure.of(before), measure.of(after)
         change = f"{(new - old) / old:+.1%}" if old else ("-" if not new else "new")
@@ -42,25 +44,8 @@ def print_comparison(before: Report, after: Report, console: Console) -> None:
     console.print(table)
 
 
-def _print_table(table: Table, console: Console) -> None:
-    """A title may be wider than its table."""
-    console.print()
-    title, table.title = table.title, None
-    if title:
-        console.print(title, style="italic", highlight=False)
-    console.print(table)
-
-
-def _table(*heads: str, title: str | None = None) -> Table:
-    table = Table(title=title, box=None, pad_edge=False)
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index == 0 else "right", overflow="fold")
-    return table
-
-
 def _figures(report: Report) -> Table:
-    table = _table("measure", "value", "is")
-    table.columns[2].justify = "left"
+    table = grid("measure", "value", "is", left=3)
     for measure in MEASURES:
         table.add_row(measure.name, show(measure.of(report), measure.unit), measure.meaning)
     return table
@@ -68,7 +53,7 @@ def _figures(report: Report) -> Table:
 
 def _ranks(report: Report) -> Table:
     late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
-    table = _table("rank", "step", "exposed", "came last", "late by", "peak memory", "profiler", title="ranks")
+    table = grid("rank", "step", "exposed", "came last", "late by", "peak memory", "profiler", title="ranks")
     for rank in report.ranks:
         table.add_row(
             str(rank.rank),
@@ -85,16 +70,15 @@ def _ranks(report: Report) -> Table:
 def _collectives(report: Report) -> Table:
     transports = ", ".join(dict.fromkeys(one.transport for one in report.collectives))
     title = f"most waited for, a step (through: {transports})"
-    table = _table("group", "collective", "bytes", "exposed", "of it skew", "waited by", "bus", title=title)
-    table.columns[1].justify = "left"
+    table = grid("group", "collective", "bytes", "exposed", "of it skew", "waited by", "bus", title=title, left=2)
     for one in report.collectives[:_ROWS]:
         table.add_row(
-            escape(one.fqn),
+            one.fqn,
             f"{one.kind}, {one.phase}",
             show(one.bytes, "bytes"),
             show(one.exposed, "seconds"),
             show(one.exposed_by_skew, "seconds"),
-            escape(one.waited_by),
+            one.waited_by,
             show_bandwidth(one.bus_bandwidth),
         )
     return table
@@ -104,7 +88,7 @@ def _memory(report: Report) -> Table:
     worst = max(report.ranks, key=lambda rank: rank.memory.peak)
     memory = worst.memory
     where = f"{memory.peak_phase} of {memory.peak_module}"
-    table = _table("category", "bytes", title=escape(f"memory at the peak: rank {worst.rank}, in {where}"))
+    table = grid("category", "bytes", title=f"memory at the peak: rank {worst.rank}, in {where}")
     for name in CATEGORIES:
         table.add_row(name, show(memory.peak_categories[name], "bytes"))
     table.add_row("all", show(memory.peak, "bytes"))
@@ -112,8 +96,8 @@ def _memory(report: Report) -> Table:
 
 
 def _predictions(report: Report) -> Table:
-    table = _table("figure", "predicted", "measured", "error", title="estimate against measurement")
+    table = grid("figure", "predicted", "measured", "error", title="estimate against measurement")
     for one in compare_with_estimate(report):
         error = "-" if one.error is None else f"{one.error:+.1%}"
-        table.add_row(escape(one.name), show(one.predicted, one.unit), show(one.measured, one.unit), error)
+        table.add_row(one.name, show(one.predicted, one.unit), show(one.measured, one.unit), error)
     return table

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.tools.report.files import decode
+import msgspec
 
 _PROCESS_STATES = {
     "T": "is stopped (SIGSTOP, or a shell's job control)",
@@ -38,11 +37,11 @@ class Place:
     @staticmethod
     def from_text(text: str) -> Place:
         """A place again. Raises `ValueError` for anything else."""
-        return decode(Place, json.loads(text))
+        return msgspec.json.decode(text, type=Place)
 
     def to_text(self) -> str:
         """The place as JSON."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     def condition(self) -> str:
         """What can be seen of the process from here."""
@@ -124,12 +123,12 @@ class Statement:
 
 def to_text(statement: Statement) -> str:
     """The statement as JSON."""
-    return json.dumps(asdict(statement))
+    return msgspec.json.encode(statement).decode()
 
 
 def from_text(text: str) -> Statement:
     """The statement again. Raises `ValueError` for anything else."""
-    return decode(Statement, json.loads(text))
+    return msgspec.json.decode(text, type=Statement)
 
 
 _OUTSIDE = {"other": "outside of forward, backward and optimizer"}

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core import events
+from shardkit.tools.launching import WATCH_SECONDS
 from shardkit.tools.profiling.log import OptimizerBegan, OptimizerEnded, Whereabouts
 from shardkit.tools.torch_compat import own_store_connection
 from shardkit.tools.watch.verdict import Place, Started, Statement, WaitingFor, from_text, to_text, verdict
@@ -321,18 +322,13 @@ class Watcher:
         sys.stderr.flush()
 
 
-SWITCH = "SHARDKIT_WATCH"
-SECONDS = "SHARDKIT_WATCH_SECONDS"
-DEFAULT_SECONDS = 60.0
-
-
 def start() -> None:
     """Begins to watch this process. Does nothing without a process group of several ranks.
 
     Raises:
         ValueError: for a limit that is no positive number.
     """
-    limit = parse_seconds(os.environ.get(SECONDS, str(DEFAULT_SECONDS)))
+    limit = _seconds(os.environ.get(WATCH_SECONDS, "60"))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store = own_store_connection("shardkit_watch")
@@ -344,12 +340,11 @@ def start() -> None:
     register_optimizer_step_post_hook(watcher.witness.after_step)
 
 
-def parse_seconds(text: str) -> float:
-    """The limit that a user wrote. Raises `ValueError` if it is no positive number."""
+def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{SECONDS} is '{text}'; expected a positive number of seconds")
+        raise ValueError(f"{WATCH_SECONDS} is '{text}'; expected a positive number of seconds")
     return seconds

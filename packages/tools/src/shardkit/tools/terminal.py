@@ -1,0 +1,61 @@
+"""What commands print: tables, progress and errors. Text from files cannot control the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+from rich.table import Table
+
+__all__ = ["grid", "print_error", "progress", "terminal"]
+
+# Control characters of ASCII and Latin-1, and those that turn the direction of text; lines may still end.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code != ord("\n")}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+class _Plain(ConsoleRenderable):
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._inner, options):
+            yield segment if segment.control else Segment(segment.text.translate(_CONTROLS), segment.style)
+
+
+class _WithoutControls(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Plain(one) for one in renderables]
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Standard output, or standard error; control characters in what is printed appear as escapes."""
+    console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=stderr)
+    console.push_render_hook(_WithoutControls())
+    return console
+
+
+def print_error(text: str) -> None:
+    """One line on standard error."""
+    terminal(stderr=True).print(f"error: {' '.join(text.split())}")
+
+
+def grid(*heads: str, title: str | None = None, left: int = 1) -> Table:
+    """A table without lines, whose first `left` columns are text and the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Shows on a terminal how far work has come; gives a function to be called with (done, of how many)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = terminal(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
