@@ -12,13 +12,21 @@ class Attention(nn.Module):
         self.q_proj, self.o_proj = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k_proj, self.v_proj = (nn.Linear(width, groups * self.head_dim, bias=False) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if turns is not None:
+            query, key = _turned(query, turns), _turned(key, turns)
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.shared > 1)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions, as products of complex numbers in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -37,8 +45,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.self_attn = nn.RMSNorm(width), Attention(width, heads, groups)
         self.post_attention_layernorm, self.mlp = nn.RMSNorm(width), SwiGLU(width, inner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, turns: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turns)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -29,10 +29,9 @@ def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_pa
     assert machine.process_bytes > 50 * 2**20
 
 
-@pytest.mark.parametrize("name", ["gpt", "convnet", "llama"])
-def test_operators_are_timed_one_by_one(name: str, machine: Machine):
+def test_operators_are_timed_one_by_one(machine: Machine):
     with MeasuredCosts(machine) as costs:
-        found = estimate_job(JOBS[name], 2, machine, costs=costs)
+        found = estimate_job(JOBS["llama"], 2, machine, costs=costs)
     assert costs.estimated == []
     ran = [step.operator for step in found.recording.trace.steps if isinstance(step, Ran)]
     products = [one for one in ran if one.flops > 10**6]

@@ -15,17 +15,11 @@ def cpu(transport: str):
     return preset("h100").replace(device="cpu", transport=transport, flops={"float32": 1e11, "bfloat16": 1e11})
 
 
-# Every job on two ranks, and on one, three or four.
-CASES = [(name, size) for i, name in enumerate(JOBS) for size in (2, (4, 3, 1)[i % 3])]
+# Every job on one number of ranks, and the first of all on each.
+CASES = [(name, (2, 4, 3, 2)[i % 4]) for i, name in enumerate(JOBS)]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        *CASES,
-        ("replicas", 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "world_size"), [*CASES, ("gpt", 1), ("gpt", 4), ("gpt", 3), ("replicas", 4)])
 def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     shared = world_size != 3 and name != "compressed"  # shared memory leaves nothing to compress
     measured = run_ranks(world_size, run_job, name, shared)
@@ -53,6 +47,12 @@ def test_memory_on_a_cpu_is_that_of_tensors_and_a_note_says_what_is_left_out():
     assert "free memory that the C library's heap keeps is not counted" in found.notes[0]
 
 
+def test_reserved_memory_does_not_count_what_dtensor_imagines_in_the_first_step():
+    job = TrainingJob(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), lambda: torch.rand(4, 512))
+    found = estimate_job(job, 64, "h100")
+    assert found.recording.cached_bytes < 1.5 * found.peak.bytes + 2**25  # beside segments of 20 MiB
+
+
 def wide_head() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64, bias=False), nn.Linear(64, 4096, bias=False))
 
@@ -64,8 +64,9 @@ def test_the_peak_is_told_by_what_it_turned_out_to_be():
     assert peak.phase == "backward"
     assert peak.by_category["sharded_parameters"] == matrices // 2
     assert peak.by_category["unsharded_parameters"] == matrices
-    # The head's gradient makes the peak, and is found to be one only afterwards.
-    assert peak.by_category["gradients"] == 4 * 4096 * 64
+    # The head's gradient is part of the peak, and is found to be one only afterwards.
+    assert peak.by_category["gradients"] >= 4 * 4096 * 64
+    assert peak.by_category["activations"] < 4096
     assert sum(peak.by_category.values()) == peak.bytes
 
 

@@ -141,9 +141,13 @@ def test_a_budget_of_what_the_limit_leaves_is_proposed_and_can_be_followed(ample
     assert measured[0] == pytest.approx(budgeted[0].estimate.peak.bytes, rel=0.01)
 
 
+def few_tokens() -> torch.Tensor:
+    return torch.randint(32, (2, 32))
+
+
 LLAMA = TrainingJob(
-    partial(LlamaShaped, 200, 64, 160, 2, 4, 2),
-    narrow_tokens,
+    partial(LlamaShaped, 32, 64, 160, 2, 4, 2),
+    few_tokens,
     policies=Policies(checkpoint=True),
     tensor_parallel=cut_projections,
 )
@@ -194,8 +198,8 @@ def cut_in_halves(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def test_heads_that_cannot_be_shared_evenly_are_refused():
     one_head = TrainingJob(
-        partial(LlamaShaped, 200, 64, 160, 1, 1, 1),
-        narrow_tokens,
+        partial(LlamaShaped, 32, 64, 160, 1, 1, 1),
+        few_tokens,
         policies=Policies(checkpoint=True),
         tensor_parallel=cut_projections,
     )

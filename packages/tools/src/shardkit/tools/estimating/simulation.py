@@ -345,7 +345,6 @@ def _run(
         model = job.build(mesh)
     observer.adopt(model)
     allocator = CachingAllocator()
-    observer.ledger.watch(allocator.changed)
     with users_code("making the optimizer", "it gets the parameters of the sharded model", EstimateError):
         optimizer = job.make_optimizer(model)
     for recording in (False, True):
@@ -356,6 +355,8 @@ def _run(
         if recording:
             idle = observer.ledger.total
             observer.start()
+            # Not before: DTensor finds out shapes in the first step, with fake tensors as large as whole parameters.
+            observer.ledger.watch(allocator.changed)
         with users_code("an iteration", "it ran with tensors on 'cpu' that have no data", EstimateError):
             job.run(model, optimizer, batches)
         del batches
