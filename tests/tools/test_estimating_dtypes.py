@@ -19,7 +19,7 @@ def job(precision: Precision) -> TrainingJob:
 
 
 def state(precision: Precision) -> tuple[int, int, dict[str, str]]:
-    """Bytes of weights and of optimizer state over all ranks, Adam's step counts aside, and the dtypes that are told."""
+    """Bytes of weights and of optimizer state of all ranks, without Adam's step counts; the dtypes."""
     found = estimate_job(job(precision), 2, "h100")
     counts = 4 * 4  # one number in float32 for each parameter
     return found.recording.weights.whole, found.recording.optimizer.whole - counts, found.dtypes

@@ -209,7 +209,7 @@ def _checked(options: dict[str, Any], *excluded: tuple[str, str]) -> SimpleNames
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
 @click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="what if: world-size, reshard, dtype, "
               "prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
-@click.option("--plot", type=_FILE, help="draws a sweep to this image file")
+@click.option("--plot", type=_FILE, help="draws memory, streams and a sweep on this HTML page")
 @click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
 @click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")
 def estimate(**options: Any) -> int:
@@ -231,6 +231,7 @@ def estimate(**options: Any) -> int:
 @click.option("--margin", type=_Number(0, 100, max_open=True), default=6.0,
               help="per cent of the limit to keep free, because estimates err (default 6)")  # fmt: skip
 @click.option("--count", type=_COUNT, default=5, help="how many proposals (default 5)")
+@click.option("--plot", type=_FILE, help="draws the ways and the best one's memory and streams on this HTML page")
 @click.option("--write", type=_FILE, help="writes the best proposal's code to this file")
 @click.option("--json", type=_FILE, help="writes all proposals to this file")
 def plan(**options: Any) -> int:

@@ -17,18 +17,10 @@ import torch
 from shardkit.core.users_code import import_named, users_code
 from shardkit.tools.estimating.hf import job_from_config
 from shardkit.tools.estimating.job import EstimateError, Policies, TrainingJob, with_micro_batch
+from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.estimating.precision import Precision
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.sweep import (
-    DTYPES,
-    changed,
-    check_drawing,
-    count_of,
-    draw,
-    print_sweep,
-    settings_of,
-    sweep,
-)
+from shardkit.tools.estimating.sweep import DTYPES, changed, count_of, print_sweep, settings_of, sweep
 from shardkit.tools.estimating.tables import print_estimate
 from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.files import check_targets, json_text, write_text
@@ -52,14 +44,14 @@ def run(options: SimpleNamespace) -> int:
         return 0
     check_targets(options.json, options.plot)
     values = settings_of(options.sweep)
-    if options.plot is not None:
-        check_drawing(options.plot)
     mesh, machine, job = mesh_of(options.mesh), machine_named(options.machine), job_of(options)
     with costs_for(options.machine, machine) as costs:
         if options.sweep:
             return _sweep(options, values, job, machine, costs)
         found = estimate_job(job, mesh, machine, rank=options.rank, costs=costs)
     print_estimate(found, terminal())
+    if options.plot is not None:
+        write_text(options.plot, plot_page("shardkit estimate", [("the job", found, found.timeline.step)]))
     if options.json is not None:
         write_text(options.json, json_text(found.to_json(), indent=2))
     return 0
@@ -84,8 +76,9 @@ def _sweep(
     if options.json is not None:
         found = [{"settings": dict(p.settings), "estimate": p.estimate and p.estimate.to_json()} for p in points]
         write_text(options.json, json_text(found, indent=2))
-    if options.plot is not None:
-        draw(points, options.plot)
+    ways = [(p.name, p.estimate, p.estimate.timeline.step) for p in points if p.estimate is not None]
+    if options.plot is not None and ways:
+        write_text(options.plot, plot_page("shardkit estimate --sweep", ways))
     return 0 if any(point.estimate for point in points) else 1
 
 

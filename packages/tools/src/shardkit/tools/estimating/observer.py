@@ -256,6 +256,9 @@ class Observer(OperatorMode):
             self._communicated(function, args, out, fqn, phase)
         else:
             self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase))
+        levels = tuple(self.ledger.by_category.values())
+        if not self.trace.levels or self.trace.levels[-1][1] != levels:
+            self.trace.levels.append((len(self.trace.steps), levels))
         return out
 
     def _read_value(self, tensor: torch.Tensor) -> int | float | bool:

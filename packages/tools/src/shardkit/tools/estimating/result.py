@@ -118,7 +118,9 @@ class Estimate:
             "reserved_bytes": self.reserved_bytes,
             "fits": self.fits,
             "traffic": [dataclasses.asdict(row) for row in self.traffic],
-            "timeline": dataclasses.asdict(self.timeline),
+            "timeline": {
+                name: value for name, value in vars(self.timeline).items() if name not in ("spans", "moments")
+            },
             "checkpoint": dataclasses.asdict(self.checkpoint),
             "dtypes": self.dtypes,
             "notes": list(self.notes),

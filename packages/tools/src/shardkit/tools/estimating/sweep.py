@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from shardkit.tools.files import InputError
 from shardkit.tools.quantities import show
 from shardkit.tools.terminal import grid, progress
 
-__all__ = ["DTYPES", "Point", "changed", "check_drawing", "count_of", "draw", "print_sweep", "settings_of", "sweep"]
+__all__ = ["DTYPES", "Point", "changed", "count_of", "print_sweep", "settings_of", "sweep"]
 
 DTYPES: Mapping[str, torch.dtype | None] = {
     "own": None,
@@ -46,6 +45,11 @@ class Point:
     settings: Mapping[str, str]
     estimate: Estimate | None
     problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The settings in words."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -133,58 +137,4 @@ def print_sweep(points: Sequence[Point], console: Console) -> None:
     console.print(table)
     for point in points:
         if point.problem:
-            console.print(f"{', '.join(f'{name}={value}' for name, value in point.settings.items())}: {point.problem}")
-
-
-def check_drawing(path: Path) -> None:
-    """Before minutes of work: whether `draw` can write this file.
-
-    Raises:
-        EstimateError: without matplotlib, or for a suffix that it does not know.
-    """
-    known = _figure().canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".") not in known:
-        raise EstimateError(f"{path}: there are no drawings of this kind; expected one of {', '.join(sorted(known))}")
-
-
-def _figure(**layout: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EstimateError("drawings need matplotlib; install shardkit-tools[plot]") from error
-    return Figure(**layout)
-
-
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Draws memory by category and step time of each point to an image file (needs matplotlib).
-
-    Raises:
-        EstimateError: without matplotlib.
-    """
-    shown = [(point, point.estimate) for point in points if point.estimate is not None]
-    labels = ["\n".join(f"{name} {value}" for name, value in point.settings.items()) for point, _ in shown]
-    figure = _figure(figsize=(max(6.0, 1.1 * len(shown) + 2), 7.0), layout="constrained")
-    memory, times = figure.subplots(2, 1)
-    _stack(memory, labels, [_gibibytes(found) for _, found in shown], "GiB of tensors at the peak")
-    _stack(times, labels, [_milliseconds(found) for _, found in shown], "ms of a step")
-    figure.savefig(path)
-
-
-def _gibibytes(estimate: Estimate) -> dict[str, float]:
-    return {name.replace("_", " "): nbytes / 2**30 for name, nbytes in estimate.peak.by_category.items()}
-
-
-def _milliseconds(estimate: Estimate) -> dict[str, float]:
-    line = estimate.timeline
-    return {"computation": line.compute * 1e3, "exposed communication": line.exposed * 1e3}
-
-
-def _stack(axes: Any, labels: list[str], parts: list[dict[str, float]], title: str) -> None:
-    below = [0.0] * len(labels)
-    for name in parts[0] if parts else ():
-        heights = [one[name] for one in parts]
-        axes.bar(range(len(labels)), heights, bottom=below, label=name)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylabel(title)
-    axes.legend(fontsize=8)
+            console.print(f"{point.name}: {point.problem}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,16 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     )
 
 
+class Span(NamedTuple):
+    """What a stream does from `begin` to `end`, for a module or a group of parameters."""
+
+    lane: Literal["compute", "waiting", "all-gather", "reduction"]
+    fqn: str
+    phase: str
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The times of one iteration, in seconds.
@@ -95,6 +105,8 @@ class Timeline:
         exposed: that computation waits for them.
         exposed_by_fqn: the same, by the group that is waited for.
         compute_by_fqn: time in operators, by module.
+        spans: what ran on each stream.
+        moments: when each step of the trace was done.
     """
 
     step: float
@@ -103,6 +115,8 @@ class Timeline:
     exposed: float
     exposed_by_fqn: dict[str, float]
     compute_by_fqn: dict[str, float]
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    moments: tuple[float, ...] = field(default=(), repr=False)
 
 
 class _Lanes:
@@ -113,6 +127,7 @@ class _Lanes:
         self._free: dict[bool, float] = defaultdict(float)
         self._pending: dict[int, tuple[float, float, str]] = {}
         self.communication = 0.0
+        self.spans: list[Span] = []
 
     def launch(self, number: int, transfer: Transfer, now: float) -> None:
         seconds = transfer_seconds(transfer, self._machine)
@@ -122,6 +137,7 @@ class _Lanes:
             return
         lane = transfer.collective == "all-gather"
         end = self._free[lane] = max(self._free[lane], now) + seconds
+        self.spans.append(Span("all-gather" if lane else "reduction", transfer.fqn, transfer.phase, end - seconds, end))
         self._pending[number] = end, 0.0, transfer.fqn
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
@@ -138,6 +154,16 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
     host = device = 0.0
     exposed: dict[str, float] = defaultdict(float)
     compute: dict[str, float] = defaultdict(float)
+    spans: list[Span] = []
+    moments: list[float] = []
+
+    def note(lane: Literal["compute", "waiting"], fqn: str, phase: str, begin: float) -> None:
+        last = spans[-1] if spans else None
+        if last is not None and (last.lane, last.fqn, last.phase) == (lane, fqn, phase):
+            spans[-1] = last._replace(end=device)
+        elif device > begin:
+            spans.append(Span(lane, fqn, phase, begin, device))
+
     for step in trace.steps:
         if isinstance(step, Ran):
             seconds = seconds_of.get(step.operator)
@@ -147,6 +173,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             host += machine.operator_seconds
             device = max(device, host) + seconds if queued else device + machine.operator_seconds + seconds
             compute[step.fqn] += device - before
+            note("compute", step.fqn, step.phase, before)
         elif isinstance(step, Dispatched):
             seconds = machine.dtensor_seconds + step.tensors * machine.dtensor_each_seconds
             host += seconds
@@ -159,7 +186,9 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             assert isinstance(step, Awaited)
             ready, fqn = lanes.wait(step.number, device)
             exposed[fqn] += ready - device
-            device = ready
+            before, device = device, ready
+            note("waiting", fqn, step.phase, before)
+        moments.append(device)
     return Timeline(
         step=max(device, host if queued else 0.0),
         compute=sum(compute.values()),
@@ -167,4 +196,6 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         exposed=sum(exposed.values()),
         exposed_by_fqn=dict(exposed),
         compute_by_fqn=dict(compute),
+        spans=(*spans, *lanes.spans),
+        moments=tuple(moments),
     )

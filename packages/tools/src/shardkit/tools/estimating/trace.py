@@ -160,9 +160,10 @@ Step: TypeAlias = Ran | Dispatched | Launched | Awaited
 
 @dataclass
 class Trace:
-    """The steps of one iteration."""
+    """The steps of one iteration; and bytes of tensors by category, each time with the number of steps before."""
 
     steps: list[Step] = field(default_factory=list)
+    levels: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     @property
     def transfers(self) -> list[Transfer]:

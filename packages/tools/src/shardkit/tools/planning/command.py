@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shardkit.tools.estimating.command import costs_for, job_of, machine_named
 from shardkit.tools.estimating.job import EstimateError
+from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.search import NothingFits, Proposal, below, propose
@@ -25,7 +26,7 @@ def run(options: SimpleNamespace) -> int:
     for name in ("reshard", "prefetch_budget"):
         if getattr(options, name) is not None:
             raise EstimateError(f"a plan chooses --{name.replace('_', '-')} itself; leave it out")
-    check_targets(options.write, options.json)
+    check_targets(options.write, options.json, options.plot)
     machine, job = machine_named(options.machine), job_of(options)
     limit, margin = options.memory or machine.memory, options.margin / 100
     told: list[str] = []
@@ -55,6 +56,9 @@ def run(options: SimpleNamespace) -> int:
         write_text(options.write, code)
     else:
         terminal().print(f"\n{code}", soft_wrap=True)
+    if options.plot is not None:
+        ways = [(one.candidate.describe(), one.estimate, one.sample_seconds) for one in found]
+        write_text(options.plot, plot_page("shardkit plan", ways))
     if options.json is not None:
         write_text(options.json, json_text([_to_json(proposal) for proposal in found], indent=2))
     return 0
