@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from shardkit.tools import Policies, TrainingJob, estimate_job
-from shardkit.tools.estimating.precision import Precision
+from shardkit.tools.estimating.job import Precision
 
 ELEMENTS = 64 * 64 * 4
 

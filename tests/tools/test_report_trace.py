@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.trace import trace_json
+from shardkit.tools.report.page import trace_json
 from tests.tools.synthetic import rank, record
 
 

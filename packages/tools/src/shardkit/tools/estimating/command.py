@@ -16,12 +16,10 @@ import torch
 
 from shardkit.core.users_code import import_named, users_code
 from shardkit.tools.estimating.hf import job_from_config
-from shardkit.tools.estimating.job import EstimateError, Policies, TrainingJob, with_micro_batch
+from shardkit.tools.estimating.job import EstimateError, Policies, Precision, TrainingJob, with_micro_batch
 from shardkit.tools.estimating.plot import plot_page
-from shardkit.tools.estimating.precision import Precision
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.sweep import DTYPES, changed, count_of, print_sweep, settings_of, sweep
-from shardkit.tools.estimating.tables import print_estimate
+from shardkit.tools.estimating.tables import DTYPES, changed, count_of, print_estimate, print_sweep, settings_of, sweep
 from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
@@ -90,9 +88,7 @@ def job_of(options: SimpleNamespace) -> TrainingJob:
     """
     optimizer, policies = _optimizer(options.optimizer), _policies(options)
     precision = Precision(
-        DTYPES[options.param_dtype or "own"],
-        DTYPES[options.optimizer_dtype or "own"],
-        options.master_weights,
+        DTYPES[options.param_dtype or "own"], DTYPES[options.optimizer_dtype or "own"], options.master_weights
     )
     batch, sequence = options.batch or 1, options.sequence or 2048
     if options.hf_config is not None:

@@ -28,13 +28,7 @@ _TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_L
 
 
 def job_from_config(
-    path: Path,
-    batch: int,
-    sequence: int,
-    optimizer: MakeOptimizer,
-    policies: Policies,
-    *,
-    own_dtype: bool = False,
+    path: Path, batch: int, sequence: int, optimizer: MakeOptimizer, policies: Policies, *, own_dtype: bool = False
 ) -> TrainingJob:
     """Training of the model of a config.json: next token, sequence to sequence, or classes of images.
 

@@ -336,10 +336,7 @@ def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Mach
 
 
 def _run(
-    job: TrainingJob,
-    mesh: DeviceMesh,
-    observer: Observer,
-    transports: dict[dist.ProcessGroup, SimulatedTransport],
+    job: TrainingJob, mesh: DeviceMesh, observer: Observer, transports: dict[dist.ProcessGroup, SimulatedTransport]
 ) -> Recording:
     with users_code("building the model", "the factory runs with tensors that have no data, on 'cpu'", EstimateError):
         model = job.build(mesh)

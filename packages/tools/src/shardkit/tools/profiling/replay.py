@@ -19,13 +19,7 @@ import torch.distributed as dist
 
 from shardkit.core import __version__, events
 from shardkit.core.events import BackwardEnded, ModuleBegan, ModuleEnded, PrefetchHit, PrefetchMiss, WaitFinished
-from shardkit.tools.profiling.log import (
-    Entry,
-    OptimizerBegan,
-    OptimizerEnded,
-    Whereabouts,
-    last_complete,
-)
+from shardkit.tools.profiling.log import Entry, OptimizerBegan, OptimizerEnded, Whereabouts, last_complete
 from shardkit.tools.profiling.memory import Memory
 from shardkit.tools.profiling.recorder import Recorder
 from shardkit.tools.report.files import RankRecord

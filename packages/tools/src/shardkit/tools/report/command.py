@@ -9,10 +9,9 @@ from types import SimpleNamespace
 from shardkit.tools.files import InputError, check_targets, write_text
 from shardkit.tools.report.files import read_estimate, read_report, write_report
 from shardkit.tools.report.measures import Limit, parse_limit
-from shardkit.tools.report.page import page_html
+from shardkit.tools.report.page import page_html, trace_json
 from shardkit.tools.report.schema import Report
 from shardkit.tools.report.tables import print_comparison, print_report
-from shardkit.tools.report.trace import trace_json
 from shardkit.tools.terminal import terminal
 
 __all__ = ["run", "write_outputs"]
