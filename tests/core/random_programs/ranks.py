@@ -140,7 +140,11 @@ def run_one(rank: int, program: Program, engine: str) -> Outcome:
     except Exception as error:  # noqa: BLE001 (judged)
         text = f"{type(error).__name__}: {error}"
         meant = isinstance(error, RuntimeError | ValueError | TypeError)
-        named = engine == "stock" or (meant and sharded is not None and sharded.is_named_in(str(error)))
+        named = engine == "stock" or (
+            meant
+            and sharded is not None
+            and sharded.is_named_in("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        )
         if named:
             return Outcome("refused", text)
         return Outcome("unnamed", text + "\n" + "".join(traceback.format_exception(error)[-6:]))
@@ -291,7 +295,8 @@ class Sharded:
 
     def _check_gradients(self, event: Backward, expected: dict[str, Tensor | None]) -> None:
         scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
-        if self.held or not self.policy.reshard_after_backward or not event.last:
+        reached_nothing = len(event.values) > 1 and all(value is None for value in event.values[1:])
+        if self.held or not self.policy.reshard_after_backward or not event.last or reached_nothing:
             for module in self.wrapped:
                 module.reshard()
         for name, parameter in self.model.named_parameters():

@@ -98,6 +98,7 @@ class Iteration:
         self.prefetch_budget: int | None = None
         self.post_optim_event: Any = None
         self.forward_root: weakref.ReferenceType[FSDPState] | None = None
+        self.innermost: FSDPState | None = None  # of the passes that run
         self._caller: FrameType | None = None  # of the forward that runs
         self._thread = 0
         self._states: list[weakref.ReferenceType[FSDPState]] = []
@@ -160,6 +161,7 @@ class Iteration:
                 return False
             self._forget_forward(root)
         self.forward_root = weakref.ref(state)
+        self.innermost = None
         self._caller = calling_frame()
         self._thread = threading.get_ident()
         self._position = 0
@@ -237,7 +239,7 @@ class Iteration:
 
         One that raised teaches nothing, and nothing of it stays unsharded.
         """
-        self.forward_root = self._caller = None
+        self.forward_root = self._caller = self.innermost = None
         if failed:
             del self._ran[self._ran_before :]
             for one in self.all_states:
@@ -275,7 +277,11 @@ class Iteration:
         entered = self._ran[last]
         del self._ran[last:]
         if state.backward_prefetch:
-            state.prefetch_for_backward()
+            listed = state.prefetch_for_backward()
+            in_order = {passed.state for passed in self._ran[-len(listed) :]}
+            for one in listed:
+                if one.index not in in_order:
+                    one.wait_for_unshard()  # nothing would be told before backward gets there
         else:
             ahead = self._ran[: -self.depth - 1 : -1] if self.depth else []
             self._prefetch([passed.state for passed in ahead], in_backward=True)
@@ -438,7 +444,7 @@ class Iteration:
     def reset(self) -> None:
         """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
         self.context.settle_after_failure()
-        self.forward_root = self._caller = None
+        self.forward_root = self._caller = self.innermost = None
         self._backward_queued = False
         self._running, self._ran = [], []
         self._uses = {False: None, True: None}

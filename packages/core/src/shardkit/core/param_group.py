@@ -608,7 +608,7 @@ class FSDPParamGroup:
                 self._accumulating = True
                 for param in self.params:
                     param.accumulate_unsharded(self.mp_policy.reduce_dtype)
-                self._reshard_after_backward(keep)
+                self.reshard_after_use(keep=keep)
                 return
             if self._partial_in_flight:
                 self.context.finish_reductions()
@@ -621,11 +621,12 @@ class FSDPParamGroup:
                 # Some were accumulated in reduce_dtype and some are fresh, not alike on all ranks: make them alike.
                 gradients = [(param, gradient.to(dtype)) for param, gradient in gradients]
                 self._accumulating = False
-            self._reshard_after_backward(keep)
+            self.reshard_after_use(keep=keep)
             if gradients:
                 self._reduce(gradients)
 
-    def _reshard_after_backward(self, keep: bool) -> None:
+    def reshard_after_use(self, *, keep: bool) -> None:
+        """What backward does when it needs the parameters no more."""
         if self.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
 

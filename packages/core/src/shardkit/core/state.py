@@ -88,6 +88,7 @@ class FSDPState:
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
         self._began = 0  # autograd's sequence number where this pass began
+        self._outer: FSDPState | None = None  # whose forward this pass runs in
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._inputs: type[_Inputs] | None = None
@@ -162,6 +163,7 @@ class FSDPState:
             self._in_pass = True
             self._began = next_autograd_node()
             self._leaving = None
+            self._outer, self.iteration.innermost = self.iteration.innermost, self
             self._backward_follows = False
             self._pending.update(self._module_ids)
             for group in self.groups:
@@ -213,9 +215,10 @@ class FSDPState:
         self._given = list(zip(unique.values(), watched.values(), strict=True))
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
-    def note_leaving(self, node: Any) -> None:
-        """Remembers the autograd node whose backward calls `post_backward`."""
+    def note_leaving(self, node: Any) -> FSDPState | None:
+        """Remembers the autograd node whose backward calls `post_backward`; returns whose forward this pass runs in."""
         self._leaving = weakref.ref(node)
+        return self._outer
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -262,7 +265,12 @@ class FSDPState:
 
     def _explain(self, error: BaseException) -> None:
         """Says which module it was, where torch does not know."""
-        if isinstance(error, RuntimeError) and "is a view and is being modified inplace" in str(error):
+        explained = hasattr(error, "__notes__")  # by the module inside of this one
+        if (
+            isinstance(error, RuntimeError)
+            and "is a view and is being modified inplace" in str(error)
+            and not explained
+        ):
             error.add_note(
                 f"'{self.fqn}' changes one of its inputs in place, or a view of one. fully_shard follows the gradients "
                 "of these inputs: clone the input first"
@@ -272,6 +280,8 @@ class FSDPState:
         """Every module of the state has run, or will not run any more: reshard as told."""
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
+        if self.iteration.innermost is self:
+            self.iteration.innermost = self._outer
         self._pending.clear()
         self.phase = Phase.IDLE
         for group in self.groups:
@@ -305,7 +315,15 @@ class FSDPState:
                 f"'{self.fqn}' returns a parameter, or a view of one, inside a {type(output).__name__}, which outlives "
                 "the parameter's memory. Return a clone of it, or return it in a tuple, list, dict or dataclass"
             )
-        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in theirs else tensor, output)
+        return map_tensors(lambda tensor: self._own(tensor) if id(tensor) in theirs else tensor, output)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter, or of a view of one. A parameter is differentiable wherever it is returned from."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() or isinstance(tensor, nn.Parameter)):
+            copy = tensor.clone()
+        if copy.grad_fn is not None:
+            self._watch_output(copy)
+        return copy
 
     def _watch_outputs(self, output: Any) -> Any:
         """Puts `pre_backward` on every tensor through which backward may enter what this forward has computed.
@@ -366,10 +384,18 @@ class FSDPState:
         for group in self.groups:
             group.wait_for_unshard()
         self.iteration.entered_backward(self)
+        if self._outer is not None:  # backward goes on there, and may recompute this pass from there
+            self._outer.pre_backward()
 
-    def prefetch_for_backward(self) -> None:
-        """Gathers what the user has listed for the time when this state's backward begins."""
+    def prefetch_for_backward(self) -> list[FSDPState]:
+        """Gathers what the user has listed for the time when this state's backward begins; returns whose groups."""
         self._prefetch(self.backward_prefetch, in_backward=True)
+        return [state for reference in self.backward_prefetch if (state := reference()) is not None]
+
+    def wait_for_unshard(self) -> None:
+        """Waits for the gathers of its groups that are under way."""
+        for group in self.groups:
+            group.wait_for_unshard()
 
     @no_dynamo
     def post_backward(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
@@ -401,6 +427,8 @@ class FSDPState:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
                 group.post_backward(keep=self.iteration.builds_graph)
+            elif not group.forward_users:
+                group.reshard_after_use(keep=self.iteration.builds_graph)
             group.phase = Phase.IDLE
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
@@ -408,6 +436,7 @@ class FSDPState:
     def reset(self) -> None:
         """Forgets a forward or backward that failed."""
         self._in_pass = False
+        self._outer = None
         self._given.clear()
         self._pending.clear()
         self._depth = 0
@@ -485,13 +514,15 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
-        state.note_leaving(ctx)
+        ctx.outer = state.note_leaving(ctx)
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.state.post_backward(gradients)
+        if ctx.outer is not None:  # where the gradients go next
+            ctx.outer.pre_backward()
         return (None, *gradients)
 
     @staticmethod
