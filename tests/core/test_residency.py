@@ -210,13 +210,17 @@ def test_nothing_is_asked_that_the_budget_cannot_hold() -> None:
 
 @settings(deadline=None)
 @given(
-    USES,
-    st.integers(0, 400),
-    st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["drop", "hold", "let go"])), max_size=8),
+    st.lists(st.tuples(st.integers(10, 20), st.integers(0, 10)), min_size=4, max_size=12),
+    st.integers(30, 200),
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["drop", "hold", "let go"])), max_size=4),
+        min_size=12,
+        max_size=12,
+    ),
     st.integers(0, 3),
 )
 def test_quick_answers_are_those_of_the_definitions(
-    sizes: list[tuple[int, int]], budget: int, disturbances: list[tuple[int, str]], every: int
+    sizes: list[tuple[int, int]], budget: int, disturbances: list[list[tuple[int, str]]], every: int
 ) -> None:
     """A phase that goes through its groups, and in between memory is freed, or groups are held by the user."""
     groups = [_use(*size) for size in sizes]
@@ -226,6 +230,7 @@ def test_quick_answers_are_those_of_the_definitions(
     uses = Uses([[group] for group in order], lambda group: groups[group].held)
     assert uses.distinct
     used: set[int] = set()
+    as_expected = True
     for step in order:
         used.add(step)
         ledger.put(step, groups[step].held)
@@ -239,7 +244,7 @@ def test_quick_answers_are_those_of_the_definitions(
         wanted = set(order[step + 1 :]).__contains__
         expected = _ahead(budget, in_use, idle, upcoming(), groups.__getitem__, wanted)
         seen = gather_next(budget, ledger, used, uses, step + 1, lambda group: groups[group].gathering)
-        if seen is not None:  # else something may have to be freed
+        if seen is not None and as_expected:  # if None, something may have to be freed
             assert (expected.free, list(expected.gather)) == ((), seen)
         for group in expected.free:
             ledger.drop(group)
@@ -255,13 +260,19 @@ def test_quick_answers_are_those_of_the_definitions(
                 budget, ledger, used, uses, step + 1, afterwards, lambda group: groups[group].held, group
             )
             assert quick == (group in hold), group
-        if step not in hold:
+        if step in hold:
+            uses.kept.add(step)
+        else:
             ledger.drop(step)
-        for group, what in disturbances[step::count]:
+        # What was worth keeping may not be any more where a group is in use that the order did not name.
+        as_expected = as_expected and not any(what == "hold" for _, what in disturbances[step])
+        as_expected = as_expected or not uses.kept
+        for number, what in disturbances[step]:
+            group = number % count
             if what == "drop":
                 ledger.drop(group)
                 used.discard(group)
-            elif what == "hold" and group < count:
+            elif what == "hold":
                 used.add(group)
                 ledger.put(group, groups[group].held)
             else:
@@ -289,5 +300,4 @@ def test_a_module_that_begins_asks_about_one_group_and_not_about_all() -> None:
         assert kept == (step >= 50)
         if not kept:
             ledger.drop(step)
-    # Each group but the first is gathered once; only those that backward begins with are asked for again.
-    assert len(asked) <= 99 + 50
+    assert len(asked) <= 2 * 100, "not all groups ahead, at every module"

@@ -118,26 +118,33 @@ class Budget:
         return list(groups)
 
     def worth_keeping(
-        self, groups: Sequence[FSDPParamGroup], upcoming: Upcoming, uses: GroupUses | None, step: int
+        self,
+        groups: Sequence[FSDPParamGroup],
+        upcoming: Upcoming,
+        uses: GroupUses,
+        step: int,
+        afterwards: Callable[[], Iterable[FSDPParamGroup]],
     ) -> list[FSDPParamGroup]:
         """Those of `groups`, whose module has ended, that are to stay unsharded until they are used again.
 
-        `uses`, from `step` on, are what forward is going to use; the rest of `upcoming` is for backward.
+        `upcoming` are `uses`, from `step` on, which is what forward is going to use, and then `afterwards`.
         """
-        if uses is None or not uses.distinct:
+        if not uses.distinct:
             in_use = sum(group.held_bytes for group in self._there() if group.in_use)
             hold = residency.worth_holding(
                 self.nbytes, in_use, lambda: _not_in_use(upcoming), lambda group: group.unsharded_bytes
             )
             return [group for group in groups if group in hold]
         used = self._used()
-        return [
-            group
-            for group in groups
-            if residency.is_worth_holding(
-                self.nbytes, self._ledger, used, uses, step, _for_backward(upcoming), _held, group.reference
-            )
-        ]
+
+        def worth_holding(group: FSDPParamGroup) -> bool:
+            then = (other.reference for other in afterwards())
+            return residency.is_worth_holding(self.nbytes, self._ledger, used, uses, step, then, _held, group.reference)
+
+        kept = [group for group in groups if worth_holding(group)]
+        over = (group.reference for group in kept if uses.places.get(group.reference, -1) < uses.firsts[step])
+        uses.kept.update(over)
+        return kept
 
     def _used(self) -> Collection[_Reference]:
         """The groups in use."""
@@ -167,10 +174,6 @@ def _held(key: _Reference) -> int:
 def _gathering(key: _Reference, backward: bool) -> int:
     group = key()
     return 0 if group is None else group.bytes_when_used(in_backward=backward)
-
-
-def _for_backward(upcoming: Upcoming) -> Iterator[_Reference]:
-    return (group.reference for group, in_backward in upcoming() if in_backward)
 
 
 def _idle(there: Iterable[FSDPParamGroup]) -> dict[FSDPParamGroup, int]:

@@ -345,9 +345,13 @@ class Iteration:
             for index in itertools.islice(self._learnt, self._position, None):
                 if (state := self._at(index)) is not None:
                     yield from ((group, False) for group in state.groups)
+        yield from ((group, True) for group in self._awaited_by_backward())
+
+    def _awaited_by_backward(self) -> Iterator[FSDPParamGroup]:
+        """What backward is going to use, soonest first."""
         for passed in reversed(self._ran):
             if (state := self._at(passed.state)) is not None:
-                yield from ((group, True) for group in state.groups if group.unshard_in_backward)
+                yield from (group for group in state.groups if group.unshard_in_backward)
 
     @property
     def _budget(self) -> Budget | None:
@@ -385,7 +389,7 @@ class Iteration:
             return ()
         in_forward = self.forward_root is not None and not self._backward_queued
         uses, step = self._uses_in(backward=False) if in_forward else (uses_of([]), 0)
-        return within.worth_keeping(groups, self._upcoming, uses, step)
+        return within.worth_keeping(groups, self._upcoming, uses, step, self._awaited_by_backward)
 
     def prefetch_listed(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Gathers what the user's explicit list names: all of it, or what the budget has room for."""

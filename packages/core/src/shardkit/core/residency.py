@@ -167,6 +167,8 @@ class Uses(Generic[K]):
     Attributes:
         distinct: whether no group is used twice; only then do the sums below hold.
         reached: all uses before this one, and from the current step on, have memory or are in use.
+        kept: groups that were worth holding until after this phase when their use in it ended. They still are, as what
+            stands before them in the order takes as much as then, unless the phase goes another way than expected.
     """
 
     def __init__(self, steps: Iterable[Sequence[K]], held: Callable[[K], int]) -> None:
@@ -177,6 +179,7 @@ class Uses(Generic[K]):
         self.places = {key: place for place, key in enumerate(self.keys)}
         self.distinct = len(self.places) == len(self.keys)
         self.reached = 0
+        self.kept: set[K] = set()
 
     def size(self, place: int) -> int:
         """Bytes of one use."""
@@ -191,7 +194,7 @@ class Uses(Generic[K]):
 def gather_next(
     budget: int, ledger: Ledger[K], used: Collection[K], uses: Uses[K], step: int, gathering: Callable[[K], int]
 ) -> list[K] | None:
-    """What `gather_ahead` would gather if nothing has to be freed; None if something can be.
+    """What `gather_ahead` would gather if nothing has to be freed; None if something may have to be.
 
     `used` are the groups in use; `uses` are distinct, and those before `step` are over. See Note [Decisions at every
     module].
@@ -201,6 +204,7 @@ def gather_next(
     for key in ledger.lost:
         if begin <= (place := uses.places.get(key, -1)) < reached:
             reached = place
+    uses.kept -= ledger.lost
     ledger.lost.clear()
     uses.reached = reached
     taken = sum(ledger.held.get(key, 0) for key in used) + uses.between(begin, reached, used)
@@ -215,9 +219,7 @@ def gather_next(
             if key not in ledger.held:
                 needs = gathering(key)
                 if needs > room:
-                    ahead = place - begin - sum(begin <= uses.places.get(one, -1) < place for one in used)
-                    worth_it = ahead - len(gather) + sum(one in ledger.held for one in used)
-                    if len(ledger.held) > worth_it:
+                    if len(ledger.held) > _worth_it(ledger, used, uses, begin, place) - len(gather):
                         return None
                     break
                 gather.append(key)
@@ -225,6 +227,13 @@ def gather_next(
         reached = place + 1
     uses.reached = reached
     return gather
+
+
+def _worth_it(ledger: Ledger[K], used: Collection[K], uses: Uses[K], begin: int, place: int) -> int:
+    """How many groups are in use, used between `begin` and `place`, or worth keeping; those in use need memory."""
+    apart = sum(begin <= uses.places.get(key, -1) < place for key in used)
+    kept = len(uses.kept) - sum(key in uses.kept for key in used)
+    return place - begin - apart + kept + sum(key in ledger.held for key in used)
 
 
 def is_worth_holding(

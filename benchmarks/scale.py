@@ -1,0 +1,247 @@
+"""What the host of one rank pays as ranks and groups become more: shardkit and stock FSDP2 in turn, in one run.
+
+    python benchmarks/scale.py                                     8 to 16,384 ranks of 32 groups
+    python benchmarks/scale.py --ranks 2 --groups 100 1000         the number of groups
+    python benchmarks/scale.py --rows 16                           parameters that most ranks hold nothing of
+    python benchmarks/scale.py --ranks 2 --groups 1000 --budget 0.5
+
+torch's `fake` process group stands in for the other ranks: this process is rank 0 of as many as are asked for. Each
+group has nine parameters, in bf16, with gradients reduced in fp32. Printed is CPU time of this process without that of
+the fake group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its
+own. See docs/scale.md.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardkit.core
+
+PARAMETERS = 9
+_COLLECTIVES = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`rows` of each parameter; `budget`: the part of all unsharded bytes that a third system may hold, or None."""
+
+    ranks: int
+    groups: int
+    rows: int
+    budget: float | None = None
+    turns: int = 7
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one system: CPU seconds, and what Python objects take for each parameter (stock's or ours, not torch's)."""
+
+    sharding: float
+    first: float
+    later: float
+    bytes_each: float
+    objects_each: float
+
+
+class Scales(nn.Module):
+    """A group that does almost nothing with its parameters."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(rows)) for _ in range(PARAMETERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class HostClock:
+    """CPU seconds of this process but for those inside the process group's collectives."""
+
+    def __init__(self) -> None:
+        self._inside = 0.0
+
+    def now(self) -> float:
+        return time.process_time() - self._inside
+
+    @contextmanager
+    def without_collectives(self) -> Iterator[None]:
+        """Takes the collectives' time off, as long as the context is open."""
+        methods = {name: getattr(dist.ProcessGroup, name) for name in _COLLECTIVES if hasattr(dist.ProcessGroup, name)}
+        for name, method in methods.items():
+            setattr(dist.ProcessGroup, name, self._timed(method))
+        try:
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(dist.ProcessGroup, name, method)
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside += time.process_time() - began
+
+        return call
+
+
+class Trainer:
+    """One model of one system."""
+
+    def __init__(self, library: Any, configuration: Configuration, mesh: Any, clock: HostClock) -> None:
+        self._clock = clock
+        self._x = torch.ones(configuration.rows, requires_grad=True)
+        self._model: Any = nn.Sequential(*(Scales(configuration.rows) for _ in range(configuration.groups)))
+        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        began = clock.now()
+        for group in self._model:
+            library.fully_shard(group, mesh=mesh, mp_policy=policy)
+        library.fully_shard(self._model, mesh=mesh, mp_policy=policy)
+        self.sharding = clock.now() - began
+
+    def set_budget(self, nbytes: int) -> None:
+        self._model.set_prefetch_budget(nbytes)
+
+    def step(self) -> float:
+        """Seconds of forward and backward."""
+        began = self._clock.now()
+        self._model(self._x).sum().backward()
+        seconds = self._clock.now() - began
+        self._model.zero_grad(set_to_none=True)
+        self._x.grad = None
+        return seconds
+
+
+def measure(configuration: Configuration) -> dict[str, Cost]:
+    """All systems' costs, in turn; ends the process group of this process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=configuration.ranks)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (configuration.ranks,))
+    clock = HostClock()
+    makers: dict[str, Callable[[], Trainer]] = {
+        "stock": lambda: Trainer(stock, configuration, mesh, clock),
+        "shardkit": lambda: Trainer(shardkit.core, configuration, mesh, clock),
+    }
+    if configuration.budget is not None:
+        makers["budget"] = lambda: _with_budget(configuration, mesh, clock)
+    small = replace(configuration, groups=2, budget=None)
+    for library in (stock, shardkit.core):  # imports, and what is made once
+        warm = Trainer(library, small, mesh, clock)
+        warm.step()
+        warm.step()
+    del warm
+    with clock.without_collectives():
+        taken = {name: _taken(make, configuration) for name, make in makers.items()}
+        trainers = {name: make() for name, make in makers.items()}
+        first = {name: trainer.step() for name, trainer in trainers.items()}
+        gc.collect()
+        gc.freeze()
+        turns = [{name: trainer.step() for name, trainer in trainers.items()} for _ in range(configuration.turns)]
+    dist.destroy_process_group()
+    return {
+        name: Cost(trainer.sharding, first[name], median(turn[name] for turn in turns), *taken[name])
+        for name, trainer in trainers.items()
+    }
+
+
+def _with_budget(configuration: Configuration, mesh: Any, clock: HostClock) -> Trainer:
+    trainer = Trainer(shardkit.core, configuration, mesh, clock)
+    group = 2 * PARAMETERS * configuration.rows  # bf16
+    assert configuration.budget is not None
+    trainer.set_budget(int(configuration.budget * configuration.groups * group) + 3 * group)
+    return trainer
+
+
+def _taken(make: Callable[[], Trainer], configuration: Configuration) -> tuple[float, float]:
+    """Bytes and objects of Python's for each parameter, after two steps."""
+    gc.collect()
+    before = len(gc.get_objects())
+    tracemalloc.start()
+    trainer = make()
+    trainer.step()
+    trainer.step()
+    gc.collect()
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    count = configuration.groups * PARAMETERS
+    return nbytes / count, (len(gc.get_objects()) - before) / count
+
+
+def table(results: list[tuple[Configuration, dict[str, Cost]]]) -> str:
+    """One row for each system of each configuration."""
+    columns = (
+        "ranks | groups | rows | system | sharding, s | first step, s | later step, s | a group, ms | / stock"
+        " | bytes / parameter | objects / parameter"
+    )
+    lines = [f"| {columns} |", "|" + "---|" * 11]
+    for one, costs in results:
+        for name, cost in costs.items():
+            ratio = cost.later / costs["stock"].later
+            lines.append(
+                f"| {one.ranks} | {one.groups} | {one.rows} | {name} | {cost.sharding:.3f} | {cost.first:.3f} "
+                f"| {cost.later:.3f} | {cost.later / one.groups * 1e3:.2f} | {ratio:.2f} "
+                f"| {cost.bytes_each:.0f} | {cost.objects_each:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs every configuration asked for in a process of its own; prints a table."""
+    args = _arguments()
+    if args.one is not None:
+        costs = measure(Configuration(**json.loads(args.one)))
+        print(json.dumps({name: asdict(cost) for name, cost in costs.items()}))
+        return 0
+    results = []
+    for ranks in args.ranks:
+        for groups in args.groups:
+            one = Configuration(ranks, groups, args.rows, args.budget, args.turns)
+            command = [sys.executable, __file__, "--one", json.dumps(asdict(one))]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            answer = json.loads(done.stdout.splitlines()[-1])
+            results.append((one, {name: Cost(**cost) for name, cost in answer.items()}))
+            print(f"{ranks} ranks, {groups} groups: done", file=sys.stderr, flush=True)
+    print(table(results))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1024, 8192, 16384])
+    parser.add_argument("--groups", type=int, nargs="+", default=[32])
+    parser.add_argument("--rows", type=int, default=16384, help="of each parameter; a rank holds rows / ranks (16384)")
+    parser.add_argument("--budget", type=float, help="also a prefetch budget of this part of all unsharded bytes")
+    parser.add_argument("--turns", type=int, default=7, help="later steps, of which the median counts (7)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

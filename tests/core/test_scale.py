@@ -1,0 +1,273 @@
+"""What a rank does and keeps must not grow with the number of ranks: counted, not timed, on torch's `fake` group."""
+
+import gc
+import sys
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardkit.core import MixedPrecisionPolicy, fully_shard
+from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.plan import SMALL_BYTES
+from shardkit.core.runtime.reduce import reduce_scatter
+from shardkit.core.runtime.transport import C10dTransport, Transport
+from shardkit.core.runtime.transport.custom import CustomTransport
+from tests.core.runtime_cases import BF16, CPU, F32, Case, case, flats_for, gather_plan, reduce_plan
+from tests.support import rank_mesh, run_ranks
+
+WORLD_SIZES = (8, 256, 2048)
+ROWS = 4096
+
+
+def _as_rank_0_of(world_size: int) -> dist.ProcessGroup:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class Counting(TorchDispatchMode):
+    """Operators, views and collectives included, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(work: Any) -> tuple[Counter[str], int]:
+    """The operators that `work` runs, then how often it calls a function, of Python's or of C's."""
+    work()  # plans are made
+    with Counting() as counting:
+        work()
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return counting.seen, calls
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+LARGE = SMALL_BYTES // 4 * max(WORLD_SIZES)
+CASES: dict[str, Case] = {
+    "even": case(((ROWS, 2), 0, F32), ((ROWS,), 0, F32), ((2 * ROWS,), 0, F32)),
+    "uneven": case(((ROWS + 5, 2), 0, F32), ((ROWS - 5,), 0, F32), ((9000,), 0, F32)),
+    "other dims": case(((2, ROWS), 1, F32), ((3, ROWS + 5, 2), 1, F32), ((ROWS + 1,), 0, F32)),
+    "mixed dtypes": case(((ROWS + 5, 2), 0, F32), ((ROWS,), 0, BF16), ((2, ROWS + 3), 1, F32)),
+    "in place": case(((LARGE,), 0, F32), ((ROWS,), 0, F32), ((2 * LARGE,), 0, F32)),
+}
+
+
+def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
+    gathers, reduction = gather_plan(one, over), reduce_plan(one, over, BF16, F32)
+    sources = [torch.ones(item.layout.local_shape(0)).to(item.dtype) for item in gathers.items]
+    flats = flats_for(gathers)
+    grads = [torch.ones(shape, dtype=BF16) for shape in one.shapes]
+    output = torch.empty(reduction.output_numel)
+    lane = make_lane(CPU, "communication")
+
+    def work() -> None:
+        lane.start(gather(gathers, sources, flats), "g").wait()
+        program = reduce_scatter(reduction, list(grads), output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG)
+        lane.start(program, "g").wait()
+
+    return _counted(work)
+
+
+def _programs_do_not_grow(rank: int, world_size: int, kind: str, name: str) -> None:
+    counts = []
+    for ranks in WORLD_SIZES:
+        group = _as_rank_0_of(ranks)
+        made = CustomTransport(group, CPU) if kind == "custom" else C10dTransport(group, CPU, direct=kind == "direct")
+        counts.append(_programs(made, CASES[name]))
+    operators = [sum(seen.values()) for seen, _ in counts]
+    calls = [calls for _, calls in counts]
+    # Whether a parameter has a short chunk, or ranks without one, depends on the number of ranks.
+    assert max(operators) <= min(operators) + 6 * len(CASES[name].shapes), counts
+    assert max(calls) <= min(calls) + 25 * len(CASES[name].shapes), calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("packed", name) for name in CASES if name != "in place"]
+    + [("direct", "in place"), ("direct", "mixed dtypes"), ("custom", "uneven")],
+)
+def test_programs_run_as_many_operators_for_any_number_of_ranks(kind: str, name: str) -> None:
+    run_ranks(1, _programs_do_not_grow, kind, name, isolated=True)
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Rows that most world sizes divide, rows that none does, and columns that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.ones(ROWS))
+        self.odd = nn.Parameter(torch.ones(ROWS + 5))
+        self.columns = nn.Parameter(torch.ones(2, ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.even * self.odd[:ROWS] * self.columns[0]
+
+
+GROUPS = 6
+
+
+def _model(**options: Any) -> Any:
+    model: Any = nn.Sequential(*(Block() for _ in range(GROUPS)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(parameter.ndim - 1)
+
+    for block in model:
+        fully_shard(block, mp_policy=policy, shard_placement_fn=place, **options)
+    return fully_shard(model, mp_policy=policy, shard_placement_fn=place, **options)
+
+
+def _step(model: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.zero_grad()
+
+
+def _steps_do_not_grow(rank: int, world_size: int) -> None:
+    counts = []
+    for ranks in WORLD_SIZES:
+        _as_rank_0_of(ranks)
+        model, x = _model(), torch.ones(ROWS, requires_grad=True)
+        _step(model, x)
+        counts.append(_counted(lambda model=model, x=x: _step(model, x)))
+    operators = [sum(seen.values()) for seen, _ in counts]
+    calls = [calls for _, calls in counts]
+    assert max(operators) <= min(operators) + 8 * 3 * GROUPS, counts
+    assert max(calls) <= 1.1 * min(calls), calls
+
+
+def test_a_step_runs_as_many_operators_for_any_number_of_ranks() -> None:
+    run_ranks(1, _steps_do_not_grow, isolated=True)
+
+
+def _memory_does_not_grow(rank: int, world_size: int) -> None:
+    taken = []
+    for ranks in (WORLD_SIZES[0], *WORLD_SIZES):  # the first time counts what is made once
+        _as_rank_0_of(ranks)
+        mesh = rank_mesh((ranks,))  # knows all ranks, once
+        gc.collect()
+        tracemalloc.start()
+        model, x = _model(mesh=mesh), torch.ones(ROWS, requires_grad=True)
+        _step(model, x)
+        _step(model, x)
+        gc.collect()
+        nbytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        taken.append(nbytes / (3 * GROUPS))
+        del model
+    # A number for each rank would be 16 KiB at 2,048 ranks.
+    assert max(taken[1:]) <= min(taken[1:]) + 2048, taken
+
+
+def test_a_parameter_takes_as_much_memory_for_any_number_of_ranks() -> None:
+    run_ranks(1, _memory_does_not_grow, isolated=True)
+
+
+def _budget_does_not_grow(rank: int, world_size: int) -> None:
+    """What a group costs within a budget, in calls, is the same in a model with five times as many."""
+    _as_rank_0_of(2)
+    each = []
+    for groups in (20, 100):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
+        for module in model:
+            fully_shard(module)
+        fully_shard(model)
+        x = torch.ones(2, 4, requires_grad=True)
+        for part in (None, 0.3, 2.0):
+            model.set_prefetch_budget(part and int(part * groups * 64) + 300)
+            _step(model, x)
+            _step(model, x)
+            each.append(_counted(lambda model=model, x=x: _step(model, x))[1] / groups)
+    for few, many in zip(each[:3], each[3:], strict=True):
+        assert many <= 1.15 * few, each
+
+
+def test_a_group_costs_as_much_among_many_others() -> None:
+    run_ranks(1, _budget_does_not_grow, isolated=True)
+
+
+# -- the comparison of models at the start -----------------------------------------------------------------------------
+
+
+class Moved(TorchDispatchMode):
+    """The bytes that this rank hands to collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            leaves, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+            self.nbytes += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _compares(rank: int, world_size: int, layers: int, models: str) -> int:
+    from shardkit.core.lazy_init import initialise_root
+
+    model: Any = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(layers)))
+    differ = models == "different"
+    if differ and rank == world_size - 1:
+        model[layers - 2] = nn.Linear(3, 4, bias=False)
+    fully_shard(model)
+    with Moved() as moved:
+        if differ:
+            with pytest.raises(RuntimeError, match=rf"number {layers - 2} .*'{layers - 2}\.weight' of shape \(3, 3\)"):
+                initialise_root(fully_shard.state(model))
+        else:
+            initialise_root(fully_shard.state(model))
+    assert moved.nbytes
+    return moved.nbytes
+
+
+def test_the_comparison_moves_as_many_bytes_for_any_model() -> None:
+    moved = {
+        (world_size, layers): run_ranks(world_size, _compares, layers, "alike")[0]
+        for world_size in (2, 4)
+        for layers in (4, 100)
+    }
+    assert len(set(moved.values())) == 1, moved
+    assert max(moved.values()) <= 16
+
+
+def test_a_difference_is_found_with_few_bytes() -> None:
+    """100 descriptions from each rank would be 6 KB for each of them; by halves it is 16 bytes for each halving."""
+    moved = [max(run_ranks(world_size, _compares, 100, "different")) for world_size in (2, 4)]
+    few = max(run_ranks(2, _compares, 4, "different"))
+    assert max(moved) <= few + 16 * 6, (moved, few)
+    assert max(moved) <= 1500
