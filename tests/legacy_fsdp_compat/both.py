@@ -117,6 +117,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     return losses
 
 
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """With names as in a state dict."""
+    return [(name.replace("_fsdp_wrapped_module.", ""), parameter) for name, parameter in model.named_parameters()]
+
+
 def whole_state(engine: str, model: nn.Module) -> dict[str, Tensor]:
     """The full state dict, on every rank."""
     names = api(engine)

@@ -18,6 +18,7 @@ from tests.legacy_fsdp_compat.both import (
     assert_same_tensors,
     build,
     loss_of,
+    named_parameters,
     train,
     whole_state,
     wrap,
@@ -84,7 +85,7 @@ def groups(rank: int, world_size: int) -> None:
     """Groups with hyper-parameters of their own, an empty one, parameters without state, and some left out."""
     names = api(OURS)
     model = wrap(OURS, Setting())
-    named = dict(model.named_parameters())
+    named = dict(named_parameters(model))
     weights = [p for name, p in named.items() if name.endswith("weight") and "out" not in name]
     biases = [p for name, p in named.items() if name.endswith("bias") and "out" not in name]
     optimizer = torch.optim.AdamW([{"params": weights, "lr": 0.02}, {"params": biases, "weight_decay": 0.0}])
@@ -158,7 +159,7 @@ def another_order_on_each_rank(rank: int, world_size: int) -> None:
                 assert torch.equal(
                     loaded["state"][key]["momentum_buffer"].to_local(), state["momentum_buffer"].to_local()
                 )
-    assert list(seen[OURS]) == [name for name, _ in model.named_parameters()]
+    assert list(seen[OURS]) == [name for name, _ in named_parameters(model)]
     assert_same_tensors({name: seen[STOCK][name] for name in seen[OURS]}, seen[OURS], **TOLERANCE)
 
 
@@ -173,7 +174,7 @@ def resharded_in_another_order(rank: int, world_size: int) -> None:
     model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), Block(5), Block(5)), device_mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     expected, state = {}, {}
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(named_parameters(model)):
         expected[name] = torch.full(parameter.shape, float(index))
         parts = DTensor.from_local(expected[name] / world_size, mesh, [Partial()])
         state[name] = {"momentum_buffer": parts}
@@ -183,7 +184,7 @@ def resharded_in_another_order(rank: int, world_size: int) -> None:
         loaded = names.FSDP.optim_state_dict_to_load(model, optimizer, {"state": state})
     seen = {
         name: loaded["state"][key]["momentum_buffer"].full_tensor()
-        for key, (name, _) in enumerate(model.named_parameters())
+        for key, (name, _) in enumerate(named_parameters(model))
     }
     assert_same_tensors(expected, seen, rtol=0, atol=0)
 
@@ -286,7 +287,7 @@ def named_optimizer(rank: int, world_size: int) -> None:
     optimizer = adam(model)
     train(model, optimizer, rank, range(2))
     own = optimizer.state_dict()
-    order = [name for name, _ in model.named_parameters()]
+    order = [name for name, _ in named_parameters(model)]
     by_name = {
         "state": {order[number]: values for number, values in own["state"].items()},
         "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in own["param_groups"]],
@@ -418,7 +419,7 @@ def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     model = wrap(OURS, Setting(use_orig_params=use_orig_params))
     optimizer = adam(model)
     train(model, optimizer, rank, range(2))
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if name in ("inp.bias", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"):
             del optimizer.state[parameter]
     for values in optimizer.state.values():
@@ -505,7 +506,7 @@ def factored_alone(world_size: int) -> dict[str, Any]:
         optimizer.zero_grad()
         (sum(loss_of(model, rank, step) for rank in range(world_size)) / world_size).backward()
         optimizer.step()
-    return {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    return {name: optimizer.state[parameter] for name, parameter in named_parameters(model)}
 
 
 @pytest.mark.parametrize(("use_orig_params", "kind"), [(True, "FULL"), (False, "SHARDED"), (True, "SHARDED")])

@@ -27,8 +27,10 @@ _Entry: TypeAlias = tuple[str, tuple[int, ...], str, int, bool]
 
 
 @outside_transforms
-def initialise_root(root: FSDPState) -> None:
+def initialise_root(root: FSDPState, *, same_names: bool = True) -> None:
     """Makes `root` the root of all states below its module (collective: the ranks compare their parameters).
+
+    Without `same_names` a parameter may have another name on each rank.
 
     Raises:
         RuntimeError: if a state below has been initialised as a root itself, if the state has several modules, or if
@@ -46,7 +48,8 @@ def initialise_root(root: FSDPState) -> None:
     for state in states:
         _check_prefetching(state, root, type(module).__name__)
     with events.Waiting(root.fqn, "set-up"):
-        _check_agreement(list(dict.fromkeys(group for state in states for group in state.groups)), root.fqn)
+        groups = list(dict.fromkeys(group for state in states for group in state.groups))
+        _check_agreement(groups, root.fqn, same_names)
     root.iteration.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
@@ -108,7 +111,7 @@ def _set_names(states: list[FSDPState], root: nn.Module) -> None:
             group.label = state.fqn if group is state.groups[0] else f"{state.fqn}: {group.params[0].fqn}"
 
 
-def _check_agreement(groups: list[FSDPParamGroup], fqn: str) -> None:
+def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
 
     Ranks that agree exchange 16 bytes for each process group. Ranks that do not search for the first difference by
@@ -119,7 +122,13 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str) -> None:
     for group in groups:
         device = group.device
         entries = [
-            (param.fqn, tuple(param.shape), str(param.orig_dtype), param.layout.dim, param.sharded_param.requires_grad)
+            (
+                param.fqn if same_names else "",
+                tuple(param.shape),
+                str(param.orig_dtype),
+                param.layout.dim,
+                param.sharded_param.requires_grad,
+            )
             for param in group.params
         ]
         for process_group in group.mesh.groups:

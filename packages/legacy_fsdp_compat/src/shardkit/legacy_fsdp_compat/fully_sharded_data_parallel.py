@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.core import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard
+from shardkit.core import CPUOffloadPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from shardkit.core.lazy_init import initialise_root
+from shardkit.core.module import refuse_deepcopy
 from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.state import FSDPState, state_of
@@ -25,15 +27,16 @@ from shardkit.legacy_fsdp_compat.api import BackwardPrefetch, CPUOffload, MixedP
 from shardkit.legacy_fsdp_compat.auto_wrap import auto_wrap
 from shardkit.legacy_fsdp_compat.comm_hooks import install_hook
 from shardkit.legacy_fsdp_compat.deferred_init import materialize_unit, own_modules, sync_from_first_rank
+from shardkit.legacy_fsdp_compat.early_optimizers import adopt_early_optimizers
 from shardkit.legacy_fsdp_compat.ignored import resolve_ignored
-from shardkit.legacy_fsdp_compat.meshes import Placement, ProcessGroups, placement_for
+from shardkit.legacy_fsdp_compat.meshes import DeviceId, Placement, ProcessGroups, placement_for
 from shardkit.legacy_fsdp_compat.mixed_precision import UnitPrecision, core_policy
 from shardkit.legacy_fsdp_compat.optim_api import OptimizerStateApi
 from shardkit.legacy_fsdp_compat.state_dict_hooks import register_state_dict_hooks
 from shardkit.legacy_fsdp_compat.state_dict_types import StateDictApi
 from shardkit.legacy_fsdp_compat.summon import SummonOptions, summoned
-from shardkit.legacy_fsdp_compat.torch_compat import checkpoint_wrapped, detailed_debugging
-from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, clean_name
+from shardkit.legacy_fsdp_compat.torch_compat import called_by_checkpoint, checkpoint_wrapped, detailed_debugging
+from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, clean_name, label_alike
 from shardkit.legacy_fsdp_compat.wrap import Policy
 
 __all__ = ["FullyShardedDataParallel", "TrainingState"]
@@ -50,6 +53,10 @@ class TrainingState(enum.Enum):
 
 def _is_wrapped(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
+
+
+def _shown(name: str, clean: bool) -> str:
+    return name.replace(f"{WRAPPED}.", "") if clean else name
 
 
 def _check_module(module: object) -> None:
@@ -106,7 +113,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: DeviceId = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -167,6 +174,11 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             sync_from_first_rank(module, ignored, _is_wrapped, groups_to_sync, place.device)
         self._precision = UnitPrecision(module, self.mixed_precision, ignored, _is_wrapped)
         self._fsdp_wrapped_module = module
+        self._originals = [
+            weakref.ref(parameter)
+            for parameter in module.parameters()
+            if parameter not in ignored.parameters and sharded_counterpart(parameter) is None
+        ]
         self._shard(place)
         if not use_orig_params:
             self._check_uniform_requires_grad()
@@ -188,6 +200,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         for group in self._state.groups:
             for param in group.params:
                 param.fqn = clean_name(param.fqn)
+        self.__class__ = (
+            FullyShardedDataParallel  # of stock's FSDP2 this is no instance, and scripts ask for the very type
+        )
         mine = {param for group in self._state.groups if len(group.users) == 1 for param in group.params}
         self._unit = Unit(
             self._fsdp_wrapped_module,
@@ -213,6 +228,11 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     def module(self) -> nn.Module:
         """The wrapped module; inside an activation-checkpoint wrapper, what that wraps."""
         return checkpoint_wrapped(self._fsdp_wrapped_module)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters of this unit, without those below other FSDP modules; stock has its flat ones here."""
+        return [one.sharded for one in self._unit.parameters]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -265,20 +285,25 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters; the names are those of the model before it was wrapped.
+        """Names and parameters, as `named_modules()` has them; inside `summon_full_params` without what wrapping added.
 
         Outside `summon_full_params` they are the sharded parameters, also while a unit is gathered.
         """
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            param = None if self._summoned else sharded_counterpart(parameter)
-            yield name.replace(f"{WRAPPED}.", ""), parameter if param is None else param.sharded_param
+        clean = self._summoned or called_by_checkpoint()
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((_shown(name, clean), self._shown_parameter(parameter)) for name, parameter in named)
+
+    def _shown_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        param = None if self._summoned else sharded_counterpart(parameter)
+        return parameter if param is None else param.sharded_param
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and buffers; the names are those of the model before it was wrapped."""
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield name.replace(f"{WRAPPED}.", ""), buffer
+        """Names and buffers, with names as `named_parameters` has them."""
+        clean = self._summoned or called_by_checkpoint()
+        named = super().named_buffers(prefix, recurse, remove_duplicate)
+        return ((_shown(name, clean), buffer) for name, buffer in named)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Asked by torch.distributed.checkpoint.state_dict: which attribute stands in names of modules, but not in
@@ -318,7 +343,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             (outer,) = self._summoner
             outer._lazy_init()
             if outer._state.is_root is None:
-                initialise_root(outer._state)
+                outer._claim()
             return
         below = self.fsdp_modules(self)
         for one in below:
@@ -335,7 +360,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     def _before_forward(self, args: Any) -> None:
         self._lazy_init()
         if self._is_root:
-            self._finish_root()
+            self._claim()
             for one in self.fsdp_modules(self):
                 one._precision.enter(one._state, one.training)
         if torch.is_grad_enabled():
@@ -362,21 +387,26 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         args, kwargs = self._precision.cast_inputs(bool(self._is_root), args, kwargs)
         return self._fsdp_wrapped_module(*args, **kwargs)
 
-    def _finish_root(self) -> None:
-        """Once: makes this core's root, with clean names in messages and the order check that stock has."""
-        if self.__dict__.get("_root_finished"):
+    def _claim(self) -> None:
+        """Makes this core's root: before its first forward, and when another root has had some of its units since."""
+        units = self.fsdp_modules(self)
+        mine = self._state.iteration
+        if self._state.is_root and all(one._state.iteration is mine for one in units):
             return
-        if self._state.is_root is None:
-            initialise_root(self._state)
-        self._root_finished = True
+        for one in units:
+            one._state.is_root = None
+        initialise_root(self._state, same_names=False)
+        if self._use_orig_params:
+            adopt_early_optimizers([one._originals for one in units])
         check = OrderCheck() if detailed_debugging() else None
-        for state in self._state.iteration.all_states:
+        for state in mine.all_states:
             state.fqn = clean_name(f"{state.fqn}.").removesuffix(".")
             for group in state.groups:
                 group.label = clean_name(f"{group.label}.").removesuffix(".")
                 group.order_check = group.order_check or check
                 for param in group.params:
                     param.fqn = clean_name(param.fqn)
+        label_alike([group for state in mine.all_states for group in state.groups])
 
     # -- whole parameters ----------------------------------------------------------------------------------------------
 
@@ -442,12 +472,33 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         self._require_root("no_sync")
         modules = self.fsdp_modules(self)
         for one in modules:
-            cast(FSDPModule, one).set_requires_gradient_sync(False, recurse=False)
+            one._set_gradient_sync(False)
         try:
             yield
         finally:
             for one in modules:
-                cast(FSDPModule, one).set_requires_gradient_sync(True, recurse=False)
+                one._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, sync: bool) -> None:
+        for group in self._state.groups:
+            group.reduce_grads = group.all_reduce_grads = sync
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, also those that `no_sync` has left, and of parameters that are gathered just now."""
+        super().zero_grad(set_to_none)
+        for one in self.fsdp_modules(self):
+            for group in one._state.groups:
+                for param in group.params:
+                    param.zero_sharded_grad(set_to_none)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts and moves (`to`, `half`, ...) act on the sharded parameters, or on the whole ones while summoned."""
+        if not self._summoned:
+            self._state.to_sharded()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        refuse_deepcopy(self, memo)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
@@ -28,7 +29,7 @@ def resolve_ignored(
     """Checks the arguments and adds what lies below, and what FSDP modules below `root` already ignore.
 
     Raises:
-        ValueError: if both arguments are passed, the ignored states mix modules and parameters, or the root is ignored.
+        ValueError: if both arguments are passed, or the ignored states mix modules and parameters.
         TypeError: for anything that is neither a module nor a parameter, or an ignored FSDP module.
     """
     if ignored_modules is not None and ignored_states is not None:
@@ -51,7 +52,10 @@ def resolve_ignored(
         if is_wrapped(module):
             raise ValueError(f"ignored_modules must not hold FSDP modules, got one around {type(module).__name__}")
         if module is root:
-            raise ValueError(f"the module to wrap ({type(root).__name__}) is itself in ignored_modules")
+            warnings.warn(
+                f"the module to wrap ({type(root).__name__}) is itself ignored, so FSDP manages none of its parameters",
+                stacklevel=3,
+            )
     below = {one for module in modules for one in module.modules() if not is_wrapped(one)}
     parameters |= {parameter for module in below for parameter in module.parameters(recurse=False)}
     for module in root.modules():

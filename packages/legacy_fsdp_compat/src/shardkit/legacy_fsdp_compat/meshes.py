@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core import DataParallelMeshDims
 from shardkit.legacy_fsdp_compat.api import ShardingStrategy
 
-__all__ = ["Placement", "ProcessGroups", "placement_for"]
+__all__ = ["DeviceId", "Placement", "ProcessGroups", "placement_for"]
+
+DeviceId = int | str | torch.device | None
+"""What FSDP takes as `device_id`: an index, or a device or its name, such as "cpu" or "cuda:1"."""
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -33,7 +36,8 @@ class Placement:
         group: the process group that shards (with NO_SHARD: that replicates); FSDP1's `process_group`.
         replicate_group: hybrid strategies: the group that replicates.
         device: of the mesh on this rank.
-        user_mesh: whether the user passed the mesh, which makes sharded state dicts hold DTensors.
+        user_mesh: the mesh that the user passed, on which sharded state dicts then hold DTensors; None for groups. Core
+            shards over another one with the same ranks where it has no names.
         strategy: as given, but NO_SHARD where the shard group has one rank.
     """
 
@@ -42,7 +46,7 @@ class Placement:
     group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None
     device: torch.device
-    user_mesh: bool
+    user_mesh: DeviceMesh | None
     strategy: ShardingStrategy
 
 
@@ -60,7 +64,7 @@ def placement_for(
     module: nn.Module,
     process_group: ProcessGroups | None,
     strategy: ShardingStrategy,
-    device_id: int | torch.device | None,
+    device_id: DeviceId,
     device_mesh: DeviceMesh | None,
     has_policy: bool,
 ) -> Placement:
@@ -85,7 +89,7 @@ def placement_for(
         mesh = _hybrid_mesh(shard, replicate, device.type)
         names = mesh.mesh_dim_names or ()
         dims = DataParallelMeshDims(shard=names[1], replicate=names[0])
-        return Placement(mesh, dims, shard, replicate, device, False, strategy)
+        return Placement(mesh, dims, shard, replicate, device, None, strategy)
     if isinstance(process_group, tuple):
         raise ValueError(f"a pair of process groups is for hybrid strategies, got it with {strategy}; pass one group")
     group = process_group if process_group is not None else dist.group.WORLD
@@ -100,7 +104,7 @@ def _flat(group: dist.ProcessGroup, strategy: ShardingStrategy, device: torch.de
     known = _flat_meshes.setdefault(group, {})
     if (device.type, name) not in known:
         known[device.type, name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-    return Placement(known[device.type, name], _flat_dims(strategy, name), group, None, device, False, strategy)
+    return Placement(known[device.type, name], _flat_dims(strategy, name), group, None, device, None, strategy)
 
 
 def _flat_dims(strategy: ShardingStrategy, name: str) -> DataParallelMeshDims:
@@ -116,7 +120,7 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Placement:
             raise ValueError(f"{strategy} needs a 2-D device_mesh (replicate, shard), got {mesh.ndim}-D {mesh}")
         replicate, shard = mesh.get_group(0), mesh.get_group(1)
         named = mesh if mesh.mesh_dim_names else _hybrid_mesh(shard, replicate, mesh.device_type)
-        return Placement(named, None, shard, replicate, device, True, strategy)
+        return Placement(named, None, shard, replicate, device, mesh, strategy)
     if mesh.ndim != 1:
         raise ValueError(
             f"{strategy} needs a 1-D device_mesh, got {mesh.ndim}-D {mesh}; pass a slice, or use HYBRID_SHARD"
@@ -125,8 +129,8 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> Placement:
     strategy = ShardingStrategy.NO_SHARD if group.size() == 1 else strategy
     if strategy is ShardingStrategy.NO_SHARD:
         placed = _flat(group, strategy, device)
-        return Placement(placed.mesh, placed.dims, group, None, device, True, strategy)
-    return Placement(mesh, None, group, None, device, True, strategy)
+        return Placement(placed.mesh, placed.dims, group, None, device, mesh, strategy)
+    return Placement(mesh, None, group, None, device, mesh, strategy)
 
 
 def _pair(groups: ProcessGroups | None, strategy: ShardingStrategy) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -165,8 +169,10 @@ def _hybrid_mesh(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, kind: s
     return known[kind]
 
 
-def _device(module: nn.Module, device_id: int | torch.device | None, group: ProcessGroups | None) -> torch.device:
+def _device(module: nn.Module, device_id: DeviceId, group: ProcessGroups | None) -> torch.device:
     """`device_id`, else where the parameters are, else (they are on the CPU or meta) what the backend serves best."""
+    if isinstance(device_id, str):
+        device_id = torch.device(device_id)
     if isinstance(device_id, torch.device):
         return device_id if device_id.index is not None or device_id.type == "cpu" else _current(device_id.type)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

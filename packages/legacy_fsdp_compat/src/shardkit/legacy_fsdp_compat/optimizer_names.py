@@ -52,7 +52,8 @@ class ParameterNames:
         Raises:
             ValueError: for one that is not in the model.
         """
-        named = self._by_id.get(id(parameter))
+        param = sharded_counterpart(parameter)  # of an optimizer that was built before wrapping
+        named = self._by_id.get(id(parameter if param is None else param.sharded_param))
         if named is None:
             raise ValueError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model; build it "
@@ -75,9 +76,12 @@ def key_of_each(
     optimizer: torch.optim.Optimizer | None,
     optim_input: Iterable[Any] | None,
     *,
-    by_name: bool = False,
+    named_keys: Iterable[object] | None = None,
 ) -> dict[str, int | str]:
-    """FQN -> the key of that parameter in the optimizer's state dict: its number, or its name with `by_name`.
+    """FQN -> the key of that parameter in the optimizer's state dict: its number.
+
+    With `named_keys`, the keys of an optimizer that goes by names, it is the name, spelled as there:
+    `named_parameters()` has names with what wrapping added to them.
 
     `optim_input` is what the optimizer was built from, for callers that have no optimizer; without either it is assumed
     to be all parameters of the model.
@@ -89,7 +93,10 @@ def key_of_each(
     else:
         parameters = list(_flatten(optim_input))
     fqns = [names.of(parameter).fqn for parameter in parameters]
-    return {fqn: fqn if by_name else number for number, fqn in enumerate(fqns)}
+    if named_keys is None:
+        return {fqn: number for number, fqn in enumerate(fqns)}
+    spelled = {clean_name(key): key for key in named_keys if isinstance(key, str)}
+    return {fqn: spelled.get(fqn, fqn) for fqn in fqns}
 
 
 def _flatten(optim_input: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.optimizer_names import NamedParameter, ParameterNames, key_of_each
 from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor
-from shardkit.legacy_fsdp_compat.units import UnitParameter
+from shardkit.legacy_fsdp_compat.units import UnitParameter, clean_name
 
 __all__ = ["Shape", "named_state", "state_to_load"]
 
@@ -56,8 +56,8 @@ def named_state(
     group and have no entry in "state".
     """
     names = ParameterNames(model)
-    is_named = any(isinstance(key, str) and key in names.by_fqn for key in state_dict["state"])
-    keys = key_of_each(names, optimizer, optim_input, by_name=is_named)
+    is_named = any(isinstance(key, str) and clean_name(key) in names.by_fqn for key in state_dict["state"])
+    keys = key_of_each(names, optimizer, optim_input, named_keys=state_dict["state"] if is_named else None)
     states = {fqn: dict(state_dict["state"][key]) for fqn, key in keys.items() if key in state_dict["state"]}
     _check_ranks_agree(names, states, group)
     _fill_flat_units(names, keys, states)
@@ -175,7 +175,7 @@ def state_to_load(
         ValueError: for values that do not fit their parameter, or a group that lists an unknown name.
     """
     names = ParameterNames(model)
-    keys = key_of_each(names, optimizer, optim_input, by_name=by_name)
+    keys = key_of_each(names, optimizer, optim_input, named_keys=_listed(optimizer) if by_name else None)
     source = _Broadcast(state_dict, group) if from_rank0 else None
     outline = state_dict if source is None else source.outline
     if "state" not in outline:
@@ -196,6 +196,12 @@ def state_to_load(
         if optimizer is not None:
             _check_same_groups(optimizer, loadable["param_groups"], {key: fqn for fqn, key in keys.items()})
     return loadable
+
+
+def _listed(optimizer: torch.optim.Optimizer | None) -> list[object]:
+    """The keys that an optimizer gives its parameters in its own state dict."""
+    groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    return [key for group in groups for key in group["params"]]
 
 
 def _in_order_of_model(names: ParameterNames, state: State) -> list[str]:

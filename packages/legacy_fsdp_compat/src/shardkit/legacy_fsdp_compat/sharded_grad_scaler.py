@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a loss, or any nesting of losses, by the scale. Each keeps its dtype, also a 0-dim float16 one."""
+        if isinstance(outputs, torch.Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        if not isinstance(outputs, Iterable):
+            return super().scale(outputs)  # raises
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

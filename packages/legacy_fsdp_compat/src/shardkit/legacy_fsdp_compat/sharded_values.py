@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.torch_compat import local_of
+from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts, new_sharded_tensor
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 
@@ -26,7 +26,11 @@ def to_sharded(
     if parameter.is_replicated and not parameter.is_model_parallel:
         return local
     if as_dtensor or parameter.is_model_parallel:
-        return parameter.like(local)
+        dtensor = cast(DTensor, parameter.like(local))
+        mesh = unit.placement.user_mesh
+        if mesh is None or parameter.is_model_parallel or mesh.ndim != dtensor.device_mesh.ndim:
+            return dtensor
+        return new_dtensor(local_of(dtensor), mesh, dtensor.placements, dtensor.shape)
     layout, rank = parameter.param.layout, unit.group.rank()
     rest = [0] * (len(parameter.shape) - 1)
     boxes = [

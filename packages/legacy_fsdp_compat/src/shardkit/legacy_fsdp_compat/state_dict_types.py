@@ -101,7 +101,7 @@ class StateDictApi:
             RuntimeError: LOCAL_STATE_DICT with a mesh, as in stock.
         """
         settings = self._state_dict_settings
-        if self._placement.user_mesh:
+        if self._placement.user_mesh is not None:
             if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
                 raise RuntimeError(
                     "LOCAL_STATE_DICT cannot be used with device_mesh, whose sharded state is made of DTensors; use "

@@ -6,6 +6,7 @@ both in private modules.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "allow_any_grad_dtype",
+    "called_by_checkpoint",
     "checkpoint_wrapped",
     "detailed_debugging",
     "flatten_for_checkpoint",
@@ -49,6 +51,14 @@ def checkpoint_wrapped(module: torch.nn.Module) -> torch.nn.Module:
         inner: torch.nn.Module = module._checkpoint_wrapped_module
         return inner
     return module
+
+
+def called_by_checkpoint() -> bool:
+    """Whether the caller's caller is in torch.distributed.checkpoint.state_dict.
+
+    It takes `named_parameters()` for the names of a state dict, and cleans them for stock's FSDP class alone.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 def new_sharded_tensor(

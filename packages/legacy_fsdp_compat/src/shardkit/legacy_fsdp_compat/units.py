@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.order_check import agree
 from shardkit.core.param import FSDPParam, sharded_counterpart
+from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from shardkit.legacy_fsdp_compat.flat_layout import FlatLayout, Interval, aligned_numel, row_intervals
@@ -174,6 +176,21 @@ class Unit:
         wanted = [(0, numel if everywhere or rank == 0 else 0) for rank in range(self.group.size())]
         flat = reshuffle(local.contiguous().view(-1), parameter.rows, wanted, self.group)
         return parameter.param.form.unsharded(flat.view(parameter.param.shape)) if mine else None
+
+
+def label_alike(groups: Sequence[FSDPParamGroup]) -> None:
+    """Gives groups labels that all ranks share, where a rank has names of its own (collective over their ranks).
+
+    Labels name what ranks do together: over shared memory they are compared.
+    """
+    names: dict[dist.ProcessGroup, list[str]] = {}
+    for group in groups:
+        if group.mesh.shard_group is not None:
+            names.setdefault(group.mesh.shard_group, []).append(group.label)
+    differ = {one for one, mine in names.items() if not agree(repr(mine).encode(), one, groups[0].device)}
+    for number, group in enumerate(groups):
+        if group.mesh.shard_group in differ:
+            group.label = f"parameter group {number}"
 
 
 def _find_parameters(

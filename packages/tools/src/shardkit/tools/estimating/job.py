@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardkit.core.state import state_of
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
 from shardkit.core.users_code import users_code
 from shardkit.tools.files import InputError
@@ -235,7 +236,7 @@ class TrainingJob:
     def build(self, mesh: DeviceMesh) -> nn.Module:
         """The sharded model."""
         model = self.model(mesh) if self.takes_mesh else self.precision.cast(self.model())
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        if not any(state_of(module) for module in model.modules()):
             apply_policies(model, self.policies, self._data_parallel(model, mesh))
         elif replace(self.policies, accumulate=1) != Policies():
             raise EstimateError(
