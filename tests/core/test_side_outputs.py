@@ -5,6 +5,7 @@ through it first, while the gather of the block's parameters is under way.
 """
 
 import dataclasses
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -268,3 +269,136 @@ def _change_the_last(rank: int, world_size: int) -> None:
 
 def test_the_output_of_the_model_changed_in_place() -> None:
     run_ranks(2, _change_the_last)
+
+
+# -- what cannot be made right is told ---------------------------------------------------------------------------------
+
+
+def _unnoticed(rank: int, world_size: int) -> str:
+    """A loss in a global variable, and nothing else: no hook is called, and no gradient would be reduced."""
+    model = Model(*WAYS["global"])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(rank, 8, WIDTH))
+    GLOBALLY_KEPT[-1].backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_gradients_that_nobody_reduced_are_no_step() -> None:
+    for message in run_ranks(2, _unnoticed):
+        assert "the gradient of parameter 'inp.weight' was not reduced" in message
+        assert "set it as an attribute of the module" in message
+
+
+class Inside(nn.Module):
+    """A block that puts a hook on its input, or changes it in place."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.act == "hook":
+            x.register_hook(lambda gradient: gradient * 3)
+        elif self.act == "change":
+            x += 1
+        elif self.act == "change a view":
+            x[0].mul_(2)
+        return x if self.act == "pass" else self.linear(x)  # type: ignore[no-any-return]
+
+
+class Around(nn.Module):
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.inp, self.block = nn.Linear(WIDTH, WIDTH), Inside(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        return x * 2 + self.block(x)
+
+
+def _around(act: str) -> Callable[[int, int], Twins]:
+    def twins(rank: int, world_size: int) -> Twins:
+        return Twins.of(
+            rank, world_size, lambda: Around(act), lambda model: [fully_shard(model.block), fully_shard(model)]
+        )
+
+    return twins
+
+
+def _acts_on_input(rank: int, world_size: int, act: str) -> None:
+    twins = _around(act)(rank, world_size)
+    if act == "pass":
+        for parameter in (*twins.whole.block.parameters(), *twins.sharded.block.parameters()):
+            parameter.requires_grad_(False)
+    for _ in range(2):
+        twins.step(lambda model, rank: model(batch(rank, 8, WIDTH)).square().sum())
+
+
+@pytest.mark.parametrize("act", ["hook", "pass"])
+def test_what_a_block_does_to_its_input(act: str) -> None:
+    run_ranks(2, _acts_on_input, act)
+
+
+def _changes_its_input(rank: int, world_size: int, act: str) -> str:
+    model = _around(act)(rank, world_size).sharded
+    with pytest.raises(RuntimeError) as error:
+        model(batch(rank, 8, WIDTH))
+    return "\n".join([str(error.value), *error.value.__notes__])
+
+
+@pytest.mark.parametrize("act", ["change", "change a view"])
+def test_an_input_changed_in_place_names_the_block(act: str) -> None:
+    for message in run_ranks(2, _changes_its_input, act):
+        assert "'block' changes one of its inputs in place" in message
+        assert message.count("clone the input first") == 1
+
+
+def _penalty(model: nn.Module, rank: int) -> Tensor:
+    """A loss with the norm of the gradient of the inputs: a backward through a backward."""
+    x = batch(rank, 8, WIDTH).requires_grad_()
+    output = model(x)[0]
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return output.square().mean() + gradient.square().mean()
+
+
+def _backward_through_backward(rank: int, world_size: int, kind: str) -> None:
+    twins = _twins(rank, world_size, kind, "attribute")
+    for _ in range(2):
+        twins.step(_penalty, lr=0.01)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_gradient_penalty(kind: str) -> None:
+    run_ranks(2, _backward_through_backward, kind)
+
+
+def _two_threads(rank: int, world_size: int) -> str:
+    model, inside, go_on = Around("none"), threading.Event(), threading.Event()
+    fully_shard(model.block)
+    fully_shard(model)
+
+    def stop(*unused: Any) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    model.block.linear.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=lambda: model(batch(rank, 8, WIDTH)))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(RuntimeError) as error:
+            model(batch(rank, 8, WIDTH))
+    finally:
+        go_on.set()
+        thread.join()
+    model(batch(rank, 8, WIDTH)).sum().backward()
+    return str(error.value)
+
+
+def test_a_second_forward_in_another_thread_is_refused() -> None:
+    for message in run_ranks(2, _two_threads):
+        assert "forward of 'FSDPAround' begins while that of 'FSDPAround' runs in another thread" in message
