@@ -1,14 +1,17 @@
 """The engine on a simulated device with streams, without a GPU: a timeline, and a checker of races and lifetimes.
 
     python -m tests.simulation timeline [--json FILE] [--only TEXT]
-    python -m tests.simulation races [--only TEXT]
+    python -m tests.simulation races [--engine stock] [--only TEXT]
 
 `device.py` (with `device.cpp`, which it compiles at first use) is the device: `torch.device("sim")`, whose kernels run
-on the CPU and report what they access, on which stream. Stock's engine and ours run on it unchanged.
-`timeline.py` gives streams and communicators clocks; `scenarios.py` has what is compared and what it costs: add a
-`Scenario` there for another row. A forward or backward is reported as stock's first and later step, then ours; "copies"
-are scenarios in which memory has 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of all
-that took time.
+on the CPU and report what they access, on which stream. Stock's engine and ours run on it unchanged; `training.py` says
+what a scenario is, `model.py` what it trains.
+
+The timeline (`timeline.py`) gives streams and communicators clocks. `scenarios.py` has what is compared and what it
+costs; add a row there. A row has forward+backward of stock's first and later step, then ours. In "copies" memory has
+3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of all that took time.
+
+The checker (`races.py`) keeps vector clocks; `configurations.py` has what it runs, `faults.py` what it must find.
 """
 
 import os

@@ -8,7 +8,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.simulation.scenarios import ENGINES, SCENARIOS, Measured, measure
+from tests.simulation.configurations import CONFIGURATIONS, check
+from tests.simulation.scenarios import COMPARISONS, Measured, measure
+from tests.simulation.training import ENGINES
 
 
 def _first_and_later(measured: Measured) -> str:
@@ -23,27 +25,45 @@ def _timeline(pattern: str, path: Path | None) -> None:
         f"{'scenario':<50} {'stock: first':>15} {'later':>15} {'ours: first':>15} {'later':>15}   peak KiB: stock  ours"
     )
     rows = []
-    for scenario in SCENARIOS:
-        if pattern not in scenario.name:
+    for comparison in COMPARISONS:
+        if pattern not in comparison.name:
             continue
-        measured = {engine: measure(scenario, engine) for engine in ENGINES}
-        rows.append({"scenario": scenario.name, **{engine: asdict(one) for engine, one in measured.items()}})
+        measured = {engine: measure(comparison, engine) for engine in ENGINES}
+        rows.append({"scenario": comparison.name, **{engine: asdict(one) for engine, one in measured.items()}})
         peaks = "".join(f"{one.peak_unsharded_bytes / 1024:8.1f}" for one in measured.values())
         times = " ".join(_first_and_later(one) for one in measured.values())
-        print(f"{scenario.name:<50} {times}   {peaks:>16}", flush=True)
+        print(f"{comparison.name:<50} {times}   {peaks:>16}", flush=True)
     if path is not None:
         path.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def main() -> None:
+def _races(pattern: str, engine: str) -> int:
+    total = 0
+    for configuration in CONFIGURATIONS:
+        if pattern not in configuration.name or (engine == "stock" and not configuration.on_stock):
+            continue
+        findings = check(configuration, engine).findings
+        total += len(findings)
+        print(f"{configuration.name:<50} {len(findings) or 'no'} findings", flush=True)
+        for finding in findings:
+            print("  " + finding.replace("\n", "\n  "))
+    return min(total, 1)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     tools = parser.add_subparsers(dest="tool", required=True)
     timeline = tools.add_parser("timeline", help="stock's and our times and memory, one row a scenario")
     timeline.add_argument("--json", type=Path, metavar="FILE", help="write every step's figures, too")
-    timeline.add_argument("--only", default="", metavar="TEXT", help="only scenarios whose name contains it")
+    races = tools.add_parser("races", help="races, and memory that is used while it is another's")
+    races.add_argument("--engine", choices=list(ENGINES), default="ours")
+    for tool in (timeline, races):
+        tool.add_argument("--only", default="", metavar="TEXT", help="only those whose name contains it")
     given = parser.parse_args()
-    if given.tool == "timeline":
-        _timeline(given.only, given.json)
+    if given.tool == "races":
+        return _races(given.only, given.engine)
+    _timeline(given.only, given.json)
+    return 0
 
 
 if __name__ == "__main__":

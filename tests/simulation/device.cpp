@@ -35,7 +35,7 @@ struct Callbacks {
   void (*ran)(const char* name, int64_t stream, int count, void** at, int64_t* bytes, int* writes);
   void (*recorded)(int64_t event, int64_t stream);
   void (*waits)(int64_t stream, int64_t event);
-  void (*host_waits)(int64_t event, int64_t stream);  // for the event if it is not 0, else for the stream
+  void (*host_waits)(int64_t event, int64_t stream);  // for the event if it is > 0, else for the stream; -1: a kernel does
   void (*used_by)(void* at, int64_t stream);  // record_stream
   double (*elapsed)(int64_t begin, int64_t end);
 };
@@ -244,6 +244,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     moved.push_back(moved_argument(given[i], alias && alias->isWrite(), name, accesses));
   }
   op.callBoxed(&moved);
+  bool to_host = false;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     const auto* alias = schema.returns()[i].alias_info();
     if (alias) {
@@ -258,9 +259,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       stack->push_back(list);
     } else {
       stack->push_back(moved[i]);
+      to_host = true;
     }
   }
   accesses.report(name);
+  if (to_host) call(&Callbacks::host_waits, -1, current_stream);  // a number that the host computes with
 }
 
 at::Tensor empty(
@@ -286,7 +289,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   bool inside = is_ours(from) && is_ours(to);
   accesses.report(inside ? "copy" : is_ours(to) ? "host_to_device" : "device_to_host");
   bool pinned = inside || Hooks().isPinnedPtr((is_ours(to) ? from : to).storage().data());
-  if (!inside && !(non_blocking && pinned)) call(&Callbacks::host_waits, 0, current_stream);
+  if (!inside && !(non_blocking && pinned)) call(&Callbacks::host_waits, -1, current_stream);
   return to;
 }
 

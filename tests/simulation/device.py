@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,19 +60,27 @@ class Access:
 class Observer:
     """What a tool overrides. Streams and events are numbers; stream 0 is the default stream."""
 
+    simulation: Simulation  # since it has begun
+
     def allocated(self, allocation: Allocation) -> None: ...
     def freed(self, allocation: Allocation) -> None: ...
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
         """A kernel. Names: operators' own, "copy", "host_to_device" and "device_to_host"."""
 
     def collective(self, name: str, stream: int, group: dist.ProcessGroup, accesses: Sequence[Access]) -> None: ...
-    def computed(self, stream: int, cost: float) -> None:
-        """The model declares that its computation took `cost` on `stream`."""
+    def computed(self, stream: int, cost: float, what: str) -> None:
+        """The model declares that its computation, `what`, takes `cost` on `stream`."""
 
     def recorded(self, event: int, stream: int) -> None: ...
     def waits(self, stream: int, event: int) -> None: ...
     def host_waits(self, event: int, stream: int) -> None:
-        """The host waits for `event`, or for all of `stream` if `event` is 0."""
+        """The host waits for `event`, or for all of `stream` if `event` is not positive, or all streams if it is -1.
+
+        An `event` of -1: nobody asked for it, but a kernel gave the host a number, or memory that is not pinned.
+        """
+
+    def host_used(self, access: Access) -> None:
+        """An operator of the host reads or writes pinned memory."""
 
     def used_by(self, allocation: Allocation, stream: int) -> None:
         """`Tensor.record_stream`."""
@@ -88,11 +96,13 @@ class Memory:
     def __init__(self) -> None:
         self.all: list[Allocation] = []
         self.clock = 0
+        self.has_pinned = False
         self._starts: list[int] = []
         self._live: dict[int, Allocation] = {}
 
     def add(self, at: int, nbytes: int, pinned: bool, stream: int) -> Allocation:
         self.clock += 1
+        self.has_pinned = self.has_pinned or pinned
         allocation = Allocation(at, nbytes, pinned, stream, self.clock)
         bisect.insort(self._starts, at)
         self._live[at] = allocation
@@ -270,13 +280,18 @@ def _entered(stream: Any) -> Iterator[None]:
         _Process.library.simulation_set_stream(before)
 
 
+def _synchronize() -> None:
+    if _Process.simulation is not None:
+        _Process.simulation.host_waits(0, -1)
+
+
 def _device_module() -> ModuleType:
     module: Any = ModuleType("torch.sim")
     module.Stream, module.Event, module.stream = Stream, Event, _entered
     module.current_stream = lambda device=None: _stream_of(current_stream())
     module.default_stream = lambda device=None: _stream_of(0)
     module.set_stream = lambda stream: _Process.library.simulation_set_stream(stream.stream_id)
-    module.synchronize = lambda device=None: None
+    module.synchronize = lambda device=None: _synchronize()
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
@@ -302,12 +317,14 @@ def install() -> None:
     module = _device_module()
     sys.modules["torch.sim"] = module
     torch._register_device_module("sim", module)
-    FakeProcessGroup.supports_coalescing = True  # as NCCL does: several collectives in one launch
     atexit.register(library.simulation_start, None)
 
 
-class _Collectives(TorchDispatchMode):
-    """Reports collectives of device tensors; the kernels by which the `fake` group imitates them are not reported."""
+class _Operators(TorchDispatchMode):
+    """Reports collectives of device tensors, and operators of the host that access pinned memory.
+
+    The kernels by which the `fake` group imitates collectives are not reported.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
@@ -317,6 +334,7 @@ class _Collectives(TorchDispatchMode):
         if func.namespace != "c10d":
             if any(issubclass(kind, DTensor) for kind in types):
                 return NotImplemented  # DTensor goes first, so that what it does inside is seen
+            self._note_host(func, args)
             return func(*args, **(kwargs or {}))
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         simulation = self.simulation
@@ -334,6 +352,22 @@ class _Collectives(TorchDispatchMode):
             simulation.observer.collective(name, current_stream(), group, accesses)
         return result
 
+    def _note_host(self, func: Any, args: Sequence[Any]) -> None:
+        memory = self.simulation.memory
+        if not memory.has_pinned or func.is_view:
+            return
+        given = [
+            (argument, list(_tensors(value))) for argument, value in zip(func._schema.arguments, args, strict=False)
+        ]
+        if any(tensor.device.type == "sim" for _, tensors in given for tensor in tensors):
+            return  # a kernel of the device, which reports itself
+        for argument, tensors in given:
+            for tensor in tensors:
+                access = memory.access(tensor.data_ptr(), tensor.nbytes, False) if _is_plain_host(tensor) else None
+                if access is not None:
+                    write = argument.alias_info is not None and argument.alias_info.is_write
+                    self.simulation.observer.host_used(replace(access, write=write))
+
     def _accesses(self, name: str, args: Sequence[Any]) -> Iterator[Access]:
         in_place = name.startswith(("allreduce", "broadcast"))
         for place, value in enumerate(args[: 1 if in_place else 2]):
@@ -346,6 +380,10 @@ class _Collectives(TorchDispatchMode):
                     yield access
 
 
+def _is_plain_host(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -355,14 +393,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def simulate(observer: Observer, world: int) -> Iterator[Simulation]:
-    """Runs the block on the simulated device as rank 0 of `world` ranks, watched by `observer`."""
+def simulate(observer: Observer, world: int, *, coalescing: bool = True) -> Iterator[Simulation]:
+    """Runs the block on the simulated device as rank 0 of `world` ranks, watched by `observer`.
+
+    `coalescing`: whether process groups say that they run several collectives in one launch, as NCCL's do.
+    """
     install()
+    FakeProcessGroup.supports_coalescing = coalescing
     simulation = Simulation(observer)
     dist.init_process_group("sim:fake,cpu:fake", store=FakeStore(), rank=0, world_size=world)
-    _Process.simulation = simulation
+    _Process.simulation = observer.simulation = simulation
     try:
-        with _Collectives(simulation):
+        with _Operators(simulation):
             yield simulation
     finally:
         _Process.simulation = None
@@ -371,10 +413,10 @@ def simulate(observer: Observer, world: int) -> Iterator[Simulation]:
         raise simulation.errors[0]
 
 
-def compute(cost: float) -> None:
+def compute(cost: float, what: str) -> None:
     """Declares that a computation of `cost` runs on the current stream now."""
     if _Process.simulation is not None:
-        _Process.simulation.observer.computed(current_stream(), cost)
+        _Process.simulation.observer.computed(current_stream(), cost, what)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from tests.simulation.device import Access, Allocation, Observer, Simulation
+from tests.simulation.device import Access, Allocation, Observer
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Timeline(Observer):
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.simulation: Simulation | None = None
         self.host = 0.0
         self.trace: list[tuple[float, float, int, str]] = []
         self._streams: dict[int, float] = defaultdict(float)
@@ -70,7 +69,6 @@ class Timeline(Observer):
             self.trace.append((begin, begin + cost, stream, name))
 
     def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
-        assert self.simulation is not None
         if self.simulation.declared:
             return
         if name == "copy" or "split_with_sizes_copy" in name:
@@ -91,8 +89,8 @@ class Timeline(Observer):
                 if access.write:
                     access.allocation.notes["gathered"] = True
 
-    def computed(self, stream: int, cost: float) -> None:
-        self._run("compute", stream, cost)
+    def computed(self, stream: int, cost: float, what: str) -> None:
+        self._run(what, stream, cost)
 
     def recorded(self, event: int, stream: int) -> None:
         self._events[event] = self.clock(stream)
@@ -101,7 +99,10 @@ class Timeline(Observer):
         self._streams[stream] = max(self._streams[stream], self._events[event])
 
     def host_waits(self, event: int, stream: int) -> None:
-        self.host = max(self.host, self._events[event] if event else self._streams[stream])
+        if stream < 0:
+            self.settle()
+        else:
+            self.host = max(self.host, self._events[event] if event > 0 else self._streams[stream])
 
     def elapsed(self, begin: int, end: int) -> float:
         return self._events[end] - self._events[begin]

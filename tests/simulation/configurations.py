@@ -1,0 +1,300 @@
+"""What the race checker runs: every feature that changes communication, in a few training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardkit.core as ours
+from tests.core.test_subclass_gather import BFloat16OnTheWire
+from tests.simulation.device import Stream
+from tests.simulation.model import BlockSpec
+from tests.simulation.races import Checker
+from tests.simulation.scenarios import recompute, three_buffers, two_ahead
+from tests.simulation.training import (
+    Run,
+    Scenario,
+    accumulating,
+    pipelined,
+    started,
+    take_steps,
+    unshard_ahead,
+    whole_step,
+)
+
+# One parameter that is even over the ranks, one that is padded, one smaller than a rank's share of it.
+ODD = BlockSpec(shapes=((16, 8), (11, 3), (5,)))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A scenario, and on which engines it can run."""
+
+    scenario: Scenario
+    on_stock: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.scenario.name
+
+
+def check(configuration: Configuration, engine: str = "ours", checker: Checker | None = None) -> Checker:
+    """Trains a few steps, watched; the optimizer runs on the default stream, or on the host for offloaded shards."""
+    checker = checker or Checker()
+    with started(configuration.scenario, engine, checker, lambda: 0.0) as run:
+        params = [param for param in run.model.parameters() if param.requires_grad]
+        run.optimizer = torch.optim.SGD(params, lr=0.1)
+        for _ in take_steps(run):
+            if "stepped" not in run.kept:
+                optimize(run)
+    return checker
+
+
+def optimize(run: Run) -> None:
+    """What follows backward."""
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+# -- ways to step ------------------------------------------------------------------------------------------------------
+
+
+def _all_reduce_once(run: Run) -> None:
+    for last in (False, False, True):
+        run.model.set_requires_all_reduce(last)
+        whole_step(run)
+
+
+def _gradients_add_up(run: Run) -> None:
+    whole_step(run)
+    whole_step(run)
+
+
+def _side_stream(run: Run) -> Any:
+    if "side" not in run.kept:
+        run.kept["side"] = Stream()
+    return run.kept["side"]
+
+
+def _on_a_side_stream(run: Run) -> None:
+    module = torch.get_device_module("sim")
+    main, side = module.current_stream(), _side_stream(run)
+    side.wait_stream(main)
+    with module.stream(side):
+        whole_step(run)
+    torch.zeros(64, device="sim")  # the main stream goes on with something else meanwhile
+    main.wait_stream(side)
+
+
+def _unshard_here_compute_there(run: Run) -> None:
+    unshard_ahead(run.model)
+    _on_a_side_stream(run)
+
+
+def _unshard_by_hand(run: Run) -> None:
+    for handle in unshard_ahead(run.model):
+        handle.wait()
+    whole_step(run)
+    for block in run.model.blocks:
+        block.reshard()
+
+
+def _evaluate_between(run: Run) -> None:
+    whole_step(run)
+    optimize(run)
+    with torch.no_grad():
+        run.model(torch.zeros(4, device="sim"))
+
+
+def _two_forwards(run: Run) -> None:
+    losses = [run.model(torch.zeros(4, device="sim")).sum() for _ in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def _interrupted(run: Run) -> None:
+    whole_step(run)
+    optimize(run)
+    order, run.model.order = run.model.order, [0, 1, 99]
+    try:
+        run.model(torch.zeros(4, device="sim"))
+    except IndexError:
+        run.model.reset_iter_state()
+    run.model.order = order
+    whole_step(run)
+
+
+def _optimizer_on_a_stream(run: Run) -> None:
+    """Forward waits for the optimizer through `set_post_optim_event`, and not by itself."""
+    module = torch.get_device_module("sim")
+    main, side = module.current_stream(), _side_stream(run)
+    event = run.kept.get("stepped")
+    if event is not None:
+        run.model.set_post_optim_event(event)
+    loss = run.model(torch.zeros(4, device="sim")).sum()
+    if event is not None:
+        main.wait_event(event)
+    run.optimizer.zero_grad()
+    loss.backward()
+    side.wait_stream(main)
+    with module.stream(side):
+        run.optimizer.step()
+    run.kept["stepped"] = side.record_event()
+
+
+# -- ways to build -----------------------------------------------------------------------------------------------------
+
+
+def _tie(model: Any) -> None:
+    model.blocks[3].weights[0] = model.blocks[0].weights[0]
+
+
+def _freeze(model: Any) -> None:
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    model.blocks[3].weights[1].requires_grad_(False)
+
+
+def _in_bf16(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def _subclass(model: Any) -> None:
+    for block in model.blocks:
+        block.weights[0] = nn.Parameter(BFloat16OnTheWire(block.weights[0].detach()))
+
+
+def _recompute_inside(model: Any) -> None:
+    for block in model.blocks:
+        block.recomputes = True
+
+
+def _budget(model: Any) -> None:
+    model.set_prefetch_budget(4 * ODD.numel * 4)
+
+
+def _depth(model: Any) -> None:
+    model.set_prefetch_depth(3)
+
+
+def _in_backward(model: Any) -> None:
+    """The optimizer steps as soon as a gradient is there."""
+
+    def step(param: nn.Parameter) -> None:
+        assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
+        with torch.no_grad():
+            param.to_local().sub_(param.grad.to_local(), alpha=0.1)
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+
+
+def _hook(stream: bool) -> Callable[[Any], None]:
+    def prepare(model: Any) -> None:
+        side = Stream() if stream else None
+        for block in model.blocks:
+            block.set_all_reduce_hook(lambda output: output.mul_(1.0), stream=side)
+
+    return prepare
+
+
+def _separate_group(model: Any) -> None:
+    model.set_separate_reduce_scatter_group(True)
+
+
+class _AllGather(ours.AllGather):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(ours.ReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _custom(model: Any) -> None:
+    for block in model.blocks:
+        block.set_custom_all_gather(_AllGather())
+        block.set_custom_reduce_scatter(_ReduceScatter())
+
+
+def _skip(step: int, count: int) -> list[int]:
+    return [index for index in range(count) if (index + step) % 3] if step else list(range(count))
+
+
+def _configuration(name: str, *, on_stock: bool = True, **given: Any) -> Configuration:
+    given = {"blocks": (ODD,) * 5, "steps": 3, **given}
+    return Configuration(Scenario(name, **given), on_stock)
+
+
+def _compressed(**given: Any) -> dict[str, Any]:
+    return {"compression_policy": ours.CompressionPolicy(**given)}
+
+
+CONFIGURATIONS: list[Configuration] = [
+    _configuration("plain"),
+    _configuration("packed", coalescing=False),
+    _configuration("bf16", mixed=True),
+    _configuration("bf16, packed", mixed=True, coalescing=False),
+    _configuration("bf16 parameters, fp32 reduction", mixed=True, build=_in_bf16),
+    _configuration("gradients add up, bf16 parameters", mixed=True, build=_in_bf16, step=_gradients_add_up),
+    _configuration("gradients add up, HSDP", replicas=2, step=_gradients_add_up),
+    _configuration("CPU offload, gradients add up", offload={}, step=_gradients_add_up),
+    _configuration("tensor subclass", build=_subclass, on_stock=False),
+    _configuration("HSDP", replicas=2),
+    _configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
+    _configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=_all_reduce_once),
+    _configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
+    _configuration("accumulation", step=accumulating),
+    _configuration("accumulation, bf16", step=accumulating, mixed=True),
+    _configuration("reshard_after_forward=False", options={"reshard_after_forward": False}),
+    _configuration("reshard_after_forward=2", options={"reshard_after_forward": 2}),
+    _configuration("reshard_after_forward=2, packed", options={"reshard_after_forward": 2}, coalescing=False),
+    _configuration("recomputation around", prepare=recompute),
+    _configuration("recomputation inside", build=_recompute_inside),
+    _configuration("ties", build=_tie, on_stock=False),
+    _configuration("frozen parameters", build=_freeze),
+    _configuration("some with the root", in_root=(0, 4)),
+    _configuration("some modules skipped", order=_skip),
+    _configuration("0-dim parameters", blocks=(BlockSpec(shapes=((16, 8), ())),) * 5, on_stock=False),
+    _configuration("prefetch budget", prepare=_budget, on_stock=False),
+    _configuration("prefetch depth", prepare=_depth, on_stock=False),
+    _configuration("explicit lists", prepare=two_ahead),
+    _configuration("3 input buffers", prepare=three_buffers),
+    _configuration("3 input buffers, bf16", prepare=three_buffers, mixed=True),
+    _configuration("CPU offload", offload={}),
+    _configuration("CPU offload, bf16", offload={}, mixed=True),
+    _configuration("CPU offload, accumulation", offload={}, step=accumulating),
+    _configuration("CPU offload, not pinned", offload={"pin_memory": False}),
+    _configuration("optimizer in backward", prepare=_in_backward),
+    _configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
+    _configuration("side stream", step=_on_a_side_stream),
+    _configuration("unshard ahead, forward on another stream", step=_unshard_here_compute_there),
+    _configuration("unshard by hand", step=_unshard_by_hand),
+    _configuration("pipeline stages", blocks=(ODD,) * 6, stages=2, step=pipelined),
+    _configuration("evaluation between", step=_evaluate_between),
+    _configuration("two forwards, two backwards", step=_two_forwards),
+    _configuration("interrupted forward", step=_interrupted, on_stock=False),
+    _configuration("all-reduce hook", prepare=_hook(stream=False), replicas=2),
+    _configuration("all-reduce hook on a stream", prepare=_hook(stream=True)),
+    _configuration("reduce-scatters on their own group", prepare=_separate_group),
+    _configuration("custom collectives", prepare=_custom),
+    _configuration("optimizer on another stream", step=_optimizer_on_a_stream),
+    _configuration("int8", options=_compressed(gather="int8", reduce="int8"), on_stock=False),
+    _configuration(
+        "bf16 gradients, errors fed back", options=_compressed(reduce="bf16", error_feedback=True), on_stock=False
+    ),
+]

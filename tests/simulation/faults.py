@@ -1,0 +1,82 @@
+"""Planted faults: what the checker must find when the engine forgets to wait, or to keep memory alive.
+
+Every wait that the engine asks for, and every tensor that it holds for a program, is left out in turn, until some
+configuration has a finding. Waits are known by the lines that ask for them, as the configurations run: a new one is
+tested without being listed. What holds memory is named below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from shardkit.core.runtime import lanes, program
+from tests.simulation.configurations import CONFIGURATIONS, Configuration, check
+from tests.simulation.races import Checker, Site, calling_site
+
+# A line that holds memory, and which of its tensors: the first, the last, or one between.
+Reference = tuple[Site, str]
+
+
+def unneeded_waits(excluded: Sequence[str]) -> tuple[int, set[str]]:
+    """How many waits the engine asks for, and those that can be left out without a finding.
+
+    `excluded`: configurations that have findings anyhow.
+    """
+    places: dict[Site, list[Configuration]] = {}
+    for configuration in _without(excluded):
+        for site in check(configuration).waited_at:
+            places.setdefault(site, []).append(configuration)
+
+    def found(site: Site) -> bool:
+        return any(check(one, checker=Checker(lambda at: at == site, limit=1)).findings for one in places[site])
+
+    return len(places), {site.functions for site in places if not found(site)}
+
+
+def unneeded_references(excluded: Sequence[str]) -> tuple[int, set[str]]:
+    """How many references keep memory alive for a program, and those that can be dropped without a finding."""
+    places: dict[Reference, list[Configuration]] = {}
+    for configuration in _without(excluded):
+        seen: set[Reference] = set()
+        with _dropping(lambda reference, seen=seen: bool(seen.add(reference))):  # type: ignore[misc, func-returns-value]
+            check(configuration)
+        for reference in seen:
+            places.setdefault(reference, []).append(configuration)
+
+    def found(reference: Reference) -> bool:
+        with _dropping(lambda at: at == reference):
+            return any(check(one, checker=Checker(limit=1)).findings for one in places[reference])
+
+    return len(places), {f"{which} of {site.functions}" for site, which in places if not found((site, which))}
+
+
+@contextlib.contextmanager
+def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
+    """Leaves out of what programs hold, and of what a lane keeps alive for them, whatever `drops` says."""
+    hold, start = program.hold, lanes.StreamLane.start
+
+    def kept(tensors: Iterable[Any]) -> list[Any]:
+        given, site = list(tensors), calling_site(1)
+        places = ["first", *["middle"] * (len(given) - 2), "last"] if len(given) > 1 else ["first"]
+        return [tensor for tensor, place in zip(given, places, strict=False) if not drops((site, place))]
+
+    def hold_some(*tensors: Any) -> None:
+        hold(*kept(tensors))
+
+    def start_with_some(lane: Any, running: Any, label: str, keep_alive: Sequence[Any] = (), **given: Any) -> Any:
+        return start(lane, running, label, kept(keep_alive), **given)
+
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("shardkit.") and getattr(module, "hold", None) is hold:
+                patches.enter_context(mock.patch.object(module, "hold", hold_some))
+        patches.enter_context(mock.patch.object(lanes.StreamLane, "start", start_with_some))
+        yield
+
+
+def _without(excluded: Sequence[str]) -> list[Configuration]:
+    return [one for one in CONFIGURATIONS if one.name not in excluded]

@@ -1,0 +1,171 @@
+"""The engine on streams: no race and no use of memory that is another's, and every wait and reference is needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulation.configurations import CONFIGURATIONS, check
+from tests.simulation.device import Stream, simulate
+from tests.simulation.faults import unneeded_references, unneeded_waits
+from tests.simulation.races import Checker
+
+# Configurations in which the engine has races, and why.
+KNOWN = {
+    "tensor subclass": "the gather does not wait for what fsdp_pre_all_gather makes on the compute stream",
+}
+# Configurations in which stock's engine has: a gather's buffer goes back to the pool of the stream that called unshard,
+# and a second forward before the first backward drops a gather that is under way.
+STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
+# What the engine asks for though nothing depends on it, by the functions that do.
+UNNEEDED_WAITS = {"StreamLane.wait_event < FSDPParamGroup._gather_kept < FSDPParamGroup.unshard"}
+UNNEEDED_REFERENCES: set[str] = set()
+
+
+def findings(name: str, engine: str) -> list[str]:
+    (configuration,) = (one for one in CONFIGURATIONS if one.name == name)
+    return list(check(configuration, engine).findings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=pytest.mark.xfail(strict=True, reason=KNOWN[one.name]))
+        if one.name in KNOWN
+        else one.name
+        for one in CONFIGURATIONS
+    ],
+)
+def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
+    found = on_device(findings, name, "ours")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS if one.on_stock and one.name not in STOCKS_OWN])
+def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
+    """The checker does not cry wolf: years of use stand behind stock's waits."""
+    found = on_device(findings, name, "stock")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+def test_every_wait_is_needed(on_device: Callable[..., Any]) -> None:
+    count, unneeded = on_device(unneeded_waits, list(KNOWN))
+    assert count >= 5
+    assert unneeded == UNNEEDED_WAITS  # those that no configuration misses
+
+
+@pytest.mark.slow
+def test_every_reference_is_needed(on_device: Callable[..., Any]) -> None:
+    count, unneeded = on_device(unneeded_references, list(KNOWN))
+    assert count >= 5
+    assert unneeded == UNNEEDED_REFERENCES
+
+
+# -- the checker itself ------------------------------------------------------------------------------------------------
+
+
+def _kinds(program: Callable[[], None]) -> list[str]:
+    checker = Checker()
+    with simulate(checker, 2):
+        program()
+    return [finding.partition(":")[0] for finding in checker.findings]
+
+
+def _streams() -> tuple[Any, Any, Any]:
+    module: Any = torch.get_device_module("sim")
+    return module, module.current_stream(), Stream()
+
+
+def race() -> list[str]:
+    def program() -> None:
+        module, _, side = _streams()
+        x = torch.zeros(8, device="sim")
+        with module.stream(side):
+            side.wait_stream(module.default_stream())
+            y = x + 1
+        x.add_(1)  # while the other stream reads it
+        del y
+
+    return _kinds(program)
+
+
+def use_of_freed_memory() -> list[str]:
+    def program() -> None:
+        module, main, side = _streams()
+        x = torch.zeros(8, device="sim")
+        side.wait_stream(main)
+        with module.stream(side):
+            x.sum()
+        del x  # goes back to the pool of the main stream
+        torch.zeros(8, device="sim")
+
+    return _kinds(program)
+
+
+def recorded_use() -> list[str]:
+    def program() -> None:
+        module, main, side = _streams()
+        x = torch.zeros(8, device="sim")
+        side.wait_stream(main)
+        with module.stream(side):
+            x.sum()
+        x.record_stream(side)
+        del x
+        torch.zeros(8, device="sim")
+
+    return _kinds(program)
+
+
+def early_use() -> list[str]:
+    def program() -> None:
+        module, _, side = _streams()
+        torch.zeros(8, device="sim")
+        x = torch.empty(8, device="sim")
+        with module.stream(side):
+            x.fill_(1)
+
+    return _kinds(program)
+
+
+def unfilled() -> list[str]:
+    def program() -> None:
+        x = torch.zeros(8, device="sim")
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(32)
+        x.sum()
+
+    return _kinds(program)
+
+
+def host_read(waits: bool) -> list[str]:
+    def program() -> None:
+        _, main, _ = _streams()
+        x = torch.zeros(8, device="sim")
+        there = torch.empty(8, pin_memory=True)
+        there.copy_(x, non_blocking=True)
+        if waits:
+            main.record_event().synchronize()
+        there.sum()
+
+    return _kinds(program)
+
+
+def test_checker_finds_a_race(on_device: Callable[..., Any]) -> None:
+    assert on_device(race) == ["race"]
+
+
+def test_checker_finds_memory_that_is_used_again_too_early(on_device: Callable[..., Any]) -> None:
+    assert on_device(use_of_freed_memory) == ["freed while in use, and used again"]
+    assert on_device(recorded_use) == []
+    assert on_device(early_use) == ["used before its pool's stream is done with it"]
+
+
+def test_checker_finds_reads_of_unfilled_storage(on_device: Callable[..., Any]) -> None:
+    assert on_device(unfilled) == ["read before it was written"]
+
+
+def test_checker_knows_what_the_host_waited_for(on_device: Callable[..., Any]) -> None:
+    assert on_device(host_read, False) == ["race"]
+    assert on_device(host_read, True) == []

@@ -1,0 +1,183 @@
+"""Training steps on the simulated device: a scenario says how a model is sharded and how it is stepped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardkit.core as ours
+from tests.simulation.device import Observer, Simulation, simulate
+from tests.simulation.model import BlockSpec, Chain
+
+ENGINES: dict[str, ModuleType] = {"stock": stock, "ours": ours}
+SHARDS = 8
+BLOCK = BlockSpec()
+
+
+@dataclass
+class Run:
+    """A scenario under way. `clock` tells the time of the default stream, for a timeline."""
+
+    engine: ModuleType
+    scenario: Scenario
+    simulation: Simulation
+    clock: Callable[[], float]
+    model: Any = None
+    optimizer: Any = None
+    forward_time: float = 0.0
+    backward_time: float = 0.0
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def forwards(self, call: Callable[[], Any]) -> Any:
+        """Adds the time of `call` to forward's."""
+        begin = self.clock()
+        result = call()
+        self.forward_time += self.clock() - begin
+        return result
+
+    def backwards(self, call: Callable[[], Any]) -> Any:
+        """Adds the time of `call` to backward's."""
+        begin = self.clock()
+        result = call()
+        self.backward_time += self.clock() - begin
+        return result
+
+    def chains(self) -> list[Chain]:
+        """The roots: one model, or the stages of a pipeline."""
+        return [module for module in self.model.modules() if isinstance(module, Chain)]
+
+
+def whole_step(run: Run) -> None:
+    """One forward, one backward."""
+    loss = run.forwards(lambda: run.model(torch.zeros(4, device="sim")).sum())
+    run.backwards(loss.backward)
+
+
+def accumulating(run: Run) -> None:
+    """Three micro-batches, of which the last one reduces."""
+    for last in (False, False, True):
+        run.model.set_requires_gradient_sync(last)
+        whole_step(run)
+
+
+def pipelined(run: Run) -> None:
+    """The stages of a pipeline, all on this rank; three micro-batches; unshards ahead and reshards by hand."""
+    stages, batches = run.chains(), 3
+    for stage in stages:
+        stage.set_is_last_backward(False)
+        stage.set_reshard_after_backward(False)
+        stage.set_requires_gradient_sync(False)
+    order = [*range(len(stages)), *reversed(range(len(stages) - 1))]
+    handles = run.forwards(lambda: unshard_ahead(stages[0]))
+    losses: dict[int, list[torch.Tensor]] = {}
+    for turn, place in enumerate(order):
+        stage, following = stages[place], [stages[after] for after in order[turn + 1 : turn + 2]]
+        timed = run.backwards if place in losses else run.forwards
+        timed(lambda handles=handles: [handle.wait() for handle in handles])
+        handles = timed(lambda following=following: [handle for one in following for handle in unshard_ahead(one)])
+        if place not in losses:
+            losses[place] = [run.forwards(lambda stage=stage: _loss(stage)) for _ in range(batches)]
+        if turn + 1 >= len(stages):
+            _pipelined_backward(run, stage, losses[place])
+        for block in stage.blocks:
+            timed(block.reshard)
+
+
+def _loss(model: Any) -> torch.Tensor:
+    return model(torch.zeros(4, device="sim")).sum()  # type: ignore[no-any-return]
+
+
+def _pipelined_backward(run: Run, stage: Any, losses: list[torch.Tensor]) -> None:
+    for loss in losses:
+        last = loss is losses[-1]
+        stage.set_is_last_backward(last)
+        stage.set_reshard_after_backward(last)
+        stage.set_requires_gradient_sync(last)
+        run.backwards(loss.backward)
+
+
+def unshard_ahead(stage: Any) -> list[Any]:
+    """Starts gathering every block of a root; returns what to wait for."""
+    handles = [block.unshard(async_op=True) for block in stage.blocks]
+    return [handle for handle in handles if handle is not None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, how it is sharded and how it is stepped.
+
+    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`. `build` runs before sharding
+    and `prepare` after it; `order` before each step, with its number and the number of blocks.
+    """
+
+    name: str
+    blocks: tuple[BlockSpec, ...] = (BLOCK,) * 8
+    replicas: int = 1
+    stages: int = 1
+    in_root: tuple[int, ...] = ()
+    mixed: bool = False
+    offload: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    coalescing: bool = True
+    steps: int = 4
+    build: Callable[[Any], None] = lambda model: None
+    prepare: Callable[[Any], None] = lambda model: None
+    order: Callable[[int, int], list[int]] = lambda step, count: list(range(count))
+    step: Callable[[Run], None] = whole_step
+
+
+@contextlib.contextmanager
+def started(scenario: Scenario, engine: str, observer: Observer, clock: Callable[[], float]) -> Iterator[Run]:
+    """The model of `scenario`, sharded by "stock" or "ours", watched by `observer` until the block ends."""
+    world = SHARDS * scenario.replicas
+    with simulate(observer, world, coalescing=scenario.coalescing) as simulation:
+        run = Run(ENGINES[engine], scenario, simulation, clock)
+        mesh = _mesh(scenario.replicas)
+        size = len(scenario.blocks) // scenario.stages
+        starts = range(0, len(scenario.blocks), size)
+        stages = [Chain(scenario.blocks[start : start + size], start) for start in starts]
+        for stage in stages:
+            scenario.build(stage)
+            _shard(run, stage, mesh)
+            scenario.prepare(stage)
+        run.model = stages[0] if len(stages) == 1 else nn.Sequential(*stages)
+        yield run
+
+
+def _mesh(replicas: int) -> DeviceMesh:
+    """A mesh to shard over `SHARDS` ranks, and to replicate over `replicas` if that is more than one."""
+    if replicas == 1:
+        return init_device_mesh("sim", (SHARDS,))
+    return init_device_mesh("sim", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
+    """Shards every block, but those that stay with the root, and the root."""
+    scenario = run.scenario
+    options: dict[str, Any] = {"mesh": mesh, **scenario.options}
+    if scenario.mixed:
+        options["mp_policy"] = run.engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if scenario.offload is not None:
+        options["offload_policy"] = run.engine.CPUOffloadPolicy(**scenario.offload)
+    for index, block in enumerate(model.blocks):
+        if index not in scenario.in_root:
+            run.engine.fully_shard(block, **options)
+    run.engine.fully_shard(model, **options)
+
+
+def take_steps(run: Run) -> Iterator[int]:
+    """Runs the steps; yields the number of each when its backward has ended."""
+    for step in range(run.scenario.steps):
+        for chain in run.chains():
+            chain.order = run.scenario.order(step, len(chain.blocks))
+        run.forward_time = run.backward_time = 0.0
+        run.scenario.step(run)
+        yield step
