@@ -12,14 +12,12 @@ from tests.simulation.faults import unneeded_references, unneeded_waits
 from tests.simulation.races import Checker
 
 # Configurations in which the engine has races, and why.
-KNOWN = {
-    "tensor subclass": "the gather does not wait for what fsdp_pre_all_gather makes on the compute stream",
-}
+KNOWN: dict[str, str] = {}
 # Configurations in which stock's engine has: a gather's buffer goes back to the pool of the stream that called unshard,
 # and a second forward before the first backward drops a gather that is under way.
 STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
 # What the engine asks for though nothing depends on it, by the functions that do.
-UNNEEDED_WAITS = {"StreamLane.wait_event < FSDPParamGroup._gather_kept < FSDPParamGroup.unshard"}
+UNNEEDED_WAITS: set[str] = set()
 UNNEEDED_REFERENCES: set[str] = set()
 
 

@@ -151,7 +151,6 @@ class FSDPParamGroup:
         self._reduction = GradientReduction(mesh)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
-        self._kept_event: Any = None  # behind which the parts for the smaller group are there
         self._offloaded = any(param.offload is not None for param in params)
         self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
         self._plan: GatherPlan | None = None
@@ -423,7 +422,8 @@ class FSDPParamGroup:
         if written:
             self.context.wait_for_writers()
             self.settle_shards()
-        ticket = lane.start(program, self.label, flat_sources, after_current=written)
+        # What fsdp_pre_all_gather sends is made on the current stream, just now.
+        ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
         if self._offloaded:
             self.context.note_staged(ticket, flat_sources)
         if isinstance(transport, SharedTransport):
@@ -475,7 +475,7 @@ class FSDPParamGroup:
             sources = [part for param in self.params for part in param.kept]
             targets = [flat for param in self.params for flat in param.flats]
             program = gather(plan, sources, targets)
-        lane.wait_event(self._kept_event)
+        # The lane has waited for the parts: they were copied before the memory was released.
         return lane.start(program, self.label, sources, after_current=False)
 
     def _plan_kept(self) -> GatherPlan:
@@ -538,7 +538,6 @@ class FSDPParamGroup:
             with torch.no_grad():
                 for param in self.params:
                     param.keep_part(smaller.size, smaller.rank)
-            self._kept_event = self.context.gathers.current_event()
             self.residence = Residence.KEPT
         else:
             self._drop_kept()

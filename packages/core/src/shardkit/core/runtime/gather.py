@@ -14,7 +14,7 @@ from shardkit.core.runtime.compressed.gather import compressed_gather, gather_ro
 from shardkit.core.runtime.details import details
 from shardkit.core.runtime.packing import as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan
-from shardkit.core.runtime.program import Program, hold
+from shardkit.core.runtime.program import Program
 from shardkit.core.runtime.shared.gather import shared_gather
 from shardkit.core.runtime.transport.compressed import CompressedTransport
 from shardkit.core.runtime.transport.shared import SharedTransport
@@ -72,7 +72,6 @@ def _gather(
     launched = time.perf_counter()
     buffers = [flats[i] for i, _ in plan.direct]
     if packed is not None:
-        hold(packed)
         buffers.append(packed)
     _write_own_chunks(plan, sources, flats, packed)
     if events.hub.active:
