@@ -1,13 +1,29 @@
-"""How the ranks of a process group find out whether all of them are on this host, and connect."""
+"""How the ranks of a process group find out whether all of them are on this host, and connect.
+
+Note [Strangers]
+Every user of the host can list sockets, and connect to those of the abstract namespace. So a rank listens in a
+directory that only its own user can enter: the kernel refuses everyone else before a connection takes a place in the
+queue. Ranks tell each other over the process group where they listen, and a secret. Either end asks the kernel which
+user is at the other end; a caller sends its rank and the secret of the rank that it calls. A caller who sends anything
+else, or nothing, is disconnected, and nobody waits for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hmac
 import os
 import secrets
+import select
+import shutil
 import socket
 import struct
+import tempfile
+import time
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +35,10 @@ from shardkit.core.torch_compat import timeout_of
 
 __all__ = ["neighbours_of", "possible"]
 
-_RECORD = 128  # bytes of what the ranks tell each other before they meet
+_RECORD = 512  # bytes of what the ranks tell each other before they meet
+_SECRET = 16  # bytes
+_QUEUE = 4096  # callers that the kernel lets wait: more than there are ranks on a host
+_RETRY = 0.001  # seconds
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
 
@@ -33,81 +52,173 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
     """Connections to the other ranks of `group`, None if one of them is elsewhere or will not share memory.
 
     Collective over `group` the first time, a look-up afterwards; all ranks get the same answer.
+
+    Raises:
+        TimeoutError: if a rank that shares memory does not connect within the group's timeout.
     """
     if group not in _known:
         _known[group] = _meet(group)
     return _known[group]
 
 
+@dataclass(frozen=True)
+class _Invitation:
+    """Where a rank listens.
+
+    Attributes:
+        host: where its process is; empty: it will not share memory.
+        directory: that its socket is in.
+        secret: what its callers have to send.
+    """
+
+    host: bytes = b""
+    directory: bytes = b""
+    secret: bytes = b""
+
+
 def _meet(group: dist.ProcessGroup) -> Neighbours | None:
     rank, world = group.rank(), group.size()
+    timeout = timeout_of(group, torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) if possible() else None
-        records = _exchange(group, _invite(listener, world))
-        if listener is None or len({place for place, _ in records}) > 1 or not records[0][0]:
+        listener, own = _listen(stack) if possible() else (None, _Invitation())
+        invitations = _exchange(group, own)
+        if listener is None or len({one.host for one in invitations}) > 1 or not own.host:
             return None
-        timeout = timeout_of(group, torch.device("cpu"))
+        deadline = time.monotonic() + timeout
         sockets: list[socket.socket | None] = [None] * world
-        reached = _connect(sockets, [name for _, name in records], rank)
+        reached = all(_call(sockets, peer, invitations[peer], rank, deadline) for peer in range(rank))
         # A connection succeeds before it is accepted, so all ranks know whether to go on before anyone waits.
-        if not all(flag == b"yes" for flag, _ in _exchange(group, (b"yes" if reached else b"no", b""))):
+        if not all(one.host for one in _exchange(group, _Invitation(b"yes" if reached else b""))):
             for one in sockets:
                 if one is not None:
                     one.close()
             return None
-        listener.settimeout(timeout)
-        while None in (*sockets[:rank], *sockets[rank + 1 :]):
-            connection, _ = listener.accept()
-            if _is_ours(connection):
-                sockets[int.from_bytes(connection.recv(4), "little")] = connection
-            else:
-                connection.close()
+        _answer(listener, sockets, rank, own.secret, deadline)
     return Neighbours(sockets, timeout)
 
 
-def _invite(listener: socket.socket | None, world: int) -> tuple[bytes, bytes]:
-    """Where this process is (empty: it will not share) and the name under which it listens.
-
-    Sockets with such names and memory files live in the kernel: one boot, one network namespace, one user.
-    """
-    if listener is None:
-        return b"", b""
-    name = b"shardkit-" + secrets.token_hex(16).encode()
+def _listen(stack: contextlib.ExitStack) -> tuple[socket.socket | None, _Invitation]:
+    """A socket that listens until `stack` closes, in a directory of its own (see Note [Strangers])."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-        network, users = (Path("/proc/self/ns", kind).stat().st_ino for kind in ("net", "user"))
-        listener.bind(b"\0" + name)
-        listener.listen(world)
+        spaces = "/".join(str(Path("/proc/self/ns", kind).stat().st_ino) for kind in ("net", "user", "mnt"))
+        directory = _private_directory()
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.setblocking(False)
+        with _short_path(directory) as path:
+            listener.bind(path)
+        listener.listen(_QUEUE)
     except OSError:
-        return b"", b""
-    return b"%s/%d/%d/%d" % (boot, network, users, os.getuid()), name
+        return None, _Invitation()
+    host = b"%s/%s/%d" % (boot, spaces.encode(), os.getuid())
+    return listener, _Invitation(host, os.fsencode(directory), secrets.token_bytes(_SECRET).hex().encode())
+
+
+def _private_directory() -> str:
+    """A new directory that only this user can enter."""
+    for parent in (None, "/dev/shm"):
+        with contextlib.suppress(OSError):
+            return tempfile.mkdtemp(prefix="shardkit-", dir=parent)
+    raise OSError(errno.ENOENT, "no directory to put a socket into")
+
+
+@contextlib.contextmanager
+def _short_path(directory: str | bytes) -> Iterator[str]:
+    """The socket in `directory` by a path that fits into an address, which has 107 bytes."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
+
+
+def _exchange(group: dist.ProcessGroup, own: _Invitation) -> list[_Invitation]:
+    """Every rank's invitation (collective)."""
+    packed = b"\0".join((own.host, own.directory, own.secret)).ljust(_RECORD, b"\0")
+    if len(packed) > _RECORD:  # a directory with such a name
+        packed = bytes(_RECORD)
+    mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [_Invitation(*bytes(one.tolist()).split(b"\0")[:3]) for one in everyone]
+
+
+def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitation, rank: int, deadline: float) -> bool:
+    """Connects to a rank before this one, and says who is calling. False if that cannot be."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sockets[peer] = connection
+    connection.setblocking(False)
+    try:
+        with _short_path(invitation.directory) as path:
+            while (error := connection.connect_ex(path)) == errno.EAGAIN and time.monotonic() < deadline:
+                time.sleep(_RETRY)  # its queue is full
+        if error or not _is_ours(connection):
+            return False
+        connection.send(rank.to_bytes(4, "little") + invitation.secret)
+    except OSError:
+        return False
+    return True
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this user: any user can see the names of such sockets."""
+    """Whether the process at the other end belongs to this user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
-def _exchange(group: dist.ProcessGroup, record: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Every rank's two byte strings (collective)."""
-    packed = b"\0".join(record).ljust(_RECORD, b"\0")
-    assert len(packed) == _RECORD
-    own = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
-    fields = [bytes(one.tolist()).split(b"\0") for one in everyone]
-    return [(field[0], field[1]) for field in fields]
+def _answer(
+    listener: socket.socket, sockets: list[socket.socket | None], rank: int, secret: bytes, deadline: float
+) -> None:
+    """Takes the calls of all ranks after this one, in any order and among any others.
+
+    Raises:
+        TimeoutError: at the deadline, with the ranks that have not called.
+    """
+    poller, callers = select.poll(), dict[int, socket.socket]()
+    poller.register(listener, select.POLLIN)
+    try:
+        while missing := [peer for peer in range(rank + 1, len(sockets)) if sockets[peer] is None]:
+            left = deadline - time.monotonic()
+            ready = poller.poll(max(left, 0) * 1000)
+            if not ready and left <= 0:
+                raise TimeoutError(f"ranks {missing} of the group have not connected to rank {rank} over shared memory")
+            for fd, _ in ready:
+                if fd == listener.fileno():
+                    if (caller := _admit(listener)) is not None:
+                        callers[caller.fileno()] = caller
+                        poller.register(caller, select.POLLIN)
+                    continue
+                poller.unregister(fd)
+                caller = callers.pop(fd)
+                peer = _who(caller, secret)
+                if peer in missing and sockets[peer] is None:
+                    sockets[peer] = caller
+                else:
+                    caller.close()
+    finally:
+        for caller in callers.values():
+            caller.close()
 
 
-def _connect(sockets: list[socket.socket | None], names: list[bytes], rank: int) -> bool:
-    """Connects to every rank before this one and says who is calling."""
-    for peer in range(rank):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sockets[peer] = connection
-        try:
-            connection.connect(b"\0" + names[peer])
-            connection.send(rank.to_bytes(4, "little"))
-        except OSError:
-            return False
-    return True
+def _admit(listener: socket.socket) -> socket.socket | None:
+    """Accepts a connection; None for one that has gone away again, or that another user made, who is hung up on."""
+    try:
+        caller, _ = listener.accept()
+    except OSError:
+        return None
+    if _is_ours(caller):
+        return caller
+    caller.close()
+    return None
+
+
+def _who(caller: socket.socket, secret: bytes) -> int:
+    """The rank that a caller is, -1 for one that does not know the secret."""
+    try:
+        greeting = caller.recv(4 + len(secret) + 1, socket.MSG_DONTWAIT)
+    except OSError:
+        return -1
+    if not hmac.compare_digest(greeting[4:], secret):
+        return -1
+    return int.from_bytes(greeting[:4], "little")

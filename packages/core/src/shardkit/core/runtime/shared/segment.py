@@ -1,12 +1,14 @@
 """Memory that other processes of this host can map: where shards lie, and what is handed to peers.
 
 A segment is an anonymous memory file (Linux, `memfd_create`). It has no name anywhere, so nothing is left behind when a
-process is killed: it goes when the last process that maps it ends.
+process is killed: it goes when the last process that maps it ends. Its size is sealed: if it shrank, whoever reads what
+is gone would be killed (SIGBUS).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import math
@@ -26,6 +28,8 @@ _ONE_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 
 
 # Every tensor starts at a cache line of its own.
 ALIGNMENT = 64
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 _numbers = itertools.count(1)
 _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
@@ -50,6 +54,7 @@ class Segment(mmap.mmap):
         fd = memory_file("shardkit")
         try:
             os.ftruncate(fd, nbytes)
+            seal(fd)
             self = super().__new__(cls, fd, nbytes, **_ONE_DESCRIPTOR)
         except OSError as error:
             os.close(fd)
@@ -75,9 +80,24 @@ class NoSharedMemoryError(RuntimeError):
 def memory_file(name: str) -> int:
     """The descriptor of a new, empty memory file. Raises `NoSharedMemoryError`."""
     try:
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise _refused(error) from error
+
+
+def seal(fd: int) -> None:
+    """Fixes the size of a memory file, for good."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+
+
+def check_sealed(fd: int) -> None:
+    """Raises ConnectionError if what a peer has sent is no memory file of fixed size."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise ConnectionError("a peer has sent memory whose size is not sealed; all ranks must run the same version")
 
 
 def _refused(error: OSError | str) -> NoSharedMemoryError:
@@ -113,6 +133,7 @@ class Mapping:
     """A peer's segment as this process sees it, for as long as a tensor over it lives. It keeps no descriptor."""
 
     def __init__(self, fd: int) -> None:
+        check_sealed(fd)
         nbytes = os.fstat(fd).st_size
         self._bytes = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
 

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
-from shardkit.core.runtime.shared.segment import Mapping, Segment, locate, memory_file
+from shardkit.core.runtime.shared.segment import Mapping, Segment, check_sealed, locate, memory_file, seal
 
 _numbers = itertools.count(1)
 
@@ -53,6 +53,7 @@ class Table:
         }
         fd = memory_file("shardkit-table")
         os.write(fd, json.dumps(content).encode())
+        seal(fd)
         return fd
 
 
@@ -65,6 +66,7 @@ class PeerTable:
 
         `mapped` are the peer's segments that are mapped already, by number: one mapping serves all tables.
         """
+        check_sealed(fds[0])
         content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
         self.label: str = content["label"]
         memory: list[Mapping] = []
