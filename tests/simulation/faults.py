@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from shardkit.core.runtime import lanes, program
 from tests.simulation.configurations import CONFIGURATIONS, Configuration, check
 from tests.simulation.races import Checker, Site, calling_site
 
-# A line that holds memory, and which of its tensors: the first, the last, or one between.
+# A line that holds memory, and which of its tensors: "first", "last" or "middle"; "all" that a lane keeps alive.
 Reference = tuple[Site, str]
 
 
@@ -59,16 +59,15 @@ def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
     """Leaves out of what programs hold, and of what a lane keeps alive for them, whatever `drops` says."""
     hold, start = program.hold, lanes.StreamLane.start
 
-    def kept(tensors: Iterable[Any]) -> list[Any]:
-        given, site = list(tensors), calling_site(1)
-        places = ["first", *["middle"] * (len(given) - 2), "last"] if len(given) > 1 else ["first"]
-        return [tensor for tensor, place in zip(given, places, strict=False) if not drops((site, place))]
-
     def hold_some(*tensors: Any) -> None:
-        hold(*kept(tensors))
+        site = calling_site(1)
+        places = ["first", *["middle"] * (len(tensors) - 2), "last"] if len(tensors) > 1 else ["first"]
+        hold(*(tensor for tensor, place in zip(tensors, places, strict=False) if not drops((site, place))))
 
     def start_with_some(lane: Any, running: Any, label: str, keep_alive: Sequence[Any] = (), **given: Any) -> Any:
-        return start(lane, running, label, kept(keep_alive), **given)
+        if keep_alive and drops((calling_site(1), "all")):
+            keep_alive = ()
+        return start(lane, running, label, keep_alive, **given)
 
     with contextlib.ExitStack() as patches:
         for name, module in list(sys.modules.items()):

@@ -16,9 +16,12 @@ KNOWN: dict[str, str] = {}
 # Configurations in which stock's engine has: a gather's buffer goes back to the pool of the stream that called unshard,
 # and a second forward before the first backward drops a gather that is under way.
 STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
-# What the engine asks for though nothing depends on it, by the functions that do.
+# What the engine asks for though no configuration depends on it, by the functions that ask.
 UNNEEDED_WAITS: set[str] = set()
-UNNEEDED_REFERENCES: set[str] = set()
+UNNEEDED_REFERENCES = {
+    "first of _gather",  # of a compressed gather: the lane owns its rows
+    "last of _reduce",  # of a compressed reduction: the sum is the group's
+}
 
 
 def findings(name: str, engine: str) -> list[str]:

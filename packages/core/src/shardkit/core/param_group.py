@@ -476,7 +476,7 @@ class FSDPParamGroup:
             targets = [flat for param in self.params for flat in param.flats]
             program = gather(plan, sources, targets)
         # The lane has waited for the parts: they were copied before the memory was released.
-        return lane.start(program, self.label, sources, after_current=False)
+        return lane.start(program, self.label, after_current=False)
 
     def _plan_kept(self) -> GatherPlan:
         smaller = self.post_forward_mesh
