@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
+from shardkit.core.runtime.compressed import rows
 from shardkit.core.runtime.compressed.rows import format_of
 from shardkit.core.runtime.transport import C10dTransport, PairwiseTransport, compressing
 from shardkit.core.sharding import ChunkLayout
@@ -60,10 +61,11 @@ def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: 
 # -- the programs ------------------------------------------------------------------------------------------------------
 
 
-def _gathers(rank: int, world_size: int, kind: str, name: str) -> None:
+def _gathers(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = tuple(CASES)) -> None:
     policy = POLICIES[name]
     over = _over(kind, policy)
-    for case_name, case in CASES.items():
+    for case_name in cases:
+        case = CASES[case_name]
         plan = gather_plan(case, over)
         full = [whole(s, d, i) for i, (s, d) in enumerate(zip(case.shapes, case.dtypes, strict=True))]
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
@@ -95,11 +97,11 @@ REDUCED = ("large_uneven", "small", "empty_chunks", "only_empty", "other_dims", 
 DTYPES = ((F32, F32, None, None), (BF16, F32, None, 3.0), (F16, F16, 2.0, 1.5), (F32, BF16, None, 2.0))
 
 
-def _reduces(rank: int, world_size: int, kind: str, name: str) -> None:
+def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[str] = REDUCED) -> None:
     policy = POLICIES[name]
     for grad_dtype, reduce_dtype, before, after in DTYPES:
         over = _over(kind, policy)  # anew: it keeps the errors that it feeds back
-        for case_name in REDUCED:
+        for case_name in cases:
             case = CASES[case_name]
             plan = reduce_plan(case, over, grad_dtype, reduce_dtype, label=case_name)
             if plan.transport is not over:  # nothing to compress, so summed as ever
@@ -135,6 +137,20 @@ def test_reduce(world_size: int, kind: str, name: str) -> None:
     run_ranks(world_size, _reduces, kind, name)
 
 
+SMALL = ("small", "empty_chunks", "other_dims")
+
+
+def _in_small_parts(rank: int, world_size: int) -> None:
+    """Few chunks are rounded at once, so that every run of ranks takes several goes."""
+    rows._AT_ONCE = 40
+    _gathers(rank, world_size, "pairwise", "int8", SMALL)
+    _reduces(rank, world_size, "pairwise", "int8", SMALL)
+
+
+def test_chunks_are_rounded_in_parts() -> None:
+    run_ranks(4, _in_small_parts, isolated=True)
+
+
 def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
     """What events call the bytes on the wire is what the rows hold, and what memory is reported is given back."""
     policy = CompressionPolicy(gather="int8", reduce="int8", block=100, error_feedback=True)
@@ -146,7 +162,7 @@ def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
         run_gather(gathers, [torch.ones(i.layout.local_shape(rank)) for i in gathers.items])
         run_reduce(reduce_plan(case, over, F32, F32), _terms(case, F32, rank))
     # Four ranks hold 3, 3, 3, 1 rows of 100: a byte an element and 4 a row; and 2, 2, 2, 1 elements of 4 bytes.
-    row = [-(-104 * rows // 16) * 16 + 16 for rows in (3, 3, 3, 1)]
+    row = [-(-104 * held // 16) * 16 + 16 for held in (3, 3, 3, 1)]
     (gather,) = [e for e in heard if isinstance(e, events.GatherFinished)]
     (reduce,) = [e for e in heard if isinstance(e, events.ReduceFinished)]
     assert (gather.bytes, reduce.bytes) == (4028, 4028)

@@ -102,7 +102,9 @@ def test_rows_hold_every_chunk_once(shapes: list[tuple[int, int, int]], world_si
     layouts = [ChunkLayout((rows, columns), dim, world_size) for rows, columns, dim in shapes]
     kinds = ["int8", "bf16", None]
     formats = [format_of(kinds[i % 3], block, layout, torch.float32) for i, layout in enumerate(layouts)]
-    for rank, row in enumerate(rows_of(layouts, formats, world_size)):
+    rows = [run.row for run in rows_of(layouts, formats) for _ in range(run.ranks)]
+    assert len(rows) == world_size
+    for rank, row in enumerate(rows):
         expected = [(item, layout.local_numel(rank)) for item, layout in enumerate(layouts) if layout.local_numel(rank)]
         assert [(item, numel) for item, _, _, numel in row.chunks] == expected
         end = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,12 +53,12 @@ class DataParallelMesh:
         names = self.mesh.mesh_dim_names
         return self.mesh if self.shard_axis is None or names is None else self.mesh[names[self.shard_axis]]
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """How many ranks hold a part of each parameter."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         """This rank's place on the shard axis."""
         return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
@@ -73,7 +74,7 @@ class DataParallelMesh:
         axes = () if self.shard_axis is None else (self.shard_axis,)
         return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of data-parallel ranks: what gradients are averaged over."""
         return self.mesh.size()

@@ -12,8 +12,9 @@ import torch
 
 from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed
-from shardkit.core.runtime.compressed.rows import format_of, rows_of
+from shardkit.core.runtime.compressed.rows import chunks_of, format_of, rows_of
 from shardkit.core.runtime.details import details
+from shardkit.core.runtime.packing import strided
 from shardkit.core.runtime.plan import GatherPlan
 from shardkit.core.runtime.program import Program, hold
 from shardkit.core.runtime.slots import Slots
@@ -23,17 +24,18 @@ __all__ = ["GatherRows", "compressed_gather", "gather_rows"]
 
 
 class GatherRows:
-    """A plan's rows, one for each rank, and the slots of the buffer that holds them all."""
+    """A plan's rows, by runs of ranks, this rank's own, and the slots of the buffer that holds them all."""
 
     def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
-        policy, world = transport.policy, transport.world_size
+        policy = transport.policy
         layouts = [item.layout for item in plan.items]
         self.formats = [format_of(policy.gather, policy.block, item.layout, item.dtype) for item in plan.items]
-        self.rows = rows_of(layouts, self.formats, world)
-        widest = max(row.nbytes for row in self.rows)
-        self.slots = Slots(tuple((1, widest if transport.padded_rows else row.nbytes) for row in self.rows))
+        self.runs = rows_of(layouts, self.formats)
+        widest = max(run.row.nbytes for run in self.runs)
+        self.slots = Slots(tuple((run.ranks, widest if transport.padded_rows else run.row.nbytes) for run in self.runs))
+        (self.own,) = (run.row for run in self.runs if run.first <= plan.rank < run.first + run.ranks)
         self.nbytes = self.slots.numel
-        self.wire_nbytes = self.slots.slot_numel(plan.rank) * (world - 1)
+        self.wire_nbytes = self.slots.slot_numel(plan.rank) * (transport.world_size - 1)
 
 
 def gather_rows(plan: GatherPlan) -> GatherRows:
@@ -68,7 +70,7 @@ def _gather(
     assert isinstance(transport, CompressedTransport)
     hold(buffer)
     own = buffer[rows.slots.start(plan.rank) :]
-    for item, start, nbytes, _ in rows.rows[plan.rank].chunks:
+    for item, start, nbytes, _ in rows.own.chunks:
         rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
     described = (plan.label, plan.fqns, plan.nbytes, rows.wire_nbytes, torch.uint8, transport.group)
     if events.hub.active:
@@ -84,15 +86,17 @@ def _gather(
 
 
 def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    for rank, (row, sent) in enumerate(zip(rows.rows, buffer.split_with_sizes(rows.slots.sizes()), strict=True)):
-        for item, start, nbytes, numel in row.chunks:
-            layout, flat = plan.items[item].layout, flats[item]
-            wire = sent[start : start + nbytes]
-            if layout.dim == 0:  # the chunk is dense where it belongs
-                rows.formats[item].read(wire, flat.narrow(0, rank * layout.padded_local_numel, numel))
-                continue
-            chunk = flat.new_empty(numel)
-            rows.formats[item].read(wire, chunk)
+    for run in rows.runs:
+        room = rows.slots.slot_numel(run.first)
+        for item, start, nbytes, numel in run.row.chunks:
+            layout, flat, form = plan.items[item].layout, flats[item], rows.formats[item]
             whole = flat[: layout.numel].view(layout.shape)
-            place = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
-            place.copy_(chunk.view(layout.local_shape(rank)))
+            for first, ranks in run.batches(numel):
+                wire = strided(buffer, (ranks, nbytes), (room, 1), rows.slots.start(first) + start)
+                places = chunks_of(whole, layout, first, ranks)
+                if layout.dim == 0:  # the chunks are dense where they belong
+                    form.read(wire, places.view(ranks, numel))
+                    continue
+                chunks = flat.new_empty(ranks, numel)
+                form.read(wire, chunks)
+                places.copy_(chunks.view(places.shape))

@@ -13,32 +13,49 @@ sent, `(W - 1) / W` of the compressed parameters. An error that is not finite is
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
 from shardkit.core import events
 from shardkit.core.runtime.buffers import note_allocated, note_freed, note_let_go, note_taken
-from shardkit.core.runtime.compressed.rows import format_of, rows_of
+from shardkit.core.runtime.compressed.rows import Row, RowRun, chunks_of, format_of, rows_of
 from shardkit.core.runtime.compressed.wire import WireFormat
 from shardkit.core.runtime.details import details
+from shardkit.core.runtime.packing import strided
 from shardkit.core.runtime.plan import ReducePlan
 from shardkit.core.runtime.program import Program, hold
+from shardkit.core.runtime.slots import Slots
 from shardkit.core.runtime.transport.compressed import CompressedTransport
 
 __all__ = ["ReduceRows", "compressed_reduce"]
 
 
 class ReduceRows:
-    """A plan's rows: row `r` is what every rank sends to rank `r`. `sent` and `received` are bytes by rank."""
+    """A plan's rows: row `r` is what every rank sends to rank `r`, in bytes.
+
+    `peers` are the rows of all ranks but this one, `own` its own; `sent` and `received` are the slots of the buffers,
+    of which a rank's own is empty.
+    """
 
     def __init__(self, plan: ReducePlan, transport: CompressedTransport) -> None:
         policy, world, rank = transport.policy, transport.world_size, plan.rank
         layouts = [item.layout for item in plan.items]
         self.formats = [format_of(policy.reduce, policy.block, layout, plan.wire_dtype) for layout in layouts]
-        self.rows = rows_of(layouts, self.formats, world)
-        self.sent = tuple(0 if peer == rank else self.rows[peer].nbytes for peer in range(world))
-        self.received = tuple(0 if peer == rank else self.rows[rank].nbytes for peer in range(world))
-        self.anything = any(row.nbytes for row in self.rows)
+        self.own = Row(())
+        self.peers: list[RowRun] = []
+        sent: list[tuple[int, int]] = []
+        for first, ranks, row in rows_of(layouts, self.formats):
+            before, after = max(0, min(ranks, rank - first)), max(0, min(ranks, first + ranks - rank - 1))
+            if before + after < ranks:
+                self.own = row
+            for begin, count in ((first, before), (first + ranks - after, after)):
+                if count:
+                    self.peers.append(RowRun(begin, count, row))
+            sent += [(before, row.nbytes), (ranks - before - after, 0), (after, row.nbytes)]
+        self.sent = Slots(tuple(sent))
+        self.received = Slots(((rank, self.own.nbytes), (1, 0), (world - rank - 1, self.own.nbytes)))
+        self.anything = bool(self.sent.numel or self.received.numel)
 
 
 @torch.no_grad()
@@ -52,8 +69,8 @@ def compressed_reduce(
     if rows is None:
         rows = transport.reductions[plan] = ReduceRows(plan, transport)
     note_taken(plan.nbytes, plan.label)
-    outgoing = transport.reduce_buffer(sum(rows.sent), torch.uint8, plan.label)
-    incoming = transport.reduce_buffer(sum(rows.received), torch.uint8, plan.label)
+    outgoing = transport.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
+    incoming = transport.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
     # Own terms wait here, and the sum is made here: in fp32, whatever the reduce dtype is.
     wide = output.dtype.itemsize >= torch.float32.itemsize
     total = output if wide else torch.empty_like(output, dtype=torch.float32)
@@ -81,13 +98,13 @@ def _reduce(
     _pack(plan, rows, transport, grads, outgoing, plan.output_views(total))
     grads.clear()
     note_let_go(plan.nbytes, plan.label)
-    described = (plan.label, plan.fqns, plan.nbytes, sum(rows.sent), torch.uint8, transport.group)
+    described = (plan.label, plan.fqns, plan.nbytes, rows.sent.numel, torch.uint8, transport.group)
     if events.hub.active:
         events.emit(events.ReduceStarted(*described, **details(plan)))
     try:
         if rows.anything:
-            yield transport.swap(outgoing, rows.sent, incoming, rows.received)
-        _sum(plan, rows, incoming, plan.output_views(total), before)
+            yield transport.swap(outgoing, rows.sent.sizes(), incoming, rows.received.sizes())
+        _sum(plan, rows, incoming, total, before)
         if after is not None:
             total.div_(after)
         if total is not output:
@@ -108,25 +125,30 @@ def _pack(
     own: list[torch.Tensor],
 ) -> None:
     """Writes the peers' rows, and this rank's own terms to `own`."""
-    chunks = [grad.split(item.layout.chunk, item.layout.dim) for item, grad in zip(plan.items, grads, strict=True)]
-    for item, piece in enumerate(own):
-        if piece.numel():
-            piece.copy_(chunks[item][plan.rank])
-    for rank, wire in enumerate(outgoing.split_with_sizes(list(rows.sent))):
-        for item, start, nbytes, numel in rows.rows[rank].chunks if rank != plan.rank else ():
-            values, target, form = chunks[item][rank].reshape(-1), wire[start : start + nbytes], rows.formats[item]
-            if transport.policy.error_feedback and not form.lossless:
-                _write_with_feedback(form, values, target, _residual(plan, transport, item, rank, numel))
-            else:
-                form.write(values, target)
+    for piece, grad, mine in zip(own, grads, plan.items, strict=True):
+        layout = mine.layout
+        piece.copy_(grad.narrow(layout.dim, layout.offset(plan.rank), layout.length(plan.rank)))
+    for run in rows.peers:
+        for item, start, nbytes, numel in run.row.chunks:
+            form, layout = rows.formats[item], plan.items[item].layout
+            for first, ranks in run.batches(numel):
+                at = rows.sent.start(first) + start
+                target = strided(outgoing, (ranks, nbytes), (run.row.nbytes, 1), at)
+                values = chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel)
+                if transport.policy.error_feedback and not form.lossless:
+                    _write_with_feedback(form, values, target, _residual(plan, transport, item, first, values.shape))
+                else:
+                    form.write(values, target)
 
 
-def _residual(plan: ReducePlan, transport: CompressedTransport, item: int, rank: int, numel: int) -> torch.Tensor:
-    """What rounding has kept back so far of the gradient of `item` that goes to `rank`: 1-D, fp32."""
+def _residual(
+    plan: ReducePlan, transport: CompressedTransport, item: int, first: int, shape: torch.Size
+) -> torch.Tensor:
+    """What rounding has kept back so far of the gradient of `item` that goes to the ranks from `first` on: fp32."""
     fqn = plan.items[item].fqn
-    residual = transport.residuals.get((fqn, rank))
+    residual = transport.residuals.get((fqn, first))
     if residual is None:
-        residual = transport.residuals[fqn, rank] = torch.zeros(numel, dtype=torch.float32, device=transport.device)
+        residual = transport.residuals[fqn, first] = torch.zeros(shape, dtype=torch.float32, device=transport.device)
         note_allocated(residual, fqn, "residual")
     return residual
 
@@ -140,24 +162,32 @@ def _write_with_feedback(form: WireFormat, values: torch.Tensor, wire: torch.Ten
     residual.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _sum(
-    plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, own: list[torch.Tensor], before: float | None
-) -> None:
-    """Adds the peers' terms to this rank's own, in rank order."""
-    received = incoming.split_with_sizes(list(rows.received))
-    for item, start, nbytes, numel in rows.rows[plan.rank].chunks:
-        mine = own[item].view(-1)
+def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None) -> None:
+    """Adds the peers' terms to this rank's own, which stand in `total`, in rank order."""
+    if not total.numel():
+        return
+    if before is not None:
+        total.div_(before)
+    rank, world = plan.rank, plan.transport.world_size
+    earlier: torch.Tensor | None = None
+    for term in _terms(rows, incoming, total, before, RowRun(0, rank, rows.own)):
+        earlier = term if earlier is None else earlier.add_(term)
+    if earlier is not None:
+        total.add_(earlier)
+    for term in _terms(rows, incoming, total, before, RowRun(rank + 1, world - rank - 1, rows.own)):
+        total.add_(term)
+
+
+def _terms(
+    rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None, run: RowRun
+) -> Iterator[torch.Tensor]:
+    """What each rank of `run` has sent, like `total`."""
+    for first, ranks in run.batches(total.numel()):
+        terms, end = total.new_empty(ranks, total.numel()), 0
+        for item, start, nbytes, numel in run.row.chunks:
+            wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received.start(first) + start)
+            rows.formats[item].read(wire, terms[:, end : end + numel])
+            end += numel
         if before is not None:
-            mine.div_(before)
-        earlier, term = mine.new_empty(numel if plan.rank else 0), mine.new_empty(numel)
-        for rank, wire in enumerate(received):
-            if rank == plan.rank:
-                if rank:
-                    mine.add_(earlier)
-                continue
-            target = term if rank else earlier  # where the sum of the earlier terms begins
-            rows.formats[item].read(wire[start : start + nbytes], target)
-            if before is not None:
-                target.div_(before)
-            if rank:
-                (earlier if rank < plan.rank else mine).add_(term)
+            terms.div_(before)
+        yield from terms

@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 
 
 class WireFormat(Protocol):
-    """How `numel` elements become bytes and back."""
+    """How `numel` elements become bytes and back. Dims before the last are chunks of one length, each for itself."""
 
     @property
     def lossless(self) -> bool:
@@ -33,10 +33,10 @@ class WireFormat(Protocol):
         """Bytes of `numel` elements."""
 
     def write(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        """Writes 1-D `values` to `wire`, `nbytes(values.numel())` of uint8 that start at a multiple of 16."""
+        """Writes `values`, `(*, numel)`, to `wire`: `(*, nbytes(numel))` of uint8; chunks start at multiples of 16."""
 
     def read(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what `write` wrote, cast, to 1-D `values` of any floating-point dtype."""
+        """Writes what `write` wrote, cast, to `values` of any floating-point dtype and any strides but the last, 1."""
 
 
 @dataclass(frozen=True)
@@ -75,40 +75,42 @@ class Int8Blocks:
         return self._codes_bytes(numel) + -(-numel // self.block) * _SCALE_BYTES
 
     def write(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        codes, scales = self._parts(wire, values.numel())
+        codes, scales = self._parts(wire, values.shape[-1])
         for rows, codes_of, scales_of in self._blocks(values, codes, scales):
             _quantize(rows, codes_of, scales_of)
 
     def read(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        codes, scales = self._parts(wire, values.numel())
+        codes, scales = self._parts(wire, values.shape[-1])
         for rows, codes_of, scales_of in self._blocks(values, codes, scales):
-            torch.mul(codes_of, scales_of.unsqueeze(1), out=rows)
+            torch.mul(codes_of, scales_of.unsqueeze(-1), out=rows)
 
     def _codes_bytes(self, numel: int) -> int:
         return -(-numel // _SCALE_BYTES) * _SCALE_BYTES
 
     def _parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return wire[:numel].view(torch.int8), wire[self._codes_bytes(numel) :].view(torch.float32)
+        return wire[..., :numel].view(torch.int8), wire[..., self._codes_bytes(numel) :].view(torch.float32)
 
     def _blocks(
         self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The full blocks as rows of a matrix, then the rest as one shorter row: views, with codes and scales."""
-        numel = values.numel()
+        """The full blocks as rows of matrices, then the rest as one shorter row: views, with codes and scales."""
+        numel = values.shape[-1]
         full = numel // self.block
         cut = full * self.block
+        size = (full, self.block)
         parts = []
         if full:
-            parts.append((values[:cut].view(full, -1), codes[:cut].view(full, -1), scales[:full]))
+            whole = values[..., :cut].unflatten(-1, size), codes[..., :cut].unflatten(-1, size)
+            parts.append((*whole, scales[..., :full]))
         if cut < numel:
-            parts.append((values[cut:].view(1, -1), codes[cut:].view(1, -1), scales[full:]))
+            parts.append((values[..., cut:].unsqueeze(-2), codes[..., cut:].unsqueeze(-2), scales[..., full:]))
         return parts
 
 
 def _quantize(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Each row of `rows` to whole numbers in [-127, 127] and its scale."""
     rows = rows.float()
-    torch.div(torch.linalg.vector_norm(rows, float("inf"), dim=1), _LARGEST, out=scales)
+    torch.div(torch.linalg.vector_norm(rows, float("inf"), dim=-1), _LARGEST, out=scales)
     scales.masked_fill_(scales < _LEAST_SCALE, 0)
     steps = torch.where(scales == 0, float("inf"), scales)  # a block without a scale becomes zeros
-    codes.copy_(torch.div(rows, steps.unsqueeze(1)).round_())
+    codes.copy_(torch.div(rows, steps.unsqueeze(-1)).round_())
