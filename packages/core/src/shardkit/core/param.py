@@ -378,11 +378,11 @@ class FSDPParam:
             return 0
         if self.flats:
             return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
-        return _flat_numel(self.layout) * self.dtype.itemsize
+        return self.layout.flat_numel * self.dtype.itemsize
 
     @torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
     def _new_flat(self, item: GatherItem) -> torch.Tensor:
-        flat = torch.empty(_flat_numel(item.layout), dtype=item.dtype, device=self.device)
+        flat = torch.empty(item.layout.flat_numel, dtype=item.dtype, device=self.device)
         flat.untyped_storage().resize_(0)
         return flat
 
@@ -595,11 +595,3 @@ class FSDPParam:
         self.accumulated = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
-
-
-def _flat_numel(layout: ChunkLayout) -> int:
-    """Elements of the flat tensor behind an unsharded one."""
-    if layout.dim == 0:
-        return layout.padded_numel
-    # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
-    return -(-layout.numel // layout.world_size) * layout.world_size

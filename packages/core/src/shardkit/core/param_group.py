@@ -22,22 +22,16 @@ from weakref import WeakSet
 
 import torch
 
-from shardkit.core import events
-from shardkit.core.communication import Communication
 from shardkit.core.context import CommContext
+from shardkit.core.group_gather import GroupGather
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.order_check import OrderCheck, agree
+from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
 from shardkit.core.residency import Ledger
-from shardkit.core.runtime.gather import copy_alone, gather, gather_buffer_bytes
 from shardkit.core.runtime.lanes import Ticket
-from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
-from shardkit.core.runtime.shared.segment import shared_if_possible
-from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
-from shardkit.core.runtime.transport.choice import Transports
 from shardkit.core.torch_compat import outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
@@ -86,7 +80,7 @@ _SETTINGS = (
 )
 
 
-class FSDPParamGroup:
+class FSDPParamGroup(GroupGather):
     """Parameters of one `fully_shard` call that share a mesh.
 
     Args:
@@ -109,18 +103,12 @@ class FSDPParamGroup:
         post_forward_mesh: PostForwardMesh | None,
         compression: CompressionPolicy | None = None,
     ) -> None:
-        self.params = params
+        super().__init__(params, mesh, device, post_forward_mesh, compression)
         for param in params:
             param.group = weakref.ref(self)
-        self.mesh = mesh
-        self.device = device
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
-        self.post_forward_mesh = post_forward_mesh
-        self.label = ", ".join(param.fqn for param in params[:1])
-        self.context = CommContext(device)
         self.users: WeakSet[GroupUser] = WeakSet()
-        self.stale = False  # set by an optimizer step: what is unsharded is older than the shards
         self.order_check: OrderCheck | None = None
         self.reference = weakref.ref(self)
         self.ledger: Ledger[weakref.ReferenceType[FSDPParamGroup]] | None = None  # of the root's prefetch budget
@@ -147,19 +135,9 @@ class FSDPParamGroup:
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._partial_in_flight = False
-        self._communication = Communication(compression)
         self._reduction = GradientReduction(mesh)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
-        self._offloaded = any(param.offload is not None for param in params)
-        self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
-        self._plan: GatherPlan | None = None
-        self._items: list[list[GatherItem]] = []
-        self._kept_plan: GatherPlan | None = None
-        self._transports: Transports | None = None
-        self._buffer_bytes: int | None = None
-        self._parameter_bytes: int | None = None
-        self._share_shards()
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
@@ -187,38 +165,6 @@ class FSDPParamGroup:
         group.communication = self.communication
         return group
 
-    # -- what moves the bytes ------------------------------------------------------------------------------------------
-
-    @property
-    def communication(self) -> Communication:
-        """How its bytes are to travel; a change takes effect at the next gather and reduction."""
-        return self._communication
-
-    @communication.setter
-    def communication(self, communication: Communication) -> None:
-        if self._transports is not None:
-            self._transports.forget_residuals()
-        self._communication = communication
-        self._transports = None
-        self._forget_plans()
-
-    @property
-    def _through(self) -> Transports:
-        """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
-        if self._transports is None:
-            with events.Waiting(self.label, "set-up"):
-                self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
-        return self._transports
-
-    def _share_shards(self) -> None:
-        """Moves the shards into memory that peers on this host can read, where they are to be gathered from there."""
-        group = self.mesh.shard_group
-        if group is None or not may_share_memory(group, self.device):
-            return
-        shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
-        for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
-            param.move_shard(copy)
-
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""
         self.reshard()
@@ -228,12 +174,6 @@ class FSDPParamGroup:
             param.set_mixed_precision(policy)
         self._forget_plans()
         self._items = []
-
-    def _forget_plans(self) -> None:
-        self._plan = None
-        self._kept_plan = None
-        self._buffer_bytes = None
-        self._parameter_bytes = None
 
     @property
     def residence(self) -> Residence:
@@ -258,13 +198,6 @@ class FSDPParamGroup:
         return bool(self.forward_users or self.backward_users or self.held_by_user)
 
     @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters while they have memory."""
-        if self._parameter_bytes is None:
-            self._parameter_bytes = sum(param.unsharded_bytes for param in self.params)
-        return self._parameter_bytes
-
-    @property
     def held_bytes(self) -> int:
         """Unsharded bytes, and those of the packed buffer while it is gathered; 0 if it is not unsharded."""
         if self.residence is Residence.UNSHARDED:
@@ -281,26 +214,6 @@ class FSDPParamGroup:
         if self.residence is Residence.KEPT and in_backward:
             self._plan_kept()
         return self._gather_bytes
-
-    @property
-    def _gather_bytes(self) -> int:
-        if self._buffer_bytes is None:
-            self._buffer_bytes = self._count_buffer_bytes()
-        return self._buffer_bytes + self.unsharded_bytes
-
-    def _count_buffer_bytes(self) -> int:
-        transport = self._through.gather
-        if transport is None:
-            return 0
-        plan = self._plan
-        if plan is None and not self._has_subclass:
-            plan = plan_gather(
-                [item for param in self.params for item in param.items([])],
-                transport,
-                self.label,
-                self.mesh.shard_rank,
-            )
-        return max((gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0)
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -360,10 +273,6 @@ class FSDPParamGroup:
         self._counted_in = self.context
         self.context.unsharded += 1
 
-    def note_step(self) -> None:
-        """An optimizer has stepped, which bumps no version counter."""
-        self.stale = self._written = True
-
     @property
     def is_stale(self) -> bool:
         """Whether what is unsharded is older than the shards."""
@@ -372,120 +281,6 @@ class FSDPParamGroup:
     def refresh(self) -> bool:
         """If nothing of it is gathered: takes over what the user put in place of its parameters; whether any."""
         return self.residence is Residence.SHARDED and self._refresh()
-
-    def _refresh(self) -> bool:
-        changed = [param for param in self.params if param.refresh()]
-        if changed:
-            self._forget_plans()
-            self._items = []
-        return bool(changed)
-
-    def _gather_sharded(self) -> Ticket | None:
-        self._refresh()
-        if self._plan is None and not self._items:
-            for param in self.params:
-                param.check_ready()
-            self._share_shards()
-        self.stale = False
-        if self._items and not any(self._items):  # every parameter is its own shard
-            self._drop_kept()
-            return None
-        sources = [param.sources() for param in self.params]
-        self._drop_kept()
-        if not self._items or self._has_subclass:
-            items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
-            if items != self._items:
-                self._check_wire_sizes(items)
-                self._plan, self._buffer_bytes, self._items = None, None, items
-        lane = self.context.gathers
-        flat_sources = [source for each in sources for source in each]
-        if self._offloaded:
-            flat_sources = self.context.on_device(flat_sources)
-        with lane.owning_memory():
-            for param, items_of in zip(self.params, self._items, strict=True):
-                param.allocate(items_of)
-            targets = [target for param in self.params for target in param.targets()]
-            if not targets:
-                return None
-            transport = self._through.gather
-            if transport is not None and self._plan is None:
-                items_flat = [item for each in self._items for item in each]
-                self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
-            if self._plan is not None:
-                program = gather(self._plan, flat_sources, targets)
-            else:
-                program = copy_alone(flat_sources, targets)
-        if self._plan is None and not lane.has_streams:
-            next(program, None)
-            return None
-        written = self._shards_written
-        if written:
-            self.context.wait_for_writers()
-            self.settle_shards()
-        # What fsdp_pre_all_gather sends is made on the current stream, just now.
-        ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
-        if self._offloaded:
-            self.context.note_staged(ticket, flat_sources)
-        if isinstance(transport, SharedTransport):
-            self.context.lent(ticket, transport)
-        return ticket
-
-    @property
-    def _shards_written(self) -> bool:
-        """Whether somebody may have written to the shards since the gather lane last waited for everybody."""
-        return self._written or any(param.shard_written for param in self.params)
-
-    def settle_shards(self) -> None:
-        """The gather lane waits for all that has been queued so far: gathers need not wait for it again."""
-        self._written = False
-        for param in self.params:
-            param.settle_shard()
-
-    def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
-        """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).
-
-        Raises:
-            ValueError: on every rank of the shard group.
-        """
-        group = self.mesh.shard_group
-        uneven = [
-            (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
-            for param, items_of in zip(self.params, items, strict=True)
-            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
-        ]
-        if not uneven or group is None or self._through.gather is None:
-            return
-        if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
-            return
-        param = uneven[0][0]
-        assert param.subclass is not None
-        shapes = [tuple(shape) for shape in param.subclass.input_shapes]
-        raise ValueError(
-            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and "
-            f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
-            f"the size for a full chunk, {param.layout.padded_local_shape}"
-        )
-
-    def _gather_kept(self) -> Ticket:
-        lane = self.context.gathers
-        plan = self._plan_kept()
-        with lane.owning_memory():
-            for param in self.params:
-                param.allocate([])
-            sources = [part for param in self.params for part in param.kept]
-            targets = [flat for param in self.params for flat in param.flats]
-            program = gather(plan, sources, targets)
-        # The lane has waited for the parts: they were copied before the memory was released.
-        return lane.start(program, self.label, after_current=False)
-
-    def _plan_kept(self) -> GatherPlan:
-        smaller = self.post_forward_mesh
-        assert smaller is not None
-        if self._kept_plan is None:
-            items = [item for param in self.params for item in param.kept_items(smaller.size)]
-            self._kept_plan = plan_gather(items, transport_for(smaller.group, self.device), self.label, smaller.rank)
-            self._buffer_bytes = None
-        return self._kept_plan
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -583,15 +378,6 @@ class FSDPParamGroup:
         if self._counted_in is not None:
             self._counted_in.unsharded -= 1
             self._counted_in = None
-
-    @property
-    def _has_subclass(self) -> bool:
-        return any(param.subclass for param in self.params)
-
-    def _drop_kept(self) -> None:
-        if self.post_forward_mesh is not None:
-            for param in self.params:
-                param.kept.clear()
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

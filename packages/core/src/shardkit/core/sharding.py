@@ -72,6 +72,14 @@ class ChunkLayout:
         return math.prod(self.padded_local_shape)
 
     @cached_property
+    def flat_numel(self) -> int:
+        """Elements of the flat tensor behind an unsharded one."""
+        if self.dim == 0:
+            return self.padded_numel
+        # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
+        return -(-self.numel // self.world_size) * self.world_size
+
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of all ranks' padded chunks together: `world_size * padded_local_numel`."""
         return self.world_size * self.padded_local_numel

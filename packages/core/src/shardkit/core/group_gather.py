@@ -1,0 +1,253 @@
+"""How the parameters of a group are gathered: transports, plans, what a gather reads and writes, what it waits for."""
+
+from __future__ import annotations
+
+import torch
+
+from shardkit.core import events
+from shardkit.core.communication import Communication
+from shardkit.core.context import CommContext
+from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
+from shardkit.core.order_check import agree
+from shardkit.core.param import FSDPParam
+from shardkit.core.policies import CompressionPolicy
+from shardkit.core.runtime.gather import copy_alone, gather, gather_buffer_bytes
+from shardkit.core.runtime.lanes import Ticket
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
+from shardkit.core.runtime.shared.segment import shared_if_possible
+from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
+from shardkit.core.runtime.transport.choice import Transports
+
+__all__ = ["GroupGather"]
+
+
+class GroupGather:
+    """The gather of one group's parameters, from the shards or from what a smaller group keeps.
+
+    Attributes:
+        label: names the group in messages.
+        context: the lanes that it shares with the other groups of its root.
+        stale: whether an optimizer has stepped since the last gather: what is unsharded is older than the shards.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        mesh: DataParallelMesh,
+        device: torch.device,
+        post_forward_mesh: PostForwardMesh | None,
+        compression: CompressionPolicy | None,
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.device = device
+        self.post_forward_mesh = post_forward_mesh
+        self.label = ", ".join(param.fqn for param in params[:1])
+        self.context = CommContext(device)
+        self.stale = False
+        self._communication = Communication(compression)
+        self._transports: Transports | None = None
+        self._offloaded = any(param.offload is not None for param in params)
+        self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
+        self._plan: GatherPlan | None = None
+        self._items: list[list[GatherItem]] = []
+        self._kept_plan: GatherPlan | None = None
+        self._buffer_bytes: int | None = None
+        self._parameter_bytes: int | None = None
+        self._share_shards()
+
+    # -- what moves the bytes ------------------------------------------------------------------------------------------
+
+    @property
+    def communication(self) -> Communication:
+        """How its bytes are to travel; a change takes effect at the next gather and reduction."""
+        return self._communication
+
+    @communication.setter
+    def communication(self, communication: Communication) -> None:
+        if self._transports is not None:
+            self._transports.forget_residuals()
+        self._communication = communication
+        self._transports = None
+        self._forget_plans()
+
+    @property
+    def _through(self) -> Transports:
+        """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
+        if self._transports is None:
+            with events.Waiting(self.label, "set-up"):
+                self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
+        return self._transports
+
+    def _share_shards(self) -> None:
+        """Moves the shards into memory that peers on this host can read, where they are to be gathered from there."""
+        group = self.mesh.shard_group
+        if group is None or not may_share_memory(group, self.device):
+            return
+        shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
+        for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
+            param.move_shard(copy)
+
+    def _forget_plans(self) -> None:
+        self._plan = None
+        self._kept_plan = None
+        self._buffer_bytes = None
+        self._parameter_bytes = None
+
+    # -- how much memory it takes --------------------------------------------------------------------------------------
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters while they have memory."""
+        if self._parameter_bytes is None:
+            self._parameter_bytes = sum(param.unsharded_bytes for param in self.params)
+        return self._parameter_bytes
+
+    @property
+    def _gather_bytes(self) -> int:
+        if self._buffer_bytes is None:
+            self._buffer_bytes = self._count_buffer_bytes()
+        return self._buffer_bytes + self.unsharded_bytes
+
+    def _count_buffer_bytes(self) -> int:
+        transport = self._through.gather
+        if transport is None:
+            return 0
+        plan = self._plan
+        if plan is None and not self._has_subclass:
+            plan = plan_gather(
+                [item for param in self.params for item in param.items([])],
+                transport,
+                self.label,
+                self.mesh.shard_rank,
+            )
+        return max((gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0)
+
+    # -- gathers -------------------------------------------------------------------------------------------------------
+
+    def note_step(self) -> None:
+        """An optimizer has stepped, which bumps no version counter."""
+        self.stale = self._written = True
+
+    def _refresh(self) -> bool:
+        changed = [param for param in self.params if param.refresh()]
+        if changed:
+            self._forget_plans()
+            self._items = []
+        return bool(changed)
+
+    def _gather_sharded(self) -> Ticket | None:
+        self._refresh()
+        if self._plan is None and not self._items:
+            for param in self.params:
+                param.check_ready()
+            self._share_shards()
+        self.stale = False
+        if self._items and not any(self._items):  # every parameter is its own shard
+            self._drop_kept()
+            return None
+        sources = [param.sources() for param in self.params]
+        self._drop_kept()
+        if not self._items or self._has_subclass:
+            items = [param.items(source) for param, source in zip(self.params, sources, strict=True)]
+            if items != self._items:
+                self._check_wire_sizes(items)
+                self._plan, self._buffer_bytes, self._items = None, None, items
+        lane = self.context.gathers
+        flat_sources = [source for each in sources for source in each]
+        if self._offloaded:
+            flat_sources = self.context.on_device(flat_sources)
+        with lane.owning_memory():
+            for param, items_of in zip(self.params, self._items, strict=True):
+                param.allocate(items_of)
+            targets = [target for param in self.params for target in param.targets()]
+            if not targets:
+                return None
+            transport = self._through.gather
+            if transport is not None and self._plan is None:
+                items_flat = [item for each in self._items for item in each]
+                self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
+            if self._plan is not None:
+                program = gather(self._plan, flat_sources, targets)
+            else:
+                program = copy_alone(flat_sources, targets)
+        if self._plan is None and not lane.has_streams:
+            next(program, None)
+            return None
+        written = self._shards_written
+        if written:
+            self.context.wait_for_writers()
+            self.settle_shards()
+        # What fsdp_pre_all_gather sends is made on the current stream, just now.
+        ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
+        if self._offloaded:
+            self.context.note_staged(ticket, flat_sources)
+        if isinstance(transport, SharedTransport):
+            self.context.lent(ticket, transport)
+        return ticket
+
+    @property
+    def _shards_written(self) -> bool:
+        """Whether somebody may have written to the shards since the gather lane last waited for everybody."""
+        return self._written or any(param.shard_written for param in self.params)
+
+    def settle_shards(self) -> None:
+        """The gather lane waits for all that has been queued so far: gathers need not wait for it again."""
+        self._written = False
+        for param in self.params:
+            param.settle_shard()
+
+    def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
+        """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).
+
+        Raises:
+            ValueError: on every rank of the shard group.
+        """
+        group = self.mesh.shard_group
+        uneven = [
+            (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
+            for param, items_of in zip(self.params, items, strict=True)
+            if param.subclass is not None and param.layout.padded_numel != param.layout.numel
+        ]
+        if not uneven or group is None or self._through.gather is None:
+            return
+        if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
+            return
+        param = uneven[0][0]
+        assert param.subclass is not None
+        shapes = [tuple(shape) for shape in param.subclass.input_shapes]
+        raise ValueError(
+            f"parameter '{param.fqn}' of shape {tuple(param.shape)} is sharded unevenly over {group.size()} ranks, and "
+            f"its fsdp_pre_all_gather returned tensors of other sizes on other ranks, here {shapes}; pad them to "
+            f"the size for a full chunk, {param.layout.padded_local_shape}"
+        )
+
+    def _gather_kept(self) -> Ticket:
+        lane = self.context.gathers
+        plan = self._plan_kept()
+        with lane.owning_memory():
+            for param in self.params:
+                param.allocate([])
+            sources = [part for param in self.params for part in param.kept]
+            targets = [flat for param in self.params for flat in param.flats]
+            program = gather(plan, sources, targets)
+        # The lane has waited for the parts: they were copied before the memory was released.
+        return lane.start(program, self.label, after_current=False)
+
+    def _plan_kept(self) -> GatherPlan:
+        smaller = self.post_forward_mesh
+        assert smaller is not None
+        if self._kept_plan is None:
+            items = [item for param in self.params for item in param.kept_items(smaller.size)]
+            self._kept_plan = plan_gather(items, transport_for(smaller.group, self.device), self.label, smaller.rank)
+            self._buffer_bytes = None
+        return self._kept_plan
+
+    @property
+    def _has_subclass(self) -> bool:
+        return any(param.subclass for param in self.params)
+
+    def _drop_kept(self) -> None:
+        if self.post_forward_mesh is not None:
+            for param in self.params:
+                param.kept.clear()
