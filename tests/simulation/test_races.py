@@ -13,8 +13,7 @@ from tests.simulation.races import Checker
 
 # Configurations in which the engine has races, and why.
 KNOWN: dict[str, str] = {}
-# Configurations in which stock's engine has: a gather's buffer goes back to the pool of the stream that called unshard,
-# and a second forward before the first backward drops a gather that is under way.
+# Configurations in which stock's engine has findings of its own.
 STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
 # What the engine asks for though no configuration depends on it, by the functions that ask.
 UNNEEDED_WAITS: set[str] = set()
