@@ -555,7 +555,7 @@ def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
         run_ranks(2, _dies, str(tmp_path), isolated=True)
     in_time, said = (tmp_path / "said").read_text().split(" ", 1)
     assert in_time == "True"
-    assert "all-gather (waiting for its peers" in said
+    assert "all-gather (waiting for its peers" in said or "launching all-gather failed" in said
     assert "the process of rank 1 of the group has ended" in said
 
 

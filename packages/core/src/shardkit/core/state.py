@@ -236,7 +236,11 @@ class FSDPState:
             failed = id(error) != self._handled
             if failed and error is not None:
                 self._explain(error)
-            output = self._own_outputs(self._unwatch(output))
+            try:
+                output = self._own_outputs(self._unwatch(output))
+            except RuntimeError as view:  # an output is a view of an input that was changed in place
+                self._explain(view)
+                raise
             output = self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
