@@ -50,6 +50,7 @@ def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_wait_is_needed(on_device: Callable[..., Any]) -> None:
     count, unneeded = on_device(unneeded_waits, list(KNOWN))
     assert count >= 5
@@ -57,6 +58,7 @@ def test_every_wait_is_needed(on_device: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_reference_is_needed(on_device: Callable[..., Any]) -> None:
     count, unneeded = on_device(unneeded_references, list(KNOWN))
     assert count >= 5
