@@ -232,15 +232,18 @@ class FSDPState:
         self._depth -= 1
         self._pending.discard(id(module))
         if self._depth == 0:
-            error = sys.exc_info()[1]
-            failed = id(error) != self._handled
-            if failed and error is not None:
-                self._explain(error)
+            raised = sys.exc_info()[1]
+            failed = id(raised) != self._handled
+            if failed and raised is not None:
+                self._explain(raised)
             try:
                 output = self._own_outputs(self._unwatch(output))
-            except RuntimeError as view:  # an output is a view of an input that was changed in place
-                self._explain(view)
-                raise
+            except RuntimeError as error:  # an output is a view of an input that was changed in place
+                if "modified inplace" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"'{self.fqn}' returns a view of an input that it has changed in place; clone the input first: {error}"
+                ) from error
             output = self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
