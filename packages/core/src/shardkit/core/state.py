@@ -242,7 +242,7 @@ class FSDPState:
                 if "modified inplace" not in str(error):
                     raise
                 raise RuntimeError(
-                    f"'{self.fqn}' returns a view of an input that it has changed in place; clone the input first: {error}"
+                    f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
                 ) from error
             output = self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
