@@ -37,13 +37,11 @@ def resolve_ignored(
     states = list(ignored_states or ())
     modules = list(ignored_modules or ())
     parameters: set[nn.Parameter] = set()
-    if states and isinstance(states[0], nn.Module):
+    if states and all(isinstance(one, nn.Module) for one in states):
         modules = [one for one in states if isinstance(one, nn.Module)]
     else:
         parameters = {one for one in states if isinstance(one, nn.Parameter)}
-    if ignored_states is not None and len(modules) + sum(isinstance(one, nn.Parameter) for one in states) != len(
-        states
-    ):
+    if not modules and len(parameters) != len({id(one) for one in states}):
         kinds = sorted({type(one).__name__ for one in states})
         raise ValueError(f"ignored_states must be all modules or all parameters, got {kinds}")
     for module in modules:

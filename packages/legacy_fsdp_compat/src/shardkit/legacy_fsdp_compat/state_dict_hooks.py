@@ -128,10 +128,13 @@ def _save_local(unit: Unit, state_dict: dict[str, Any], prefix: str, settings: S
     shard = parts[0][1] if parts else torch.empty(0, dtype=empty.dtype, device=empty.device)
     if unit.use_orig_params:
         state_dict.update({prefix + name: view for name, view in local_views(unit, shard).items()})
-    else:
-        for name in (name for parameter in unit.parameters for name in parameter.aliases):
-            state_dict.pop(prefix + name, None)
-    state_dict[prefix + FLAT_NAME] = flat
+        state_dict[prefix + FLAT_NAME] = flat
+        return
+    for name in (name for parameter in unit.parameters for name in parameter.aliases):
+        state_dict.pop(prefix + name, None)
+    below = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+    state_dict[prefix + FLAT_NAME] = flat  # first, where the parameters were
+    state_dict.update(below)
 
 
 def _tied_names(unit: Unit) -> list[str]:
