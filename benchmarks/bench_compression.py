@@ -10,11 +10,9 @@ import torch.distributed as dist
 from benchmarks.bench_gather import CPU, DTYPES
 from benchmarks.rank_clock import by_ranks, clock, sampled
 from shardkit.core import CompressionPolicy
-from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import GatherItem, ReduceItem, plan_gather, plan_reduce
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import PairwiseTransport, compressing
 from shardkit.core.sharding import ChunkLayout
 
 # A transformer block of width 512: 12 MiB in fp32.
@@ -50,13 +48,13 @@ def _layouts(world_size):
 
 
 def _gather(rank, world_size, dtype, kind):
-    over = compressing(PairwiseTransport(dist.group.WORLD, CPU), KINDS[kind])
+    over = PairwiseTransport(dist.group.WORLD, CPU).compressing(KINDS[kind])
     items = [GatherItem(f"p{i}", layout, dtype) for i, layout in enumerate(_layouts(world_size))]
     plan = plan_gather(items, over, "group", rank)
     chunks = [torch.full(item.layout.local_shape(rank), float(rank)) for item in items]
     flats = [torch.empty(item.layout.padded_numel, dtype=dtype) for item in items]
     lane = make_lane(CPU, "all-gather")
-    seconds = sampled(lambda: lane.start(gather(plan, chunks, flats), "group").wait())
+    seconds = sampled(lambda: lane.start(plan.transport.gather(plan, chunks, flats), "group").wait())
     for flat, item in zip(flats, items, strict=True):
         expected = torch.arange(world_size).repeat_interleave(item.layout.numel // world_size).to(dtype)
         assert torch.equal(flat, expected), f"{kind} gathered something else"
@@ -64,7 +62,7 @@ def _gather(rank, world_size, dtype, kind):
 
 
 def _reduce(rank, world_size, dtype, kind):
-    over = compressing(PairwiseTransport(dist.group.WORLD, CPU), KINDS[kind])
+    over = PairwiseTransport(dist.group.WORLD, CPU).compressing(KINDS[kind])
     items = [ReduceItem(f"p{i}", layout) for i, layout in enumerate(_layouts(world_size))]
     plan = plan_reduce(items, over, "group", rank, dtype, torch.float32)
     grads = [torch.full(shape, float(rank), dtype=dtype) for shape in SHAPES]
@@ -72,7 +70,7 @@ def _reduce(rank, world_size, dtype, kind):
     output = plan.allocate_output()
 
     def step():
-        program = reduce_scatter(
+        program = plan.transport.reduce(
             plan, list(grads), output, predivide=None, postdivide=float(world_size), op=dist.ReduceOp.SUM
         )
         lane.start(program, "group").wait()

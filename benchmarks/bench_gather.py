@@ -6,10 +6,9 @@ import torch.distributed as dist
 
 from benchmarks import stock_paths
 from benchmarks.rank_clock import by_ranks, clock, sampled
-from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import GatherItem, plan_gather
-from shardkit.core.runtime.transport import transport_for
 from shardkit.core.sharding import ChunkLayout
 
 CPU = torch.device("cpu")
@@ -48,7 +47,7 @@ def _planned(chunks, numels, rank, world_size):
 
     def step():
         full = [torch.empty(numel, dtype=chunks[0].dtype) for numel in numels]
-        lane.start(gather(plan, chunks, full), "group").wait()
+        lane.start(plan.transport.gather(plan, chunks, full), "group").wait()
         return full
 
     return step

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from benchmarks import stock_paths
 from benchmarks.bench_gather import CPU, DTYPES, GROUPS
 from benchmarks.rank_clock import by_ranks, clock, sampled
+from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import ReduceItem, plan_reduce
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import transport_for
 from shardkit.core.sharding import ChunkLayout
 
 
@@ -41,7 +40,7 @@ def _planned(grads, numels, rank, world_size):
 
     def step():
         output = plan.allocate_output()
-        program = reduce_scatter(
+        program = plan.transport.reduce(
             plan, grads, output, predivide=None, postdivide=float(world_size), op=dist.ReduceOp.SUM
         )
         lane.start(program, "group").wait()

@@ -6,19 +6,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.plan import GatherItem, GatherPlan, ReduceItem, ReducePlan, plan_gather, plan_reduce
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.shared.segment import shared_copies
-from shardkit.core.runtime.transport import (
-    C10dTransport,
-    PairwiseTransport,
-    SharedTransport,
+from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.plan import (
+    GatherItem,
+    GatherPlan,
+    ReduceItem,
+    ReducePlan,
     Transport,
-    transport_for,
+    plan_gather,
+    plan_reduce,
 )
-from shardkit.core.runtime.transport.custom import CustomTransport
+from shardkit.core.runtime.shared.segment import shared_copies
+from shardkit.core.runtime.shared.transport import SharedTransport
 from shardkit.core.sharding import ChunkLayout
 
 CPU = torch.device("cpu")
@@ -114,7 +117,7 @@ def flats_for(plan: GatherPlan) -> list[torch.Tensor]:
 
 def run_gather(plan: GatherPlan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     flats = flats_for(plan)
-    make_lane(CPU, "all-gather").start(gather(plan, sources, flats), plan.label).wait()
+    make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats), plan.label).wait()
     return [flat[: item.layout.numel].view(item.layout.shape) for flat, item in zip(flats, plan.items, strict=True)]
 
 
@@ -133,7 +136,7 @@ def run_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
     output = torch.full((plan.output_numel,), torch.nan, dtype=plan.reduce_dtype)
-    program = reduce_scatter(plan, list(grads), output, predivide=predivide, postdivide=postdivide, op=op)
+    program = plan.transport.reduce(plan, list(grads), output, predivide=predivide, postdivide=postdivide, op=op)
     make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
     return plan.output_views(output)
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardkit.core as shardkit
 from shardkit.core import events
-from shardkit.core.runtime.transport import C10dTransport, transport_for
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.collective import C10dTransport
 from tests.support import rank_mesh, run_ranks
 from tests.support.comms import CountingAllGather, RankOrderReduceScatter
 from tests.support.models import Block

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.runtime.compressed import rows
-from shardkit.core.runtime.compressed.rows import format_of
-from shardkit.core.runtime.transport import C10dTransport, PairwiseTransport, compressing
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.compressed import wire
+from shardkit.core.runtime.compressed.wire import format_of
+from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.sharding import ChunkLayout
 from tests.core.runtime_cases import (
     CASES,
@@ -45,7 +46,7 @@ def _over(kind: str, policy: CompressionPolicy) -> Any:
     assert group is not None
     pairwise = kind == "pairwise"
     below = PairwiseTransport(group, CPU) if pairwise else C10dTransport(group, CPU, direct=kind == "c10d_direct")
-    return compressing(below, policy)
+    return below.compressing(policy)
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:
@@ -142,7 +143,7 @@ SMALL = ("small", "empty_chunks", "other_dims")
 
 def _in_small_parts(rank: int, world_size: int) -> None:
     """Few chunks are rounded at once, so that every run of ranks takes several goes."""
-    rows._AT_ONCE = 40
+    wire._AT_ONCE = 40
     _gathers(rank, world_size, "pairwise", "int8", SMALL)
     _reduces(rank, world_size, "pairwise", "int8", SMALL)
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardkit.core.runtime.compressed.rows import format_of, rows_of
-from shardkit.core.runtime.compressed.wire import AsDtype, Int8Blocks, WireFormat
+from shardkit.core.runtime.compressed.wire import AsDtype, Int8Blocks, WireFormat, format_of, rows_of
 from shardkit.core.sharding import ChunkLayout
 
 # Just below fp32's largest number, a block's largest element may round up to infinity.

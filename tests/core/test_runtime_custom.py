@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.core.runtime.gather import gather
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport.custom import (
+from shardkit.core.runtime.custom import (
     CustomTransport,
     PlainAllGather,
     PlainReduceScatter,
@@ -130,7 +128,7 @@ def _wrong_buffers(rank: int, world_size: int) -> None:
     for fault, message in messages.items():
         plan = gather_plan(CASES["small"], CustomTransport(_group(), CPU, _Wrong(fault)), "layers.3")
         with pytest.raises(ValueError, match=message):
-            gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
+            plan.transport.gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
 
 
 def test_wrong_buffers_are_refused_with_label_seen_and_expected() -> None:
@@ -144,9 +142,9 @@ def _group_allocation(rank: int, world_size: int) -> None:
     plan = gather_plan(CASES["small"], over)
     reduction = reduce_plan(CASES["small"], over, F32, F32)
     with pytest.raises(ValueError, match=r"cannot allocate memory on cpu"):
-        gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
+        plan.transport.gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
     with pytest.raises(ValueError, match=r"cannot allocate memory on cpu"):
-        reduce_scatter(
+        reduction.transport.reduce(
             reduction,
             [torch.ones(i.layout.shape) for i in reduction.items],
             torch.empty(reduction.output_numel),

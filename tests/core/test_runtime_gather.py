@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from shardkit.core import events
-from shardkit.core.runtime.buffers import raw_view
-from shardkit.core.runtime.gather import gather
 from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.storage import raw_view
 from tests.core.runtime_cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
 from tests.support import run_ranks
 
@@ -65,7 +64,7 @@ def _overlaps(rank: int, world_size: int, kind: str) -> None:
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
         sizes = [i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
         flats = [torch.empty(size) for size in sizes]
-        running.append((lane.start(gather(plan, placed(kind, sources), flats), name), flats, full))
+        running.append((lane.start(plan.transport.gather(plan, placed(kind, sources), flats), name), flats, full))
     for ticket, flats, full in reversed(running):
         assert not ticket.done or world_size == 1
         ticket.wait()
@@ -85,7 +84,7 @@ def _leaves_version_counters(rank: int, world_size: int, kind: str) -> int:
     flats = [raw_view(tensor) for tensor in unsharded]
     sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
     before = [tensor._version for tensor in unsharded]
-    make_lane(CPU, "all-gather").start(gather(plan, sources, flats), "blocks.0").wait()
+    make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats), "blocks.0").wait()
     assert [tensor._version for tensor in unsharded] == before
     assert not any(flat.requires_grad for flat in flats)
     assert torch.is_grad_enabled()

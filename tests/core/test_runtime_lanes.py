@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.gather import gather
-from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, make_lane
-from shardkit.core.runtime.program import hold
-from shardkit.core.runtime.transport import Transport, transport_for
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make_lane
+from shardkit.core.runtime.plan import Transport
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan
 from tests.support import run_ranks
 
@@ -49,10 +48,10 @@ def test_a_cpu_lane_runs_to_the_first_yield_and_advances_by_one() -> None:
     first, second = _Work(), _Work()
     ticket = CpuLane("all-gather").start(_program(log, [first], [second]), "blocks.0")
     assert (log, first.waited, ticket.done) == (["launch 0"], 0, False)
-    ticket.advance()
+    ticket.wait_for_stage()
     assert (log, first.waited, second.waited, ticket.done) == (["launch 0", "launch 1"], 1, 0, False)
-    ticket.advance()
-    ticket.advance()
+    ticket.wait_for_stage()
+    ticket.wait_for_stage()
     ticket.wait()
     ticket.wait()
     assert ticket.done
@@ -96,7 +95,7 @@ def test_a_failing_program_names_the_group() -> None:
         CpuLane("all-gather").start(program(0), "blocks.0")
     ticket = CpuLane("all-gather").start(program(1), "blocks.0")
     with pytest.raises(RuntimeError, match=r"^blocks\.0: all-gather .* failed: no memory"):
-        ticket.advance()
+        ticket.wait_for_stage()
     assert ticket.done
 
 
@@ -119,7 +118,7 @@ def _grad_mode_while_running(rank: int, world_size: int) -> bool:
     group = dist.group.WORLD
     plan = gather_plan(CASES["small"], _asked(group))
     sources = [torch.ones(item.layout.local_shape(rank), requires_grad=True) for item in plan.items]
-    ticket = make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label)
+    ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
     enabled = torch.is_grad_enabled()
     ticket.wait()
     return enabled
@@ -137,7 +136,7 @@ def _waits_for_a_peer_that_never_comes(rank: int, world_size: int) -> str:
     if rank == 1:
         time.sleep(4)
         return ""
-    ticket = make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label)
+    ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
     with pytest.raises(RuntimeError) as error:
         ticket.wait()
     assert ticket.done
@@ -234,7 +233,7 @@ def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -
     gc.collect()
     assert not ticket.done
     assert reference() is not None, "the device may still write to what the program held"
-    ticket.advance()
+    ticket.wait_for_stage()
     ticket.wait()
     assert device.log[5:] == ["compute waits for event of lane-1"]
     gc.collect()

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
-from shardkit.core.runtime.gather import gather
-from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.lanes import Holder, hold, make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, ReduceItem, plan_gather, plan_reduce
-from shardkit.core.runtime.program import Holder, hold
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import C10dTransport, SharedTransport, transport_for
+from shardkit.core.runtime.shared.transport import SharedTransport
 from shardkit.core.sharding import ChunkLayout
+from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from tests.core.runtime_cases import BF16, CASES, CPU, F32, flats_for, gather_plan, reduce_plan, transport
 from tests.support import run_ranks
 
@@ -109,11 +108,13 @@ def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:
     for case in CASES.values():
         plan = gather_plan(case, over)
         sources = [torch.ones(i.layout.local_shape(rank)).to(i.dtype) for i in plan.items]
-        make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label).wait()
+        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
         reduction = reduce_plan(case, over, F32, F32)
         grads = [torch.ones(shape) for shape in case.shapes]
         output = torch.empty(reduction.output_numel)
-        program = reduce_scatter(reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG)
+        program = reduction.transport.reduce(
+            reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG
+        )
         make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
 
 
@@ -158,9 +159,12 @@ def _held(rank: int, world_size: int) -> None:
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     grads = [torch.ones(item.layout.shape) for item in plan.items]
     output = torch.empty(reduction.output_numel)
-    reduce = reduce_scatter(reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.SUM)
+    reduce = reduction.transport.reduce(reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.SUM)
     # A gather's packed buffer belongs to its lane, and nothing else could take its memory.
-    for program, expected in ((gather(plan, sources, flats_for(plan)), []), (reduce, [row * world_size])):
+    for program, expected in (
+        (plan.transport.gather(plan, sources, flats_for(plan)), []),
+        (reduce, [row * world_size]),
+    ):
         kept: list[torch.Tensor] = []
         with Holder(kept):
             for works in program:

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
+from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.reduce import all_reduce
 from tests.core.runtime_cases import (
     BF16,
     CASES,

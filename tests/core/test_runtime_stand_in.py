@@ -8,19 +8,19 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import fully_shard
-from shardkit.core.runtime.program import Program
-from shardkit.core.runtime.transport import StandIn, stand_ins, transport_for
+from shardkit.core.runtime.choice import stand_ins, transport_for
+from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.plan import Transport
 from tests.support import run_ranks
 
 
-class Constant(StandIn):
+class Constant(Transport):
     """Every rank's shard is all ones, and so is every gradient."""
 
-    direct, packs, padded, sums_locally = True, False, False, False
+    packs, sums_locally = False, False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.world_size = group.rank(), group.size()
+        super().__init__(group, device)
         self.labels: list[str] = []
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
@@ -28,13 +28,13 @@ class Constant(StandIn):
 
     gather_buffer = reduce_buffer
 
-    def gather_program(self, plan: Any, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+    def gather(self, plan: Any, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         self.labels.append(plan.label)
         for flat in flats:
             flat.fill_(1)
         yield ()
 
-    def reduce_program(self, plan: Any, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
+    def reduce(self, plan: Any, grads: list[torch.Tensor], output: torch.Tensor, **how: Any) -> Program:
         output.fill_(1)
         yield ()
 
@@ -42,7 +42,7 @@ class Constant(StandIn):
 def train_with_stand_ins(rank: int, world_size: int) -> tuple[list[str], float, float, bool]:
     transports: list[Constant] = []
 
-    def choose(group: dist.ProcessGroup, device: torch.device) -> StandIn:
+    def choose(group: dist.ProcessGroup, device: torch.device) -> Transport:
         transports.append(Constant(group, device))
         return transports[-1]
 
@@ -50,7 +50,7 @@ def train_with_stand_ins(rank: int, world_size: int) -> tuple[list[str], float, 
         model = fully_shard(nn.Linear(4, 4, bias=False))
         output = model(torch.ones(1, 4))
         output.sum().backward()
-    ours = isinstance(transport_for(dist.group.WORLD, torch.device("cpu")), StandIn)
+    ours = isinstance(transport_for(dist.group.WORLD, torch.device("cpu")), Constant)
     labels = [label for one in transports for label in one.labels]
     return labels, output.sum().item(), model.weight.grad.to_local().sum().item(), ours
 

@@ -14,12 +14,11 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, fully_shard
-from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.compressed.transport import CompressedTransport
+from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.plan import SMALL_BYTES
-from shardkit.core.runtime.reduce import reduce_scatter
-from shardkit.core.runtime.transport import C10dTransport, CompressedTransport, Transport, compressing
-from shardkit.core.runtime.transport.custom import CustomTransport
+from shardkit.core.runtime.plan import SMALL_BYTES, Transport
 from tests.core.runtime_cases import BF16, CPU, F32, Case, case, flats_for, gather_plan, reduce_plan
 from tests.support import rank_mesh, run_ranks
 
@@ -92,10 +91,12 @@ def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
     lane = make_lane(CPU, "communication")
 
     def work() -> None:
-        lane.start(gather(gathers, sources, flats), "g").wait()
+        lane.start(gathers.transport.gather(gathers, sources, flats), "g").wait()
         if isinstance(over, CompressedTransport):
             return  # its owners add up what each rank has sent, in rank order
-        program = reduce_scatter(reduction, list(grads), output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG)
+        program = reduction.transport.reduce(
+            reduction, list(grads), output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG
+        )
         lane.start(program, "g").wait()
 
     return _counted(work)
@@ -107,7 +108,7 @@ def _programs_do_not_grow(rank: int, world_size: int, kind: str, name: str) -> N
         group = _as_rank_0_of(ranks)
         over: Any = C10dTransport(group, CPU, direct=kind == "direct")
         if kind == "compressed":
-            over = compressing(over, CompressionPolicy(gather="int8", block=32))
+            over = over.compressing(CompressionPolicy(gather="int8", block=32))
         counts.append(_programs(CustomTransport(group, CPU) if kind == "custom" else over, CASES[name]))
     operators = [sum(seen.values()) for seen, _ in counts]
     calls = [calls for _, calls in counts]

@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import fully_shard
-from shardkit.core.runtime.gather import gather
+from shardkit.core.runtime.choice import choose_transports, transport_for
 from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.shared import segment
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours
 from shardkit.core.runtime.shared.tables import Table
-from shardkit.core.runtime.transport import PairwiseTransport, SharedTransport, transport_for
-from shardkit.core.runtime.transport.choice import choose_transports
+from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, rank_mesh, run_ranks
 
@@ -583,7 +583,7 @@ def _another_group(rank: int, world_size: int) -> str:
     plan = gather_plan(CASES["small"], over, f"blocks.{rank}")
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     with pytest.raises(RuntimeError) as error:
-        make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label).wait()
+        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
     return str(error.value)
 
 
@@ -600,7 +600,7 @@ def _another_size(rank: int, world_size: int) -> str:
     plan = gather_plan(case, over)
     sources = segment.shared_copies([torch.ones(item.layout.local_shape(rank)) for item in plan.items])
     with pytest.raises(RuntimeError) as error:
-        make_lane(CPU, "all-gather").start(gather(plan, sources, flats_for(plan)), plan.label).wait()
+        make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
     return str(error.value)
 
 

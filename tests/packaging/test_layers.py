@@ -14,6 +14,7 @@ LAYERS: list[set[str]] = [
     {
         "version",
         "sharding",
+        "storage",
         "mesh",
         "policies",
         "adapters",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from shardkit.core.runtime import lanes, program
+from shardkit.core.runtime import lanes
 from tests.simulation.configurations import CONFIGURATIONS, Configuration, check
 from tests.simulation.races import Checker, Site, calling_site
 
@@ -57,7 +57,7 @@ def unneeded_references(excluded: Sequence[str]) -> tuple[int, set[str]]:
 @contextlib.contextmanager
 def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
     """Leaves out of what programs hold, and of what a lane keeps alive for them, whatever `drops` says."""
-    hold, start = program.hold, lanes.StreamLane.start
+    hold, start = lanes.hold, lanes.StreamLane.start
 
     def hold_some(*tensors: Any) -> None:
         site = calling_site(1)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import events
-from shardkit.core.runtime import transport
+from shardkit.core.runtime import choice
 from shardkit.core.runtime.shared import meeting, segment
 from tests.tools.jobs import JOBS, mesh_of
 
@@ -89,7 +89,7 @@ def shared_memory(allowed: bool):
     A model of another test that is still alive may hold a transport of the same group.
     """
     os.environ["SHARDKIT_SHARED_MEMORY"] = "1" if allowed else "0"
-    caches = (meeting._known, transport._cache)
+    caches = (meeting._known, choice._cache)
     before = [dict(cache) for cache in caches]
     for cache in caches:
         cache.clear()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import CompressionPolicy, events, fully_shard
 from shardkit.core.events import StorageKind
-from shardkit.core.runtime.transport.custom import PlainAllGather, PlainReduceScatter
+from shardkit.core.runtime.custom import PlainAllGather, PlainReduceScatter
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND

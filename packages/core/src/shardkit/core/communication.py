@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
-from shardkit.core.runtime.transport.choice import Transports, choose_transports
-from shardkit.core.runtime.transport.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
+from shardkit.core.runtime.choice import Transports, choose_transports
+from shardkit.core.runtime.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
 
 __all__ = ["Communication"]
 

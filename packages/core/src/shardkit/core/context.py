@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
-from shardkit.core.runtime.transport import SharedTransport
+from shardkit.core.runtime.plan import Transport
 
 __all__ = ["DEFAULT_PREFETCH_DEPTH", "CommContext", "MemoryOwner"]
 
@@ -49,7 +49,7 @@ class CommContext:
         self.slots = DEFAULT_PREFETCH_DEPTH + 1
         self.unsharded = 0
         self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[Any, ...]] = {}
-        self._lent: list[tuple[Ticket, SharedTransport]] = []
+        self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
 
@@ -134,14 +134,14 @@ class CommContext:
         has left to do after its reduce-scatter (the all-reduce of HSDP) overlaps with the backward that goes on.
         """
         for ticket in list(self._in_flight)[: max(0, len(self._in_flight) - max_inputs + 1)]:
-            ticket.advance()
+            ticket.wait_for_stage()
         self._in_flight.append(self.reductions.start(program, label))
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
 
-    def lent(self, ticket: Ticket, transport: SharedTransport) -> None:
+    def note_read_by_peers(self, ticket: Ticket, transport: Transport) -> None:
         """Remembers a gather in which peers read this rank's shards."""
-        self._lent.append((ticket, transport))
+        self._read_by_peers.append((ticket, transport))
 
     def settle_gathers(self) -> None:
         """Waits until no peer reads this rank's shards any more, so that they may be written to.
@@ -152,11 +152,11 @@ class CommContext:
         that steps in backward is not among these: a gradient is only delivered once every peer has sent its part, which
         it computed from what it had read.
         """
-        lent, self._lent = self._lent, []
-        for ticket, _ in lent:
+        gathers, self._read_by_peers = self._read_by_peers, []
+        for ticket, _ in gathers:
             ticket.wait()
-        for transport in {transport for _, transport in lent}:
-            transport.settle()
+        for transport in {transport for _, transport in gathers}:
+            transport.wait_until_read()
 
     def finish_reductions(self) -> None:
         """Waits for every reduction: afterwards the compute stream may use all sharded gradients."""
@@ -170,7 +170,7 @@ class CommContext:
         """
         if self.device.type != "cpu":  # streams go on by themselves
             return
-        for ticket in (*(ticket for ticket, _ in self._lent), *self._in_flight):
+        for ticket in (*(ticket for ticket, _ in self._read_by_peers), *self._in_flight):
             ticket.wait()
 
     def settle_after_failure(self) -> None:
@@ -181,12 +181,12 @@ class CommContext:
         """
         while self._in_flight:
             _wait_or_abandon(self._in_flight.popleft())
-        lent, self._lent = self._lent, []
-        for ticket, _ in lent:
+        gathers, self._read_by_peers = self._read_by_peers, []
+        for ticket, _ in gathers:
             _wait_or_abandon(ticket)
-        for transport in {transport for _, transport in lent}:
+        for transport in {transport for _, transport in gathers}:
             with contextlib.suppress(RuntimeError):
-                transport.settle()
+                transport.wait_until_read()
 
 
 def _wait_or_abandon(ticket: Ticket) -> None:

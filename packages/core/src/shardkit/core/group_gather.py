@@ -11,12 +11,11 @@ from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import agree
 from shardkit.core.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy
-from shardkit.core.runtime.gather import copy_alone, gather, gather_buffer_bytes
+from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
+from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
-from shardkit.core.runtime.transport import SharedTransport, may_share_memory, transport_for
-from shardkit.core.runtime.transport.choice import Transports
 
 __all__ = ["GroupGather"]
 
@@ -121,7 +120,9 @@ class GroupGather:
                 self.label,
                 self.mesh.shard_rank,
             )
-        return max((gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0)
+        return max(
+            (one.transport.gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0
+        )
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
@@ -168,9 +169,9 @@ class GroupGather:
                 items_flat = [item for each in self._items for item in each]
                 self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
             if self._plan is not None:
-                program = gather(self._plan, flat_sources, targets)
+                program = self._plan.transport.gather(self._plan, flat_sources, targets)
             else:
-                program = copy_alone(flat_sources, targets)
+                program = gather_alone(flat_sources, targets)
         if self._plan is None and not lane.has_streams:
             next(program, None)
             return None
@@ -182,8 +183,8 @@ class GroupGather:
         ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
         if self._offloaded:
             self.context.note_staged(ticket, flat_sources)
-        if isinstance(transport, SharedTransport):
-            self.context.lent(ticket, transport)
+        if transport is not None and transport.peers_read_shards:
+            self.context.note_read_by_peers(ticket, transport)
         return ticket
 
     @property
@@ -230,7 +231,7 @@ class GroupGather:
                 param.allocate([])
             sources = [part for param in self.params for part in param.kept]
             targets = [flat for param in self.params for flat in param.flats]
-            program = gather(plan, sources, targets)
+            program = plan.transport.gather(plan, sources, targets)
         # The lane has waited for the parts: they were copied before the memory was released.
         return lane.start(program, self.label, after_current=False)
 

@@ -33,10 +33,10 @@ from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter,
 from shardkit.core.lost_writes import GradientOrigin, lost_gradient, lost_parameter, lost_while_unsharded
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit.core.runtime.buffers import allocate_storage, free_storage, raw_view
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
+from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from shardkit.core.torch_compat import (
     is_plain,
     like_dtensor,

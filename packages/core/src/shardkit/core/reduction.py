@@ -12,12 +12,10 @@ import torch.distributed as dist
 
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.param import FSDPParam
-from shardkit.core.runtime.buffers import note_allocated, note_freed
-from shardkit.core.runtime.lanes import Program
-from shardkit.core.runtime.plan import ReducePlan, plan_reduce
-from shardkit.core.runtime.program import NEXT_STAGE, hold
-from shardkit.core.runtime.reduce import all_reduce, reduce_scatter
-from shardkit.core.runtime.transport import Transport
+from shardkit.core.runtime.collective import all_reduce
+from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
+from shardkit.core.runtime.plan import ReducePlan, Transport, plan_reduce
+from shardkit.core.storage import note_allocated, note_freed
 
 __all__ = ["Division", "GradientReduction", "division_for"]
 
@@ -146,7 +144,7 @@ class GradientReduction:
             plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
         output = plan.allocate_output()
         note_allocated(output, label, "reduce_output")
-        program = reduce_scatter(
+        program = plan.transport.reduce(
             plan,
             gradients,
             output,

@@ -23,7 +23,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from shardkit.core import fully_shard
-from shardkit.core.runtime.transport import SharedTransport, transport_for
+from shardkit.core.runtime.choice import transport_for
 from shardkit.core.torch_compat import TorchDispatchMode
 from shardkit.tools.estimating.timeline import Roofline
 from shardkit.tools.estimating.trace import Operator, TensorPicture, dtensors_among
@@ -103,7 +103,7 @@ def _speeds(file: Path) -> dict[str, Any]:
     latency, bandwidth = _link()
     group = dist.group.WORLD
     assert group is not None
-    shared = isinstance(transport_for(group, torch.device("cpu")), SharedTransport)
+    shared = transport_for(group, torch.device("cpu")).name == "shared"
     return {
         "float32": _matmul(torch.float32),
         "bfloat16": _matmul(torch.bfloat16),

@@ -1,25 +1,83 @@
 """A device's concurrency behind one ticket: programs run beside the computation, in the order they were started.
 
-There are two kinds of lane and no threads. A `CpuLane` relies on the backend's own progress thread: works move on
-by themselves, and a ticket's owner drives the local work between them. A `StreamLane` queues a whole program on
-a stream of its own at once. Failure: whatever a program or one of its works raises comes out of `start`, `advance`
-or `wait` as a `RuntimeError` that names the label, so that a timeout tells which group was waiting.
+A *program* is a communication written as a generator, so that one body serves CPU and streams. There are two kinds of
+lane and no threads. A `CpuLane` relies on the backend's own progress thread: works move on by themselves, and a
+ticket's owner drives the local work between them. A `StreamLane` queues a whole program on a stream of its own at once.
+Failure: whatever a program or one of its works raises comes out of `start`, `wait_for_stage` or `wait` as a
+`RuntimeError` that names the label, so that a timeout tells which group was waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from shardkit.core import events
-from shardkit.core.runtime.program import NEXT_STAGE, Holder, Program, Waitable
 
-__all__ = ["CpuLane", "Lane", "Program", "StreamLane", "Ticket", "make_lane"]
+__all__ = ["NEXT_STAGE", "CpuLane", "Holder", "Lane", "Program", "StreamLane", "Ticket", "hold", "make_lane"]
+
+
+class Waitable(Protocol):
+    """What a program waits on: c10d's works, and postings of the shared-memory transport."""
+
+    def wait(self) -> Any:
+        """Return when it is done; raise if it failed."""
+
+
+Program: TypeAlias = Generator[Sequence[Waitable], None, None]
+"""Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
+yield again, then returns. Programs compose with `yield from`."""
+
+
+class _NextStage(tuple[Waitable, ...]):
+    """Nothing to wait for, told from other empty tuples by identity."""
+
+    __slots__ = ()
+
+
+NEXT_STAGE: Sequence[Waitable] = _NextStage()
+"""Yielded where a program needs its inputs no more: the lane's next program does not wait for what comes next, such as
+the all-reduce of a reduced shard."""
+
+
+class _Holding(threading.local):
+    """The list that keeps tensors for the program which runs on this thread right now, if its lane needs one."""
+
+    tensors: list[torch.Tensor] | None = None
+
+
+_holding = _Holding()
+
+
+def hold(*tensors: torch.Tensor) -> None:
+    """Called by a program: keep `tensors` until its ticket has been waited for.
+
+    A stream lane runs a program to its end while the device has hardly begun. A buffer that belonged only to the
+    program's frame would go back to the allocator, and to the compute stream, while it is still being written.
+    On a CPU lane a frame outlives its transfers and nothing needs to be held.
+    """
+    if _holding.tensors is not None:
+        _holding.tensors.extend(tensors)
+
+
+class Holder:
+    """Collects in `tensors` what programs `hold` inside the `with` block."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._outer: list[torch.Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self._outer, _holding.tensors = _holding.tensors, self._tensors
+
+    def __exit__(self, *exc_info: object) -> None:
+        _holding.tensors = self._outer
 
 
 class Ticket(Protocol):
@@ -33,7 +91,7 @@ class Ticket(Protocol):
     done: bool
     finished: Any
 
-    def advance(self) -> None:
+    def wait_for_stage(self) -> None:
         """CPU: wait for the pending works and run the program to its next yield or its end.
 
         Streams: make the current stream wait for the program's next stage. Either way what the program has read so far
@@ -137,7 +195,7 @@ class CpuTicket:
         if began:
             events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
 
-    def advance(self) -> None:
+    def wait_for_stage(self) -> None:
         if self.done:
             return
         if not events.hub.active:
@@ -162,7 +220,7 @@ class CpuTicket:
 
     def wait(self) -> None:
         while not self.done:
-            self.advance()
+            self.wait_for_stage()
 
     def reader_events(self) -> tuple[Any, ...]:
         return ()
@@ -216,7 +274,7 @@ class StreamLane:
     No `record_stream` is needed, and memory is reused in an order that does not depend on timing.
 
     A program that yields `NEXT_STAGE` continues on the lane `following`. What it has read until then may be dropped
-    when its ticket has advanced.
+    after `wait_for_stage` of its ticket.
     """
 
     has_streams: bool = True
@@ -322,7 +380,7 @@ class StreamTicket:
         self._stages = stages
         self._has_inputs = True
 
-    def advance(self) -> None:
+    def wait_for_stage(self) -> None:
         """Makes the current stream wait for the first stage, and drops what the caller gave the program to read.
 
         A second stage is left to `wait`: nobody needs what it writes before.

@@ -1,4 +1,4 @@
-"""The packed buffer: one row for each rank, holding that rank's chunk of every packed item.
+"""Flat buffers: in-place slots of one item, and the packed buffer with a row for each rank.
 
 Note [Chunks as strides]: where consecutive ranks hold chunks of one shape, these lie at equal distances, in the packed
 buffer and in the whole tensor alike. So one strided view on either side covers all of them, and one copy moves them. A
@@ -15,13 +15,58 @@ from typing import NamedTuple
 
 import torch
 
-from shardkit.core.runtime.slots import Slots
 from shardkit.core.sharding import ChunkLayout, runs_together
 from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 
 # Items of a buffer of bytes start at multiples of this, so that each can be viewed as its own dtype; 16 is what the
 # widest dtype (complex128) and vectorized copies want.
 _ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Consecutive slots of a flat buffer, slot `r` being rank `r`'s; `tail` elements behind them are unused.
+
+    `runs` are pairs (ranks, elements of the slot of each), so that equal slots take no memory for each rank.
+
+    ::
+
+        runs = ((3, 3), (1, 1)), tail = 2      | 0 0 0 | 1 1 1 | 2 2 2 | 3 | . . |
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    tail: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slots together, without the tail."""
+        return sum(count * each for count, each in self.runs)
+
+    def slot_numel(self, rank: int) -> int:
+        """Elements of `rank`'s slot."""
+        for count, each in self.runs:
+            if rank < count:
+                return each
+            rank -= count
+        raise IndexError(f"no slot {rank} behind the last one")
+
+    def start(self, rank: int) -> int:
+        """First element of `rank`'s slot."""
+        start = 0
+        for count, each in self.runs:
+            start += min(rank, count) * each
+            rank = max(0, rank - count)
+        return start
+
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes for one `split_with_sizes` call: the slots in rank order, then the tail if there is one.
+
+        As long as the group is large: for transports that send to each rank by itself.
+        """
+        sizes: tuple[int, ...] = ()
+        for count, each in self.runs:
+            sizes += (each,) * count
+        return (*sizes, self.tail) if self.tail else sizes
 
 
 class Block(NamedTuple):

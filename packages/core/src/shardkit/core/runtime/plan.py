@@ -1,25 +1,31 @@
-"""Plans: which items of a group travel in place, which share the packed buffer, and where everything lies.
+"""Plans, and the transports that run them: what travels in place, what is packed, and where everything lies.
 
 Note [In-place gather]: item `i` is gathered into a flat tensor with one slot for each rank. On dim 0 the slots, put one
 behind the other, are the unsharded tensor (a prefix of it, if padded), so a rank writes its chunk into its slot, the
 others' chunks arrive in theirs, and nothing is copied. Items cut on another dim have no such slots, and small items are
 not worth a message each; both go through one packed buffer and are copied out of it.
 
-A plan is made once, by all ranks alike, and used at every step; programs find every size and offset in it.
+A plan is made once, by all ranks alike, and used at every step; programs find every size and offset in it. The
+transport that a plan is made for runs it: `plan.transport.gather(plan, ...)` and `plan.transport.reduce(plan, ...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardkit.core.runtime.packing import Packing, Place, pack
-from shardkit.core.runtime.slots import Slots
-from shardkit.core.runtime.transport.compressed import CompressedTransport
-from shardkit.core.runtime.transport.interface import Collective, Exchange, Transport
+from shardkit.core import events
+from shardkit.core.policies import CompressionPolicy
+from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.packing import Packing, Place, Slots, pack
 from shardkit.core.sharding import ChunkLayout, runs_together
 
 SMALL_BYTES = 32 * 1024
@@ -44,6 +50,130 @@ class ReduceItem:
     layout: ChunkLayout
 
 
+class Transport(ABC):
+    """Moves the items of plans between the ranks of one process group: `pairwise`, `collective`, `shared`, ...
+
+    Attributes:
+        name: what events call it.
+        direct: can move a list of tensors in place in one launch; if not, a plan packs everything into one buffer.
+        packs: what is small, or cut on another dim than 0, is packed into one buffer all the same.
+        padded: the slots of a buffer must be of one size.
+        sums_locally: gradients go as they are to their owner, who sums them.
+        peers_read_shards: peers read this rank's shards where they lie, until `wait_until_read`.
+    """
+
+    name = "custom"
+    direct = True
+    packs = True
+    padded = False
+    sums_locally = True
+    peers_read_shards = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.world_size = group.size()
+
+    @abstractmethod
+    def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+        """The program that gathers `plan`'s items. Collective over the group, in launch order.
+
+        `sources[i]` is this rank's chunk, of shape `items[i].layout.local_shape(rank)`, of any dtype (cast when
+        written) and on any device. `flats[i]` is a 1-D tensor of `items[i].dtype` on the group's device, allocated, of
+        `padded_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
+        `flats[i][:numel].view(shape)` is the unsharded tensor; elements behind it are undefined.
+
+        Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
+        wrong one.
+        """
+
+    @abstractmethod
+    def reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        *,
+        predivide: float | None,
+        postdivide: float | None,
+        op: Any,
+    ) -> Program:
+        """The program that reduces `plan`'s gradients. Collective over the group, in launch order.
+
+        `grads[i]` is the full gradient, of shape `items[i].layout.shape` and of `grad_dtype`, of any strides; it is
+        read until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of
+        `reduce_dtype` with `output_numel` elements; afterwards `plan.output_views(output)` are the reduced chunks: the
+        sum over ranks in `reduce_dtype`, each term divided by `predivide` and the sum by `postdivide` where they are
+        given. `op` is SUM, or AVG (only without divisors) for the sum divided by the world size, or another operation
+        that a collective backend knows.
+
+        Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
+        wrong one.
+        """
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D buffer for the packed items of a gather."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A 1-D buffer for the packed gradients of a reduction, or for its output."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def gather_buffer_bytes(self, plan: GatherPlan) -> int:
+        """Bytes that a gather of `plan` takes beside the unsharded tensors while it is under way."""
+        return 0 if plan.packing is None else plan.packing.numel * plan.packed_dtype.itemsize
+
+    def for_gather(self, items: Sequence[GatherItem]) -> Transport:
+        """The transport that gathers `items` best: this one, or the one below it."""
+        return self
+
+    def for_reduction(self, items: Sequence[ReduceItem], wire_dtype: torch.dtype) -> Transport:
+        """Likewise for gradients that would travel in `wire_dtype`."""
+        return self
+
+    def compressing(self, policy: CompressionPolicy) -> Transport:
+        """This transport with the rounding of `policy`; itself where nothing is on a wire."""
+        return self
+
+    def forget_residuals(self) -> None:  # noqa: B027 - only what rounds has any
+        """Drops rounding errors that wait to be fed back: they belong to an iteration that failed."""
+
+    def wait_until_read(self) -> None:  # noqa: B027 - on a network nobody reads them
+        """Waits until no peer reads this rank's shards in an operation that is over for this rank.
+
+        Raises:
+            RuntimeError: if a peer is gone, or does not come, with the name of the group that it was to read.
+        """
+
+
+class NetworkTransport(Transport):
+    """A transport whose bytes cross a network, in flat buffers with a slot for each rank."""
+
+    @abstractmethod
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+        """Fills every rank's slot of each 1-D buffer with what that rank has in its own slot, in place (collective)."""
+
+    @abstractmethod
+    def exchange(
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+    ) -> Sequence[dist.Work]:
+        """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
+
+        Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
+        """
+
+
+def divisors(
+    transport: Transport, predivide: float | None, postdivide: float | None, op: Any
+) -> tuple[float | None, float | None]:
+    """What an owner that sums divides each term by, and the sum; see `Transport.reduce`."""
+    if op != dist.ReduceOp.AVG:
+        return predivide, postdivide
+    assert predivide is None and postdivide is None, "AVG takes no divisors"
+    return None, float(transport.world_size)
+
+
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
     """How a group is gathered.
@@ -65,12 +195,6 @@ class GatherPlan:
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
-
-    @cached_property
-    def collective(self) -> Collective:
-        """The transport, for programs that work on flat buffers."""
-        assert isinstance(self.transport, Collective)
-        return self.transport
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:
@@ -119,6 +243,25 @@ class GatherPlan:
         packed = sum(self.items[i].layout.numel * self.items[i].dtype.itemsize for i in self.packing.items)
         return sum(behind) + self.packing.numel * self.packed_dtype.itemsize - packed
 
+    @contextlib.contextmanager
+    def reported(
+        self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
+        """Reports the gather that the block runs as events: that it has started and, unless it raises, finished.
+
+        `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
+        """
+        if not events.hub.active:
+            yield
+            return
+        wire = self.wire_nbytes if wire_nbytes is None else wire_nbytes
+        described = (self.label, self.fqns, self.nbytes, wire, dtype or self.dtype, self.transport.group)
+        padding, name = self.padding_nbytes, self.transport.name
+        events.emit(events.GatherStarted(*described, padding_bytes=padding, transport=name))
+        yield
+        seconds = time.perf_counter() - launched
+        events.emit(events.GatherFinished(*described, seconds, padding_bytes=padding, transport=name))
+
 
 @dataclass(frozen=True, eq=False)
 class ReducePlan:
@@ -138,7 +281,6 @@ class ReducePlan:
     grad_dtype: torch.dtype
     wire_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    exchange: Exchange | None
     direct: tuple[int, ...]
     packing: Packing | None
     output_sizes: tuple[int, ...]
@@ -148,12 +290,6 @@ class ReducePlan:
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
-
-    @cached_property
-    def collective(self) -> Collective:
-        """The transport, for programs that work on flat buffers."""
-        assert isinstance(self.transport, Collective)
-        return self.transport
 
     @cached_property
     def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -218,11 +354,29 @@ class ReducePlan:
         """A 1-D output from the transport's allocator; the contents are undefined."""
         return self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
 
+    @contextlib.contextmanager
+    def reported(
+        self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
+        """Reports the reduction that the block runs as events: that it has started and, unless it raises, finished.
+
+        `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
+        """
+        if not events.hub.active:
+            yield
+            return
+        wire = self.wire_nbytes if wire_nbytes is None else wire_nbytes
+        described = (self.label, self.fqns, self.nbytes, wire, dtype or self.wire_dtype, self.transport.group)
+        padding, name = self.padding_nbytes, self.transport.name
+        events.emit(events.ReduceStarted(*described, padding_bytes=padding, transport=name))
+        yield
+        seconds = time.perf_counter() - launched
+        events.emit(events.ReduceFinished(*described, seconds, padding_bytes=padding, transport=name))
+
 
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
     """Decide how `items` are gathered. Not collective, but every rank must plan the same items."""
-    if isinstance(transport, CompressedTransport):
-        transport = transport.for_gather(items)
+    transport = transport.for_gather(items)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     direct = [i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport)]
@@ -253,8 +407,7 @@ def plan_reduce(
     reduce_dtype: torch.dtype,
 ) -> ReducePlan:
     """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items."""
-    if isinstance(transport, CompressedTransport):
-        transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype))
+    transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype))
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)
@@ -274,7 +427,6 @@ def plan_reduce(
         grad_dtype=grad_dtype,
         wire_dtype=wire_dtype,
         reduce_dtype=reduce_dtype,
-        exchange=transport if transport.sums_locally and isinstance(transport, Exchange) else None,
         direct=tuple(direct),
         packing=packing,
         output_sizes=sizes,

@@ -17,20 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
-from shardkit.core.runtime.buffers import note_allocated, note_freed
-from shardkit.core.runtime.plan import GatherPlan, ReducePlan
-from shardkit.core.runtime.program import Program
+from shardkit.core.runtime.choice import stand_ins
+from shardkit.core.runtime.collective import FlatTransport
+from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.packing import Slots
+from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
-from shardkit.core.runtime.slots import Slots
-from shardkit.core.runtime.transport import StandIn, stand_ins
 from shardkit.core.state import state_of
+from shardkit.core.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import local_of
 from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.memory import CachingAllocator, Peak
 from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.trace import Trace, neighbourhood
-from shardkit.tools.machine import Machine, Transport
+from shardkit.tools.machine import Machine
 from shardkit.tools.machine import Transport as Kind
 from shardkit.tools.torch_compat import FakeTensors, forget_meshes, join_fake_world
 
@@ -81,7 +82,7 @@ class _Parcel:
 
 
 class _Outbox:
-    """Follows `runtime.shared.outbox`. Ranks are never in step: a parcel is on its way while the next is filled."""
+    """Follows core's `Outbox`. Ranks are never in step: a parcel is on its way while the next is filled."""
 
     def __init__(self) -> None:
         self._parcels: list[_Parcel] = []
@@ -109,7 +110,7 @@ class _Outbox:
         self._parcels.append(_Parcel(memory, number))
 
 
-class SimulatedTransport(StandIn):
+class SimulatedTransport(Transport):
     """Stands in for one of core's transports in a process group.
 
     Args:
@@ -126,9 +127,7 @@ class SimulatedTransport(StandIn):
         ranks_per_host: int,
         announce: Callable[[int], None],
     ) -> None:
-        self.group, self.device = group, device
-        self.rank, self.world_size = group.rank(), group.size()
-        self.direct = True
+        super().__init__(group, device)
         self.packs = kind != "shared"
         self.padded = kind == "nccl"
         self.sums_locally = kind != "nccl"
@@ -148,25 +147,16 @@ class SimulatedTransport(StandIn):
         """What this rank maps of its peers' memory: their shards and their outboxes, which are like its own."""
         return sum(self._lent.values()) + (self.world_size - 1) * self._outbox.nbytes
 
-    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
     # -- gathers -------------------------------------------------------------------------------------------------------
 
-    def gather_program(
-        self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]
-    ) -> Program:
-        """As `runtime.gather.gather`, or `runtime.shared.gather.shared_gather`."""
+    def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
         if plan.packing is not None:
             packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        return self._gather(plan, packed)
+        return self._run_gather(plan, packed)
 
-    def _gather(self, plan: GatherPlan, packed: torch.Tensor | None) -> Program:
+    def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None) -> Program:
         launched = time.perf_counter()
         if self.kind == "shared":
             own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
@@ -182,15 +172,23 @@ class SimulatedTransport(StandIn):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def reduce_program(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
-        """As `runtime.reduce.reduce_scatter`, or `runtime.shared.reduce.shared_reduce`."""
+    def reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        *,
+        predivide: float | None,
+        postdivide: float | None,
+        op: Any,
+    ) -> Program:
         if self.kind == "shared":
             return self._reduce_shared(plan, grads, output)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        return self._reduce(plan, grads, output, packed)
+        return self._run_reduction(plan, grads, output, packed)
 
     def _reduce_shared(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
         launched = time.perf_counter()
@@ -204,7 +202,7 @@ class SimulatedTransport(StandIn):
             torch.empty_like(output)  # each peer's terms are cast before they are added
         self._end_reduction(plan, launched)
 
-    def _reduce(
+    def _run_reduction(
         self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, packed: torch.Tensor | None
     ) -> Program:
         launched = time.perf_counter()
@@ -238,7 +236,7 @@ class SimulatedTransport(StandIn):
         events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched))
 
 
-class SimulatedNetwork(SimulatedTransport):
+class SimulatedNetwork(SimulatedTransport, FlatTransport):
     """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
@@ -246,13 +244,7 @@ class SimulatedNetwork(SimulatedTransport):
         return ()
 
     def exchange(
-        self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]]
-    ) -> Sequence[dist.Work]:
-        """Nothing to wait for."""
-        return ()
-
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
     ) -> Sequence[dist.Work]:
         """Nothing to wait for."""
         return ()
@@ -324,10 +316,10 @@ def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Mach
         observer = Observer(machine.ranks_per_host, fake)
         transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
 
-        def stand_in(group: dist.ProcessGroup, device: torch.device) -> StandIn:
+        def stand_in(group: dist.ProcessGroup, device: torch.device) -> Transport:
             if group not in transports:
                 several = neighbourhood(group, machine.ranks_per_host).hosts > 1
-                kind: Transport = "pairwise" if several and machine.transport == "shared" else machine.transport
+                kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
                 transports[group] = simulated(group, device, kind, machine.ranks_per_host, observer.announce)
             return transports[group]
 

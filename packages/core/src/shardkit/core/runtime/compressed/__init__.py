@@ -1,5 +1,4 @@
-"""Programs that send fewer bytes than there are: rounded shards and gradients, between ranks that share no memory.
+"""Fewer bytes than there are: rounded shards and gradients, between ranks that share no memory.
 
-`wire` says what one item looks like on the wire, `rows` where each item lies in a rank's row of bytes; `gather` and
-`reduce` are the programs. `shardkit.core.runtime.transport.compressed` moves the rows.
+`wire` says what an item looks like in a row of bytes, and where it lies there; `transport` makes and sends the rows.
 """

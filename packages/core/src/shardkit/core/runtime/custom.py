@@ -11,21 +11,18 @@ import torch.distributed as dist
 
 from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, ReduceScatter
-from shardkit.core.runtime.slots import Slots
-from shardkit.core.runtime.transport.c10d import PLAIN_DTYPES
+from shardkit.core.runtime.collective import PLAIN_DTYPES, C10dTransport
+from shardkit.core.runtime.packing import Slots
 
 
-class CustomTransport:
+class CustomTransport(C10dTransport):
     """Runs everything packed, through the given objects; the one that is None is c10d's plain collective.
 
     Raises `ValueError` with the label, the size or dtype seen and the one expected when `allocate` answers with another
     tensor than it was asked for.
     """
 
-    direct = False
-    packs = True
-    padded = True
-    sums_locally = False
+    name = "custom"
 
     def __init__(
         self,
@@ -34,33 +31,29 @@ class CustomTransport:
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ) -> None:
-        self.group = group
-        self.device = device
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self._gather: AllGather = all_gather or PlainAllGather()
-        self._reduce: ReduceScatter = reduce_scatter or PlainReduceScatter()
-        self._async = device.type == "cpu"
+        super().__init__(group, device, direct=False)
+        self._gathering: AllGather = all_gather or PlainAllGather()
+        self._reducing: ReduceScatter = reduce_scatter or PlainReduceScatter()
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
         (buffer,), (slot,) = buffers, slots
         chunk = slot.slot_numel(self.rank)
         own = buffer.narrow(0, self.rank * chunk, chunk)
-        work = self._gather(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
+        work = self._gathering(output_tensor=buffer, input_tensor=own, group=self.group, async_op=self._async)
         return () if work is None else (work,)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
     ) -> Sequence[dist.Work]:
         (output,), (full,) = outputs, inputs
-        work = self._reduce(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
+        work = self._reducing(output_tensor=output, input_tensor=full, group=self.group, op=op, async_op=self._async)
         return () if work is None else (work,)
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._allocated(self._gather, numel, dtype, label)
+        return self._allocated(self._gathering, numel, dtype, label)
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        return self._allocated(self._reduce, numel, dtype, label)
+        return self._allocated(self._reducing, numel, dtype, label)
 
     def _allocated(self, comm: AllGather | ReduceScatter, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         buffer = comm.allocate((numel,), dtype=dtype, device=self.device)

@@ -1,0 +1,135 @@
+"""Which transport moves the bytes of a parameter group: by what its user has set, and what its process groups can do.
+
+A simulator runs a model on one process, with a fake process group, and has to see the plans, the memory and the events
+that a network would have made. It brings transports with the properties of the ones they stand in for, whose programs
+need not copy anything; `stand_ins` puts them in the place of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core import torch_compat
+from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
+from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.custom import CustomTransport
+from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.plan import Transport
+from shardkit.core.runtime.shared.meeting import neighbours_of, possible
+from shardkit.core.runtime.shared.transport import SharedTransport
+
+__all__ = ["Transports", "choose_transports", "may_share_memory", "stand_ins", "transport_for"]
+
+StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
+"""What takes the place of the transport of a group, for tensors on a device."""
+
+_stand_in: StandIn | None = None
+
+# A transport holds its group, so the cache must not hold the transport: the plans that use it do.
+_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, weakref.ref[Transport]]]
+_cache = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What moves the bytes of a group; None when there is nobody to send them to."""
+
+    gather: Transport | None
+    reduce: Transport | None
+
+    def forget_residuals(self) -> None:
+        """Drops rounding errors that wait to be fed back."""
+        if self.reduce is not None:
+            self.reduce.forget_residuals()
+
+
+def choose_transports(
+    group: dist.ProcessGroup | None,
+    reduce_group: dist.ProcessGroup | None,
+    device: torch.device,
+    all_gather: AllGather | None,
+    reduce_scatter: ReduceScatter | None,
+    compression: CompressionPolicy | None,
+    label: str,
+) -> Transports:
+    """The transports over the shard group `group`, None for nobody to share with; `label` is the parameter group's.
+
+    Collective over the group the first time: its ranks have to meet. Reductions run on `reduce_group` if there is one.
+
+    Raises:
+        RuntimeError: with the label, if they do not meet.
+    """
+    if group is None or group.size() == 1:
+        return Transports(None, None)
+
+    def transport(group: dist.ProcessGroup, comm: object | None, rounding: str | None) -> Transport:
+        if comm is not None:
+            return CustomTransport(group, device, all_gather, reduce_scatter)
+        try:
+            chosen = transport_for(group, device)
+        except (OSError, RuntimeError) as error:  # a peer that does not come is a timeout, of a socket or of gloo
+            raise RuntimeError(f"{label}: set-up failed (meeting the other ranks of its group): {error}") from error
+        return chosen if compression is None or rounding is None else chosen.compressing(compression)
+
+    policy = compression or CompressionPolicy()
+    return Transports(
+        gather=transport(group, all_gather, policy.gather),
+        reduce=transport(reduce_group or group, reduce_scatter, policy.reduce),
+    )
+
+
+def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The transport of `group` for tensors on `device`; the same object as long as somebody uses it.
+
+    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not; a backend that coalesces
+    (NCCL) runs collectives in place; any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
+    plain collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks
+    have to meet.
+    """
+    if _stand_in is not None:
+        return _stand_in(group, device)
+    by_device = _cache.setdefault(group, {})
+    reference = by_device.get(device)
+    transport = reference() if reference is not None else None
+    if transport is None:
+        transport = _make_transport(group, device)
+        by_device[device] = weakref.ref(transport)
+    return transport
+
+
+def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `transport_for` would share memory if all ranks are on one host. Not collective."""
+    return possible() and group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device)
+
+
+def _is_gloo(backend: Any, device: torch.device) -> bool:
+    return backend is not None and device.type == "cpu" and backend.name() == "gloo"
+
+
+def _make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    backend = torch_compat.backend_of(group, device)
+    if _is_gloo(backend, device):
+        neighbours = neighbours_of(group) if group.size() > 1 else None
+        return PairwiseTransport(group, device) if neighbours is None else SharedTransport(group, device, neighbours)
+    return C10dTransport(group, device, direct=bool(getattr(backend, "supports_coalescing", False)))
+
+
+@contextlib.contextmanager
+def stand_ins(stand_in: StandIn) -> Iterator[None]:
+    """Within this context parameter groups that need a transport get the one that `stand_in` gives them.
+
+    A group of parameters asks once, so models are to be sharded and dropped inside it.
+    """
+    global _stand_in  # noqa: PLW0603 - one simulation a process, as one default process group
+    before, _stand_in = _stand_in, stand_in
+    try:
+        yield
+    finally:
+        _stand_in = before

@@ -1,0 +1,257 @@
+"""Gathers of flat buffers, and the backend's own collectives: for every backend but gloo on CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core import events, torch_compat
+from shardkit.core.policies import CompressionPolicy
+from shardkit.core.runtime.compressed.transport import CompressedTransport
+from shardkit.core.runtime.lanes import Program, hold
+from shardkit.core.runtime.packing import Slots, as_dtype, strided
+from shardkit.core.runtime.plan import GatherPlan, NetworkTransport, ReducePlan, Transport, divisors
+from shardkit.core.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.torch_compat import foreach_copy_
+
+__all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
+
+# What every backend gathers as it is. Other dtypes, and lists of several, travel as bytes.
+PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
+
+# Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
+_NATIVE_AVG = ("nccl",)
+
+
+class FlatTransport(NetworkTransport):
+    """Gathers in place: what is large into its own slots, the rest through the packed buffer."""
+
+    def compressing(self, policy: CompressionPolicy) -> Transport:
+        return CompressedTransport(self, policy)
+
+    def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+        if self.world_size == 1:
+            return gather_alone(sources, flats)
+        packed = None
+        if plan.packing is not None:
+            packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
+            note_allocated(packed, plan.label, "packed")
+        return self._gather(plan, sources, flats, packed)
+
+    @torch.no_grad()
+    def _gather(
+        self,
+        plan: GatherPlan,
+        sources: Sequence[torch.Tensor],
+        flats: Sequence[torch.Tensor],
+        packed: torch.Tensor | None,
+    ) -> Program:
+        launched = time.perf_counter()
+        buffers = [flats[i] for i, _ in plan.direct]
+        if packed is not None:
+            buffers.append(packed)
+        _write_own_chunks(plan, sources, flats, packed)
+        with plan.reported(launched):
+            try:
+                if buffers:
+                    yield self.all_gather(buffers, plan.slots)
+                if packed is not None:
+                    assert plan.packing is not None
+                    plan.packing.copy_out(packed, flats)
+            finally:
+                if packed is not None:
+                    note_freed(packed, plan.label, "packed")
+
+
+class C10dTransport(FlatTransport):
+    """All-gather and reduce-scatter of flat buffers with equal, padded slots.
+
+    With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
+    gets one buffer and goes through the plain collectives, which every backend has.
+
+    Raises `NotImplementedError` from a call with several buffers when `direct` is false.
+    """
+
+    name = "c10d"
+    padded = True
+    sums_locally = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, direct: bool) -> None:
+        super().__init__(group, device)
+        self.direct = direct
+        # On a stream lane a blocking call only means "ordered on this stream" and saves a hop to another one.
+        self._async = device.type == "cpu"
+
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+        outputs = list(buffers)
+        dtypes = {output.dtype for output in outputs}
+        if len(dtypes) > 1 or not dtypes <= PLAIN_DTYPES:
+            outputs = [output.view(torch.uint8) for output in outputs]
+        chunks = [output.numel() // self.world_size for output in outputs]
+        inputs = [output.narrow(0, self.rank * chunk, chunk) for output, chunk in zip(outputs, chunks, strict=True)]
+        if len(inputs) == 1:
+            return _works(torch_compat.all_gather_flat(outputs[0], inputs[0], group=self.group, async_op=self._async))
+        self._require_direct(len(inputs))
+        return _works(torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async))
+
+    def exchange(
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+    ) -> Sequence[dist.Work]:
+        sizes = list(received), list(sent)
+        return _works(dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async))
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any
+    ) -> Sequence[dist.Work]:
+        """Reduces each 1-D input (world_size rows) over the ranks and writes this rank's row to the 1-D output."""
+        if len(inputs) == 1:
+            call = torch_compat.reduce_scatter_flat
+            return _works(call(outputs[0], inputs[0], op=op, group=self.group, async_op=self._async))
+        self._require_direct(len(inputs))
+        return _works(torch_compat.reduce_scatter_coalesced(self.group, list(outputs), list(inputs), op, self._async))
+
+    def _require_direct(self, count: int) -> None:
+        if not self.direct:
+            raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
+
+    def reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        *,
+        predivide: float | None,
+        postdivide: float | None,
+        op: Any,
+    ) -> Program:
+        if self.world_size == 1:
+            return reduce_alone(plan, grads, output, predivide, postdivide)
+        note_taken(plan.nbytes, plan.label)
+        packed = None
+        if plan.packing is not None:
+            packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
+            note_allocated(packed, plan.label, "packed")
+        if self.group.name() not in _NATIVE_AVG:
+            predivide, postdivide = divisors(self, predivide, postdivide, op)
+            op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+        with torch.no_grad():
+            rows = [flat_gradient(plan, grads[i], predivide) for i in plan.direct]
+        return self._reduce(plan, grads, output, rows, packed, (predivide, postdivide), op)
+
+    @torch.no_grad()
+    def _reduce(
+        self,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        rows: list[torch.Tensor],
+        packed: torch.Tensor | None,
+        divisors: tuple[float | None, float | None],
+        op: Any,
+    ) -> Program:
+        """One reduce-scatter for each direct gradient, from where it is, and one for the packed buffer."""
+        launched = time.perf_counter()
+        before, after = divisors
+        inputs = rows if packed is None else [*rows, packed]
+        hold(*inputs)
+        if packed is not None:
+            assert plan.packing is not None
+            plan.packing.fill(packed, grads)
+            divide(packed, before)
+        sizes = [row.numel() // self.world_size for row in inputs]
+        with plan.reported(launched):
+            try:
+                if inputs:
+                    yield self.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, op)
+                divide(output, after)
+            finally:
+                if packed is not None:
+                    note_freed(packed, plan.label, "packed")
+                note_let_go(plan.nbytes, plan.label)
+
+
+def _works(work: dist.Work | None) -> Sequence[dist.Work]:
+    return () if work is None else (work,)
+
+
+def _write_own_chunks(
+    plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], packed: torch.Tensor | None
+) -> None:
+    """Write this rank's chunks, cast, into its slots and into its row of the packed buffer."""
+    targets = [_shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
+    chunks = [sources[i] for i, _, _, _ in plan.own_slots]
+    if packed is not None:
+        for item, size, stride, at in plan.own_row:
+            targets.append(strided(as_dtype(packed, plan.items[item].dtype), size, stride, at))
+            chunks.append(sources[item])
+    if targets:
+        foreach_copy_(targets, chunks, non_blocking=True)
+
+
+# A view costs a microsecond; a group has dozens of small chunks, most of them 1-D already.
+def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return chunk.view(shape) if len(shape) > 1 else chunk
+
+
+def flat_gradient(plan: ReducePlan, grad: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    """The gradient as a flat tensor in wire dtype; the gradient itself unless strides, dtype or a divisor forbid."""
+    if divisor is not None:
+        grad = torch.div(grad, divisor)
+    return grad.to(plan.wire_dtype).contiguous().view(-1)
+
+
+def divide(tensor: torch.Tensor, divisor: float | None) -> None:
+    """Divides in place; None leaves `tensor` as it is."""
+    if divisor is not None:
+        tensor.div_(divisor)
+
+
+# -- programs of one rank, and all-reduce ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+    """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`'s."""
+    shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
+    foreach_copy_(shaped, list(sources), non_blocking=True)
+    return
+    yield  # a program, though nothing is waited for
+
+
+@torch.no_grad()
+def reduce_alone(
+    plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, before: float | None, after: float | None
+) -> Program:
+    """The reduction of a single rank, whose gradient is the sum."""
+    foreach_copy_(plan.output_views(output), list(grads))
+    divide(output, before)
+    divide(output, after)
+    return
+    yield  # a program, though nothing is waited for
+
+
+@torch.no_grad()
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: str) -> Program:
+    """The program that all-reduces the contiguous `tensor` in place. Collective over `group`, in launch order.
+
+    `label` names the parameter group in events. AVG is a sum and a division where the backend has no AVG of its own.
+    """
+    world = group.size()
+    if world == 1:
+        return
+    launched = time.perf_counter()
+    averages = op == dist.ReduceOp.AVG and group.name() not in _NATIVE_AVG
+    nbytes = tensor.numel() * tensor.itemsize
+    # A ring sends each element twice but for the rank's own share: reduce-scatter, then all-gather.
+    described = (label, (), nbytes, 2 * (world - 1) * nbytes // world, tensor.dtype, group)
+    if events.hub.active:
+        events.emit(events.AllReduceStarted(*described, transport="c10d"))
+    yield _works(dist.all_reduce(tensor, op=dist.ReduceOp.SUM if averages else op, group=group, async_op=True))
+    if averages:
+        tensor.div_(world)
+    if events.hub.active:
+        events.emit(events.AllReduceFinished(*described, time.perf_counter() - launched, transport="c10d"))

@@ -1,0 +1,320 @@
+"""Gathers and reductions that send fewer bytes than there are: rounded shards and gradients, as rows of bytes.
+
+In a gather every rank's chunks travel as one row and are unpacked where they belong. This rank's own chunk takes the
+same way through the wire format, so that all ranks compute with the same parameters.
+
+In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`pairwise.py`, Note [Rank
+order]). A rank's own terms are not sent, so they are not rounded.
+
+Note [Error feedback]
+What rounding took from a gradient on its way to another rank is kept and added to the next one before that is rounded
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). So errors do not add up over steps: what an owner has
+received in all differs from what was computed in all by one rounding. The memory is one fp32 element for each that is
+sent, `(W - 1) / W` of the compressed parameters. An error that is not finite is dropped, or it would stay for ever.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardkit.core.policies import CompressionPolicy
+from shardkit.core.runtime.compressed.wire import Row, RowRun, WireFormat, chunks_of, format_of, rows_of
+from shardkit.core.runtime.lanes import Program, hold
+from shardkit.core.runtime.packing import Slots, strided
+from shardkit.core.runtime.plan import (
+    GatherItem,
+    GatherPlan,
+    NetworkTransport,
+    ReduceItem,
+    ReducePlan,
+    Transport,
+    divisors,
+)
+from shardkit.core.storage import note_allocated, note_freed, note_let_go, note_taken
+
+__all__ = ["CompressedTransport"]
+
+
+class GatherRows:
+    """A plan's rows, by runs of ranks, this rank's own, and the slots of the buffer that holds them all."""
+
+    def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
+        policy = transport.policy
+        layouts = [item.layout for item in plan.items]
+        self.formats = [format_of(policy.gather, policy.block, item.layout, item.dtype) for item in plan.items]
+        self.runs = rows_of(layouts, self.formats)
+        widest = max(run.row.nbytes for run in self.runs)
+        self.slots = Slots(tuple((run.ranks, widest if transport.padded_rows else run.row.nbytes) for run in self.runs))
+        (self.own,) = (run.row for run in self.runs if run.first <= plan.rank < run.first + run.ranks)
+        self.nbytes = self.slots.numel
+        self.wire_nbytes = self.slots.slot_numel(plan.rank) * (transport.world_size - 1)
+
+
+class ReduceRows:
+    """A plan's rows: row `r` is what every rank sends to rank `r`, in bytes.
+
+    `peers` are the rows of all ranks but this one, `own` its own; `sent` and `received` are the slots of the buffers,
+    of which a rank's own is empty.
+    """
+
+    def __init__(self, plan: ReducePlan, transport: CompressedTransport) -> None:
+        policy, world, rank = transport.policy, transport.world_size, plan.rank
+        layouts = [item.layout for item in plan.items]
+        self.formats = [format_of(policy.reduce, policy.block, layout, plan.wire_dtype) for layout in layouts]
+        self.own = Row(())
+        self.peers: list[RowRun] = []
+        sent: list[tuple[int, int]] = []
+        for first, ranks, row in rows_of(layouts, self.formats):
+            before, after = max(0, min(ranks, rank - first)), max(0, min(ranks, first + ranks - rank - 1))
+            if before + after < ranks:
+                self.own = row
+            for begin, count in ((first, before), (first + ranks - after, after)):
+                if count:
+                    self.peers.append(RowRun(begin, count, row))
+            sent += [(before, row.nbytes), (ranks - before - after, 0), (after, row.nbytes)]
+        self.sent = Slots(tuple(sent))
+        self.received = Slots(((rank, self.own.nbytes), (1, 0), (world - rank - 1, self.own.nbytes)))
+        self.anything = bool(self.sent.numel or self.received.numel)
+
+
+class CompressedTransport(Transport):
+    """Sends rows through `over`, for one parameter group, whose rounding errors it keeps when they are fed back.
+
+    Attributes:
+        residuals: these errors, fp32, by FQN and the first of the ranks to which the gradient is sent.
+    """
+
+    name = "compressed"
+    packs = False
+
+    def __init__(self, over: NetworkTransport, policy: CompressionPolicy) -> None:
+        super().__init__(over.group, over.device)
+        self.policy = policy
+        self.padded_rows = over.padded
+        self.residuals: dict[tuple[str, int], torch.Tensor] = {}
+        weakref.finalize(self, _note_gone, self.residuals).atexit = False
+        self._gathers: WeakKeyDictionary[GatherPlan, GatherRows] = WeakKeyDictionary()
+        self._reductions: WeakKeyDictionary[ReducePlan, ReduceRows] = WeakKeyDictionary()
+        self._over = over
+
+    def forget_residuals(self) -> None:
+        self._forget({fqn for fqn, _ in self.residuals})
+
+    def _forget(self, fqns: Set[str]) -> None:
+        for key in [key for key in self.residuals if key[0] in fqns]:
+            note_freed(self.residuals.pop(key), key[0], "residual")
+
+    def for_gather(self, items: Sequence[GatherItem]) -> Transport:
+        formats = [format_of(self.policy.gather, self.policy.block, item.layout, item.dtype) for item in items]
+        return self._over if all(form.lossless for form in formats) else self
+
+    def for_reduction(self, items: Sequence[ReduceItem], wire_dtype: torch.dtype) -> Transport:
+        formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
+        if not all(form.lossless for form in formats):
+            return self
+        self._forget({item.fqn for item in items})  # no error of theirs comes back
+        return self._over
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return self._over.gather_buffer(numel, dtype, label)
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        return self._over.reduce_buffer(numel, dtype, label)
+
+    # -- gathers -------------------------------------------------------------------------------------------------------
+
+    def gather_buffer_bytes(self, plan: GatherPlan) -> int:
+        return self._gather_rows(plan).nbytes
+
+    def _gather_rows(self, plan: GatherPlan) -> GatherRows:
+        rows = self._gathers.get(plan)
+        if rows is None:
+            rows = self._gathers[plan] = GatherRows(plan, self)
+        return rows
+
+    def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+        rows = self._gather_rows(plan)
+        buffer = self.gather_buffer(rows.nbytes, torch.uint8, plan.label)
+        note_allocated(buffer, plan.label, "packed")
+        return self._gather(plan, rows, sources, flats, buffer)
+
+    @torch.no_grad()
+    def _gather(
+        self,
+        plan: GatherPlan,
+        rows: GatherRows,
+        sources: Sequence[torch.Tensor],
+        flats: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+    ) -> Program:
+        launched = time.perf_counter()
+        hold(buffer)
+        own = buffer[rows.slots.start(plan.rank) :]
+        for item, start, nbytes, _ in rows.own.chunks:
+            rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
+        with plan.reported(launched, rows.wire_nbytes, torch.uint8):
+            try:
+                if rows.nbytes:
+                    yield self._over.all_gather([buffer], [rows.slots])
+                _unpack(plan, rows, flats, buffer)
+            finally:
+                note_freed(buffer, plan.label, "packed")
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        *,
+        predivide: float | None,
+        postdivide: float | None,
+        op: Any,
+    ) -> Program:
+        """As `Transport.reduce` says; empties `grads`."""
+        rows = self._reductions.get(plan)
+        if rows is None:
+            rows = self._reductions[plan] = ReduceRows(plan, self)
+        note_taken(plan.nbytes, plan.label)
+        outgoing = self.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
+        incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
+        # Own terms wait here, and the sum is made here: in fp32, whatever the reduce dtype is.
+        wide = output.dtype.itemsize >= torch.float32.itemsize
+        total = output if wide else torch.empty_like(output, dtype=torch.float32)
+        for buffer in (outgoing, incoming):
+            note_allocated(buffer, plan.label, "reduce_input")
+        before_and_after = divisors(self, predivide, postdivide, op)
+        return self._reduce(plan, rows, grads, output, total, outgoing, incoming, before_and_after)
+
+    @torch.no_grad()
+    def _reduce(
+        self,
+        plan: ReducePlan,
+        rows: ReduceRows,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        total: torch.Tensor,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        before_and_after: tuple[float | None, float | None],
+    ) -> Program:
+        launched = time.perf_counter()
+        before, after = before_and_after
+        hold(outgoing, incoming, total)
+        self._pack(plan, rows, grads, outgoing, plan.output_views(total))
+        grads.clear()
+        note_let_go(plan.nbytes, plan.label)
+        with plan.reported(launched, rows.sent.numel, torch.uint8):
+            try:
+                if rows.anything:
+                    yield self._over.exchange(outgoing, rows.sent.sizes(), incoming, rows.received.sizes())
+                _sum(plan, rows, incoming, total, before)
+                if after is not None:
+                    total.div_(after)
+                if total is not output:
+                    output.copy_(total)
+            finally:
+                for buffer in (outgoing, incoming):
+                    note_freed(buffer, plan.label, "reduce_input")
+
+    def _pack(
+        self,
+        plan: ReducePlan,
+        rows: ReduceRows,
+        grads: list[torch.Tensor],
+        outgoing: torch.Tensor,
+        own: list[torch.Tensor],
+    ) -> None:
+        """Writes the peers' rows, and this rank's own terms to `own`."""
+        for piece, grad, mine in zip(own, grads, plan.items, strict=True):
+            layout = mine.layout
+            piece.copy_(grad.narrow(layout.dim, layout.offset(plan.rank), layout.length(plan.rank)))
+        for run in rows.peers:
+            for item, start, nbytes, numel in run.row.chunks:
+                form, layout = rows.formats[item], plan.items[item].layout
+                for first, ranks in run.batches(numel):
+                    at = rows.sent.start(first) + start
+                    target = strided(outgoing, (ranks, nbytes), (run.row.nbytes, 1), at)
+                    values = chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel)
+                    if self.policy.error_feedback and not form.lossless:
+                        _write_with_feedback(form, values, target, self._residual(plan, item, first, values.shape))
+                    else:
+                        form.write(values, target)
+
+    def _residual(self, plan: ReducePlan, item: int, first: int, shape: torch.Size) -> torch.Tensor:
+        """What rounding has kept back so far of the gradient of `item` that goes to the ranks from `first` on: fp32."""
+        fqn = plan.items[item].fqn
+        residual = self.residuals.get((fqn, first))
+        if residual is None:
+            residual = self.residuals[fqn, first] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            note_allocated(residual, fqn, "residual")
+        return residual
+
+
+def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for run in rows.runs:
+        room = rows.slots.slot_numel(run.first)
+        for item, start, nbytes, numel in run.row.chunks:
+            layout, flat, form = plan.items[item].layout, flats[item], rows.formats[item]
+            whole = flat[: layout.numel].view(layout.shape)
+            for first, ranks in run.batches(numel):
+                wire = strided(buffer, (ranks, nbytes), (room, 1), rows.slots.start(first) + start)
+                places = chunks_of(whole, layout, first, ranks)
+                if layout.dim == 0:  # the chunks are dense where they belong
+                    form.read(wire, places.view(ranks, numel))
+                    continue
+                chunks = flat.new_empty(ranks, numel)
+                form.read(wire, chunks)
+                places.copy_(chunks.view(places.shape))
+
+
+def _write_with_feedback(form: WireFormat, values: torch.Tensor, wire: torch.Tensor, residual: torch.Tensor) -> None:
+    """See Note [Error feedback]."""
+    residual.add_(values)
+    form.write(residual, wire)
+    sent = torch.empty_like(residual)
+    form.read(wire, sent)
+    residual.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None) -> None:
+    """Adds the peers' terms to this rank's own, which stand in `total`, in rank order."""
+    if not total.numel():
+        return
+    if before is not None:
+        total.div_(before)
+    rank, world = plan.rank, plan.transport.world_size
+    earlier: torch.Tensor | None = None
+    for term in _terms(rows, incoming, total, before, RowRun(0, rank, rows.own)):
+        earlier = term if earlier is None else earlier.add_(term)
+    if earlier is not None:
+        total.add_(earlier)
+    for term in _terms(rows, incoming, total, before, RowRun(rank + 1, world - rank - 1, rows.own)):
+        total.add_(term)
+
+
+def _terms(
+    rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None, run: RowRun
+) -> Iterator[torch.Tensor]:
+    """What each rank of `run` has sent, like `total`."""
+    for first, ranks in run.batches(total.numel()):
+        terms, end = total.new_empty(ranks, total.numel()), 0
+        for item, start, nbytes, numel in run.row.chunks:
+            wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received.start(first) + start)
+            rows.formats[item].read(wire, terms[:, end : end + numel])
+            end += numel
+        if before is not None:
+            terms.div_(before)
+        yield from terms
+
+
+def _note_gone(residuals: dict[tuple[str, int], torch.Tensor]) -> None:
+    for (fqn, _), residual in residuals.items():
+        note_freed(residual, fqn, "residual")

@@ -1,0 +1,345 @@
+"""Gathers and reductions among ranks of one host, through memory that they map from each other.
+
+In a gather each rank copies its peers' shards into its own unsharded tensors. Shards that lie in shared memory are read
+from where they are, cast on the way; nothing is allocated and nothing is copied but the elements themselves, once. If
+one of a group's does not, all of them are copied to the outbox first. A peer may read a shard until it has said that it
+is done; `SharedTransport.wait_until_read` waits for that, before whoever owns the shard may change it.
+
+In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
+dropped at once, and adds up what it finds of its own rows in the outboxes of its peers. The sum runs in rank order
+(`pairwise.py`, Note [Rank order]): this rank's own terms wait in the output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core import events
+from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport, divisors
+from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
+from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
+from shardkit.core.runtime.shared.tables import Table
+from shardkit.core.storage import note_let_go, note_taken
+from shardkit.core.torch_compat import foreach_copy_
+
+__all__ = ["Outbox", "Posting", "SharedTransport"]
+
+Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
+"""Elements and dtype of each tensor of a parcel."""
+
+
+# Groups share parcels, and parameters used at random make ever new sets of gradients.
+_MOST_CUTS = 256
+
+
+class Parcel:
+    """One segment, cut up for whoever uses it; each way of cutting it has a table, which is sent once.
+
+    `operation` is the one that it was posted for last, None before that.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = Segment(nbytes)
+        self.operation: Operation | None = None
+        self._cuts: dict[tuple[str, Specs], tuple[list[torch.Tensor], Table]] = {}
+
+    def cut(self, label: str, specs: Specs) -> tuple[list[torch.Tensor], Table]:
+        """1-D tensors as `specs` says, one behind the other, and the table that lists them."""
+        known = self._cuts.get((label, specs))
+        if known is None:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            tensors, offset = [], 0
+            for numel, dtype in specs:
+                tensors.append(carve(self.memory, offset, (numel,), dtype))
+                offset += aligned(numel * dtype.itemsize)
+            known = self._cuts[label, specs] = tensors, Table(label, tensors)
+        return known
+
+
+class Outbox:
+    """This rank's parcels. Memory is kept from step to step: what has been read by all peers is used again.
+
+    When none of those that nobody reads any more is large enough for the next use, they are freed first.
+    """
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self._neighbours = neighbours
+        self._parcels: list[Parcel] = []
+
+    def parcel(self, specs: Specs, label: str) -> Parcel:
+        """A parcel with room for `specs`, contents undefined. The caller posts it before it asks for the next one."""
+        nbytes = sum(aligned(numel * dtype.itemsize) for numel, dtype in specs) or ALIGNMENT
+        idle = [parcel for parcel in self._parcels if self._is_idle(parcel)]
+        fitting = [parcel for parcel in idle if parcel.memory.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda one: one.memory.nbytes)
+        for parcel in idle:
+            self._parcels.remove(parcel)
+            _note(events.StorageFreed, parcel, label)
+        parcel = Parcel(nbytes)
+        self._parcels.append(parcel)
+        _note(events.StorageAllocated, parcel, label)
+        return parcel
+
+    def _is_idle(self, parcel: Parcel) -> bool:
+        return parcel.operation is None or self._neighbours.is_released(parcel.operation)
+
+
+def _note(kind: type[events.StorageAllocated] | type[events.StorageFreed], parcel: Parcel, label: str) -> None:
+    if events.hub.active:
+        events.emit(kind(label, parcel.memory.nbytes, "outbox"))
+
+
+class Posting:
+    """This rank's part of one operation, posted when this object is made. `release` must follow in any case."""
+
+    def __init__(self, neighbours: Neighbours, channel: Channel, table: Table) -> None:
+        self._neighbours = neighbours
+        self._label = table.label
+        self.released = False
+        self._failed = False
+        self.operation = neighbours.post(channel, table)
+        self.peers: list[list[torch.Tensor] | None] = []
+
+    def wait(self) -> None:
+        """Waits until all peers have posted; afterwards `peers[rank]` are that rank's tensors, None for this rank's.
+
+        Raises:
+            ConnectionError, TimeoutError, RuntimeError: as `Neighbours.collect` says.
+        """
+        if self._failed:  # whoever clears up after an error waits again for whatever may still be under way
+            return
+        self._failed = True
+        tables = self._neighbours.collect(self.operation, self._label)
+        self._failed = False
+        self.peers = [None if table is None else table.tensors for table in tables]
+
+    def wait_released(self) -> None:
+        """Waits until all peers have read this rank's part.
+
+        Raises:
+            RuntimeError: if one of them is gone or does not come, with the group's name.
+        """
+        try:
+            if not events.hub.active or self._neighbours.is_released(self.operation):
+                self._neighbours.wait_released(self.operation)
+            else:
+                with events.Waiting(self._label, "release"):
+                    self._neighbours.wait_released(self.operation)
+        except (ConnectionError, TimeoutError) as error:
+            raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
+
+    def release(self) -> None:
+        """Tells the peers that their tensors have been read, or will not be."""
+        if not self.released:
+            self.released = True
+            self._neighbours.release(self.operation)
+
+
+class GatherBinding:
+    """A plan with the tensors that it was last used with: the views to copy from and to, made once."""
+
+    # `table` lists the shards where they are; None if one of them does not lie in shared memory.
+    def __init__(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+        self.sources = list(sources)
+        self.flats = list(flats)
+        self._addresses = [source.data_ptr() for source in sources]
+        lent = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
+        self.table = Table(plan.label, sources) if lent else None
+        self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
+        self._peers: list[list[torch.Tensor] | None] = []
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+
+    def matches(self, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same tensor objects, over the same memory (pickling moves a tensor, `set_` may)."""
+        same = _same(self.sources, sources) and _same(self.flats, flats)
+        return same and self._addresses == [source.data_ptr() for source in sources]
+
+    def copies(
+        self, plan: GatherPlan, peers: list[list[torch.Tensor] | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What to copy to what: every rank's non-empty chunk of every item."""
+        if self._peers and all(one is other for one, other in zip(self._peers, peers, strict=True)):
+            return self._copies
+        targets: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
+        for rank, tensors in enumerate(peers):
+            for i, item in enumerate(plan.items):
+                shape = item.layout.local_shape(rank)
+                if not item.layout.local_numel(rank):
+                    continue
+                chunk = self.sources[i] if tensors is None else tensors[i]
+                if chunk.numel() != item.layout.local_numel(rank):
+                    raise ValueError(
+                        f"rank {rank} of the group shares {chunk.numel()} elements of '{item.fqn}', expected "
+                        f"{item.layout.local_numel(rank)}"
+                    )
+                targets.append(self._slots[i][rank])
+                chunks.append(chunk.view(shape))
+        self._peers, self._copies = peers, (targets, chunks)
+        return self._copies
+
+
+def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
+    return len(these) == len(those) and all(map(lambda one, other: one is other, these, those))
+
+
+def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
+    """Each rank's part of an unsharded tensor, on whatever dim it is cut; the last ranks may have none."""
+    layout = plan.items[i].layout
+    parts: tuple[torch.Tensor, ...] = flat[: layout.numel].view(layout.shape).split(layout.chunk, layout.dim)
+    return parts
+
+
+class SharedTransport(Transport):
+    """Lets peers read shards where they are, and sends copies of everything else through an outbox."""
+
+    name = "shared"
+    packs = False
+    peers_read_shards = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, neighbours: Neighbours) -> None:
+        super().__init__(group, device)
+        self.outbox = Outbox(neighbours)
+        self._neighbours = neighbours
+        # What gathers have prepared for the tensors that a plan was last used with.
+        self._bindings: WeakKeyDictionary[GatherPlan, GatherBinding] = WeakKeyDictionary()
+        self._read_by_peers: list[Posting] = []
+
+    def wait_until_read(self) -> None:
+        unfinished = []
+        while self._read_by_peers:
+            posting = self._read_by_peers.pop()
+            if posting.released:
+                posting.wait_released()
+            else:
+                unfinished.append(posting)
+        self._read_by_peers = unfinished
+
+    # -- gathers -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
+        launched = time.perf_counter()
+        binding = self._bindings.get(plan)
+        if binding is None or not binding.matches(sources, flats):
+            binding = GatherBinding(plan, sources, flats)
+            if binding.table is not None:  # else the sources are made anew for each gather, and are not to be kept
+                self._bindings[plan] = binding
+        posting = self._post_shards(binding.table) if binding.table is not None else self._post_copies(plan, sources)
+        try:
+            with plan.reported(launched):
+                yield (posting,)
+                targets, chunks = binding.copies(plan, posting.peers)
+                if targets:
+                    foreach_copy_(targets, chunks)
+        finally:
+            posting.release()
+
+    def _post_shards(self, table: Table) -> Posting:
+        posting = Posting(self._neighbours, Channel.GATHER, table)
+        self._read_by_peers.append(posting)
+        return posting
+
+    def _post_copies(self, plan: GatherPlan, sources: Sequence[torch.Tensor]) -> Posting:
+        specs = tuple((source.numel(), item.dtype) for source, item in zip(sources, plan.items, strict=True))
+        parcel = self.outbox.parcel(specs, plan.label)
+        tensors, table = parcel.cut(plan.label, specs)
+        filled = [(tensor, source) for tensor, source in zip(tensors, sources, strict=True) if source.numel()]
+        if filled:
+            foreach_copy_([tensor.view(source.shape) for tensor, source in filled], [source for _, source in filled])
+        return self._post_parcel(parcel, table, Channel.GATHER)
+
+    def _post_parcel(self, parcel: Parcel, table: Table, channel: Channel) -> Posting:
+        posting = Posting(self._neighbours, channel, table)
+        parcel.operation = posting.operation
+        return posting
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        *,
+        predivide: float | None,
+        postdivide: float | None,
+        op: Any,
+    ) -> Program:
+        return self._reduce(plan, grads, output, *divisors(self, predivide, postdivide, op))
+
+    @torch.no_grad()
+    def _reduce(
+        self,
+        plan: ReducePlan,
+        grads: list[torch.Tensor],
+        output: torch.Tensor,
+        before: float | None,
+        after: float | None,
+    ) -> Program:
+        launched = time.perf_counter()
+        note_taken(plan.nbytes, plan.label)
+        posting = self._post_rows(plan, grads, output)
+        grads.clear()
+        note_let_go(plan.nbytes, plan.label)
+        try:
+            with plan.reported(launched):
+                yield (posting,)
+                terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
+                _sum(plan, terms, output, before)
+                if after is not None:
+                    output.div_(after)
+        finally:
+            posting.release()
+
+    def _post_rows(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Posting:
+        """Copies the peers' rows to the outbox, in `wire_dtype`, and this rank's own to the output."""
+        specs = tuple(
+            (0 if rank == plan.rank else numel, plan.wire_dtype) for rank, numel in enumerate(plan.row_numels)
+        )
+        parcel = self.outbox.parcel(specs, plan.label)
+        rows, table = parcel.cut(plan.label, specs)
+        rows = [output if rank == plan.rank else row for rank, row in enumerate(rows)]
+        targets: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
+        pieces = [row.split_with_sizes(sizes) for row, sizes in zip(rows, plan.piece_sizes, strict=True)]
+        for i, (item, grad) in enumerate(zip(plan.items, grads, strict=True)):
+            layout = item.layout
+            for rank, chunk in enumerate(grad.split(layout.chunk, layout.dim)):
+                if chunk.numel():
+                    targets.append(pieces[rank][i].view(chunk.shape))
+                    chunks.append(chunk)
+        if targets:
+            foreach_copy_(targets, chunks)
+        return self._post_parcel(parcel, table, Channel.REDUCE)
+
+
+def _sum(plan: ReducePlan, terms: list[torch.Tensor | None], output: torch.Tensor, before: float | None) -> None:
+    """Adds the peers' terms to this rank's own, which stand in `output`, in rank order."""
+    if not output.numel():
+        return
+    if before is not None:
+        output.div_(before)
+    earlier = _term(plan, terms[0], before) if plan.rank else None
+    if earlier is not None:
+        for term in terms[1 : plan.rank]:
+            earlier.add_(_term(plan, term, before))
+        output.add_(earlier)
+    for term in terms[plan.rank + 1 :]:
+        output.add_(_term(plan, term, before))
+
+
+def _term(plan: ReducePlan, term: torch.Tensor | None, before: float | None) -> torch.Tensor:
+    """A peer's row, ready to be added to in place: nobody else reads it, so it may be the peer's own memory."""
+    assert term is not None and term.numel() == plan.output_numel, plan.label
+    term = term.to(plan.reduce_dtype)
+    return term if before is None else term.div_(before)
