@@ -177,7 +177,8 @@ def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     attributes = parameter.__dict__
     if not wraps_tensors(parameter):
         return dict(attributes)
-    by_class = {*parameter.detach().__dict__, PARAMETER_FLAG}
+    # A DTensor keeps its own in slots; `detach` would cost an operator for each parameter.
+    by_class = {PARAMETER_FLAG} if type(parameter) is DTensor else {*parameter.detach().__dict__, PARAMETER_FLAG}
     return {name: value for name, value in attributes.items() if name not in by_class}
 
 
