@@ -515,7 +515,7 @@ def event_after_the_optimizer(rank: int, world_size: int) -> None:
     """It is waited for once, before the next forward's first gather."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     _gradients(model, rank)
-    context = shardkit.fully_shard.state(model).iteration.context
+    context = shardkit.fully_shard.state(model).schedule.context
     context.gathers = lane = NotesEvents(context.gathers)
     event = object()
     model.set_post_optim_event(event)

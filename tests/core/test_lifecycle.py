@@ -139,7 +139,7 @@ def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
         if (state := state_of(module)) is None:
             continue
         pieces[f"state of '{name}'"] = weakref.ref(state)
-        pieces[f"iteration of '{name}'"] = weakref.ref(state.iteration)
+        pieces[f"schedule of '{name}'"] = weakref.ref(state.schedule)
         for group in state.groups:
             pieces[f"group '{group.label}'"] = weakref.ref(group)
             for param in group.params:
@@ -616,7 +616,7 @@ def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
     if reentrant:
         return
     phases: list[str] = []
-    context = twins.sharded._get_fsdp_state().iteration.context
+    context = twins.sharded._get_fsdp_state().schedule.context
     value = loss(twins.sharded, rank)
     with (
         events.subscribe(lambda event: phases.append(event.phase) if isinstance(event, events.ModuleBegan) else None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,8 @@ from shardkit.core import events
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.schedule import RootedState
 from shardkit.core.torch_compat import outside_transforms
-
-if TYPE_CHECKING:
-    from shardkit.core.state import FSDPState
 
 __all__ = ["initialise_root"]
 
@@ -27,7 +25,7 @@ _Entry: TypeAlias = tuple[str, tuple[int, ...], str, int, bool]
 
 
 @outside_transforms
-def initialise_root(root: FSDPState, *, same_names: bool = True) -> None:
+def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     """Makes `root` the root of all states below its module (collective: the ranks compare their parameters).
 
     Without `same_names` a parameter may have another name on each rank.
@@ -50,13 +48,13 @@ def initialise_root(root: FSDPState, *, same_names: bool = True) -> None:
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root.fqn, same_names)
-    root.iteration.set_states(states)
+    root.schedule.set_states(states)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
         state.is_root = state is root
-        state.iteration = root.iteration
+        state.schedule = root.schedule
         for group in state.groups:
-            group.context = root.iteration.context
+            group.context = root.schedule.context
             group.order_check = check
             group.bounded = group.bounded and state is not root
     if root.auto_reshard:
@@ -66,24 +64,24 @@ def initialise_root(root: FSDPState, *, same_names: bool = True) -> None:
         events.emit(events.RootReady(module))
 
 
-def _check_prefetching(state: FSDPState, root: FSDPState, name: str) -> None:
-    for setting in ("prefetch_depth", "prefetch_budget"):
-        seen, expected = getattr(state.iteration, setting), getattr(root.iteration, setting)
+def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None:
+    for setting in ("depth", "budget"):
+        seen, expected = getattr(state.schedule.prefetch, setting), getattr(root.schedule.prefetch, setting)
         if seen not in (None, expected):
             raise RuntimeError(
-                f"set_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting of the "
-                "root, call it there"
+                f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting "
+                "of the root, call it there"
             )
 
 
-def _alive(state: FSDPState) -> list[nn.Module]:
+def _alive(state: RootedState) -> list[nn.Module]:
     return [module for reference in state.modules if (module := reference()) is not None]
 
 
-def _states_below(root: FSDPState, module: nn.Module) -> list[FSDPState]:
-    states: dict[FSDPState, None] = {}
+def _states_below(root: RootedState, module: nn.Module) -> list[RootedState]:
+    states: dict[RootedState, None] = {}
     for name, below in module.named_modules():
-        state: FSDPState | None = below.__dict__.get(STATE)
+        state: RootedState | None = below.__dict__.get(STATE)
         if state is None or state in states:
             continue
         if state.is_root is not None:
@@ -95,7 +93,7 @@ def _states_below(root: FSDPState, module: nn.Module) -> list[FSDPState]:
     return list(states)
 
 
-def _set_names(states: list[FSDPState], root: nn.Module) -> None:
+def _set_names(states: list[RootedState], root: nn.Module) -> None:
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
     for state in states:
         own = [names.get(id(module), type(module).__name__) or type(root).__name__ for module in _alive(state)]

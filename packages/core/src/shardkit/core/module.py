@@ -16,6 +16,7 @@ from typing_extensions import deprecated
 from shardkit.core.adapters import user_attributes
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import AllGather, ReduceScatter
+from shardkit.core.prefetch import Prefetch
 from shardkit.core.state import FSDPState, state_of
 from shardkit.core.torch_compat import StockFSDPModule, StockUnshardHandle, no_dynamo, no_dynamo_frame
 
@@ -86,7 +87,7 @@ class FSDPModule(StockFSDPModule):
                 forward, waits for them. Otherwise waits here and returns None.
         """
         groups = self._groups()
-        self._get_fsdp_state().iteration.make_room(groups, in_backward=False)
+        self._get_fsdp_state().schedule.policy.make_room(groups, in_backward=False)
         for group in groups:
             group.unshard()
             group.held_by_user = True
@@ -109,13 +110,13 @@ class FSDPModule(StockFSDPModule):
         state = self._get_fsdp_state()
         if state.is_root is False:
             raise RuntimeError(f"reset_iter_state must be called on the root, '{state.fqn}' is below it")
-        state.iteration.reset()
+        state.schedule.reset()
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this step, whose end waits for all reductions. Call on the root."""
-        self._get_fsdp_state().iteration.is_last_backward = is_last_backward
+        self._get_fsdp_state().schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients at all; without, they accumulate unsharded in `reduce_dtype`."""
@@ -219,13 +220,13 @@ class FSDPModule(StockFSDPModule):
         """
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise ValueError(f"the prefetch depth must be an int >= 0, got {depth!r}")
-        iteration = self._get_fsdp_state().iteration
-        if iteration.prefetch_budget is not None:
+        schedule = self._get_fsdp_state().schedule
+        if schedule.prefetch.budget is not None:
             raise ValueError(
-                f"set_prefetch_depth({depth}) was called, but there is a prefetch budget of "
-                f"{iteration.prefetch_budget} bytes; give one of the two, set_prefetch_budget(None) takes that one back"
+                f"set_prefetch_depth({depth}) was called, but there is a prefetch budget of {schedule.prefetch.budget} "
+                "bytes; give one of the two, set_prefetch_budget(None) takes that one back"
             )
-        iteration.prefetch_depth = depth
+        schedule.prefetch = Prefetch(depth=depth)
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
         """How many bytes of this root's groups may be unsharded at a time, instead of a depth; call it on the root.
@@ -248,13 +249,14 @@ class FSDPModule(StockFSDPModule):
         """
         if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
             raise ValueError(f"the prefetch budget must be a positive number of bytes or None, got {nbytes!r}")
-        iteration = self._get_fsdp_state().iteration
-        if nbytes is not None and iteration.prefetch_depth is not None:
+        schedule = self._get_fsdp_state().schedule
+        depth = schedule.prefetch.depth
+        if nbytes is not None and depth is not None:
             raise ValueError(
-                f"set_prefetch_budget({nbytes}) was called, but set_prefetch_depth({iteration.prefetch_depth}) was, "
-                "too; give one of the two"
+                f"set_prefetch_budget({nbytes}) was called, but set_prefetch_depth({depth}) was, too; give one of the "
+                "two"
             )
-        iteration.prefetch_budget = nbytes
+        schedule.prefetch = Prefetch(depth, nbytes)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Modules to gather when this module's forward begins, instead of those of the learnt order."""
@@ -270,7 +272,7 @@ class FSDPModule(StockFSDPModule):
         The gather waits for the current stream as well, since its memory comes from that stream's pool; so the event is
         only needed for an optimizer that ran on another stream.
         """
-        self._get_fsdp_state().iteration.post_optim_event = event
+        self._get_fsdp_state().schedule.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: allocations are always made on the compute stream here, which is its purpose."""
@@ -390,9 +392,9 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """
     states = [module._get_fsdp_state() for module in modules]
     for state in states[1:]:
-        state.iteration.context = states[0].iteration.context
+        state.schedule.context = states[0].schedule.context
         for group in state.groups:
-            group.context = states[0].iteration.context
+            group.context = states[0].schedule.context
 
 
 _sharded_classes: dict[type, type] = {}

@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 
+from shardkit.core import events
 from shardkit.core.context import CommContext
 from shardkit.core.group_gather import GroupGather
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
@@ -214,6 +215,11 @@ class FSDPParamGroup(GroupGather):
         if self.residence is Residence.KEPT and in_backward:
             self._plan_kept()
         return self._gather_bytes
+
+    def report_use(self) -> None:
+        """Tells tools whether the group, which is needed now, had been prefetched, or is where its last use left it."""
+        if events.hub.active:
+            events.emit((events.PrefetchHit if self.has_memory else events.PrefetchMiss)(self.label))
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.context import CommContext
-from shardkit.core.iteration import Iteration, Pass
 from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
+from shardkit.core.order import Pass, ScheduledState
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
+from shardkit.core.schedule import Schedule
 from shardkit.core.tensors import (
     cast_floating,
     keeps_tensors,
@@ -78,7 +79,7 @@ class FSDPState:
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
         self.groups: list[FSDPParamGroup] = []
-        self.iteration = Iteration(CommContext(device))
+        self.schedule = Schedule(CommContext(device))
         self.index = 0
         self.fqn = type(modules[0]).__name__
         self.is_root: bool | None = None
@@ -88,7 +89,7 @@ class FSDPState:
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
         self._began = 0  # autograd's sequence number where this pass began
-        self._outer: FSDPState | None = None  # whose forward this pass runs in
+        self._outer: ScheduledState | None = None  # whose forward this pass runs in
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._inputs: type[_Inputs] | None = None
@@ -126,11 +127,11 @@ class FSDPState:
         )
 
     @property
-    def _state_ctx(self) -> Iteration:
-        return self.iteration
+    def _state_ctx(self) -> Schedule:
+        return self.schedule
 
     def _root_post_backward_final_callback(self) -> None:
-        self.iteration.end_backward()
+        self.schedule.end_backward()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class FSDPState:
             return self._cast_inputs(args, kwargs)
         if self.is_root is None:
             initialise_root(self)
-        outermost = self.iteration.begin_forward(self)
+        outermost = self.schedule.begin_forward(self)
         self._depth += 1  # from here on post_forward undoes what was done
         if self._depth == 1:
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
@@ -163,43 +164,37 @@ class FSDPState:
             self._in_pass = True
             self._began = next_autograd_node()
             self._leaving = None
-            self._outer, self.iteration.innermost = self.iteration.innermost, self
+            self._outer, self.schedule.innermost = self.schedule.innermost, self
             self._backward_follows = False
             self._pending.update(self._module_ids)
             for group in self.groups:
                 group.forward_users += 1
                 group.prefetched = False
-                self.iteration.note_use(group)
+                group.report_use()
         self.phase = Phase.FORWARD
         self._unshard(in_backward=False)
         if begins:
-            self._prefetch_forward()
+            listed = self._listed(self.forward_prefetch, in_backward=False) if self.forward_prefetch else None
+            self.schedule.enter_forward(self, listed)
             if torch.is_grad_enabled():
                 args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
     @property
     def _forward_name(self) -> Literal["forward", "recompute"]:
-        return "recompute" if self.iteration.in_backward else "forward"
+        return "recompute" if self.schedule.in_backward else "forward"
 
     def _unshard(self, *, in_backward: bool) -> None:
-        self.iteration.make_room(self.groups, in_backward=in_backward)
+        self.schedule.policy.make_room(self.groups, in_backward=in_backward)
         for group in self.groups:
             group.unshard(in_backward=in_backward)
         for group in self.groups:
             group.wait_for_unshard()
 
-    def _prefetch_forward(self) -> None:
-        if not self.forward_prefetch:
-            self.iteration.entered(self)
-            return
-        self.iteration.note_running(self)
-        self._prefetch(self.forward_prefetch, in_backward=False)
-
-    def _prefetch(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> None:
+    def _listed(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> list[FSDPParamGroup]:
+        """The groups of the states that the user has listed."""
         states = [state for reference in references if (state := reference()) is not None]
-        groups = [group for state in states for group in state.groups if group.unshard_in_backward or not in_backward]
-        self.iteration.prefetch_listed(groups, in_backward=in_backward)
+        return [group for state in states for group in state.groups if group.unshard_in_backward or not in_backward]
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if transforms_active() and self.groups:
@@ -215,7 +210,7 @@ class FSDPState:
         self._given = list(zip(unique.values(), watched.values(), strict=True))
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
-    def note_leaving(self, node: Any) -> FSDPState | None:
+    def note_leaving(self, node: Any) -> ScheduledState | None:
         """Remembers the autograd node whose backward calls `post_backward`; returns whose forward this pass runs in."""
         self._leaving = weakref.ref(node)
         return self._outer
@@ -247,11 +242,10 @@ class FSDPState:
             output = self._watch_outputs(output)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
-            if self.iteration.is_forward_root(self):
-                for state in self.iteration.all_states:
-                    if state._in_pass and state._depth == 0:
-                        state.end_pass()
-                self.iteration.end_forward(self, failed=failed)
+            if self.schedule.is_forward_root(self):
+                for state in self.schedule.all_states:
+                    state.end_incomplete_pass()
+                self.schedule.end_forward(self, failed=failed)
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
         return self._cast_outputs(output)
@@ -283,21 +277,26 @@ class FSDPState:
                 "of these inputs: clone the input first"
             )
 
+    def end_incomplete_pass(self) -> None:
+        """The forward of the root ends: some modules of this state have not run, and will not."""
+        if self._in_pass and self._depth == 0:
+            self.end_pass()
+
     def end_pass(self) -> None:
         """Every module of the state has run, or will not run any more: reshard as told."""
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
-        if self.iteration.innermost is self:
-            self.iteration.innermost = self._outer
+        if self.schedule.innermost is self:
+            self.schedule.innermost = self._outer
         self._pending.clear()
         self.phase = Phase.IDLE
         for group in self.groups:
             group.forward_users -= 1
         if with_grad and self._backward_follows:
-            self.iteration.left(Pass(self.index, self._began, self._leaving))
-        if with_grad and self._backward_follows and self.iteration.in_backward:
+            self.schedule.leave_forward(Pass(self.index, self._began, self._leaving))
+        if with_grad and self._backward_follows and self.schedule.in_backward:
             return  # recomputed: the backward that wanted it goes on with it
-        kept = self.iteration.worth_keeping(self.groups)
+        kept = self.schedule.policy.worth_keeping(self.groups)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
@@ -336,7 +335,7 @@ class FSDPState:
         """Puts `pre_backward` on every tensor through which backward may enter what this forward has computed.
 
         The outputs, and what the modules keep aside. Where none of these is found (a tensor in a global variable), the
-        parameters are there in time all the same: iteration.py, Note [Ready in order].
+        parameters are there in time all the same: schedule.py, Note [Ready in order].
         """
         if not torch.is_grad_enabled():
             return output
@@ -378,25 +377,26 @@ class FSDPState:
         self.phase = Phase.PRE_BACKWARD
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
-        self.iteration.begin_backward()
+        self.schedule.begin_backward()
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
             group.prefetched = False
             group.backward_users.add(self.index)
         needed = [group for group in self.groups if group.unshard_in_backward]
-        self.iteration.make_room(needed, in_backward=True)
+        self.schedule.policy.make_room(needed, in_backward=True)
         for group in needed:
-            self.iteration.note_use(group)
+            group.report_use()
             group.unshard(in_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
-        self.iteration.entered_backward(self)
+        self.schedule.enter_backward(self)
         if self._outer is not None:  # backward goes on there, and may recompute this pass from there
             self._outer.pre_backward()
 
     def prefetch_for_backward(self) -> list[FSDPState]:
         """Gathers what the user has listed for the time when this state's backward begins; returns whose groups."""
-        self._prefetch(self.backward_prefetch, in_backward=True)
+        listed = self._listed(self.backward_prefetch, in_backward=True)
+        self.schedule.gather_listed(listed, in_backward=True)
         return [state for reference in self.backward_prefetch if (state := reference()) is not None]
 
     def wait_for_unshard(self) -> None:
@@ -407,19 +407,19 @@ class FSDPState:
     @no_dynamo
     def post_backward(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """When the gradients of all inputs of a forward are done: reshard, reduce."""
-        self.iteration.begin_backward()
+        self.schedule.begin_backward()
         self.phase = Phase.IDLE
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
-                group.post_backward(keep=self.iteration.builds_graph)
-        if self.iteration.builds_graph:  # where a backward through this one enters
+                group.post_backward(keep=self.schedule.builds_graph)
+        if self.schedule.builds_graph:  # where a backward through this one enters
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
                     gradient.register_hook(self.pre_backward)
         if events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
-        self.iteration.left_backward()
+        self.schedule.leave_backward()
 
     def end_backward(self) -> None:
         """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
@@ -433,9 +433,9 @@ class FSDPState:
         for group in self.groups:
             group.backward_users.clear()
             if group.phase is not Phase.POST_BACKWARD or group.has_gradients:
-                group.post_backward(keep=self.iteration.builds_graph)
+                group.post_backward(keep=self.schedule.builds_graph)
             elif not group.forward_users:
-                group.reshard_after_use(keep=self.iteration.builds_graph)
+                group.reshard_after_use(keep=self.schedule.builds_graph)
             group.phase = Phase.IDLE
         if unfinished and events.hub.active:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))

@@ -20,6 +20,7 @@ from shardkit.core.lazy_init import initialise_root
 from shardkit.core.module import refuse_deepcopy
 from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import sharded_counterpart
+from shardkit.core.prefetch import Prefetch
 from shardkit.core.state import FSDPState, state_of
 from shardkit.legacy_fsdp_compat import api
 from shardkit.legacy_fsdp_compat.api import *  # noqa: F403 - stock has these names here too
@@ -355,7 +356,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             one._is_root = one is self
         self._is_root = True
         if not self.forward_prefetch and self.backward_prefetch is None:
-            self._state.iteration.prefetch_depth = 0
+            self._state.schedule.prefetch = Prefetch(depth=0)
 
     def _before_forward(self, args: Any) -> None:
         self._lazy_init()
@@ -368,8 +369,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     def _reduce_unused(self) -> None:
         """The gradient of a flat parameter is whole: parameters that backward does not reach get zeros."""
-        if self._is_root and self._backwards_seen != self._state.iteration.backwards:
-            self._backwards_seen = self._state.iteration.backwards
+        if self._is_root and self._backwards_seen != self._state.schedule.backwards:
+            self._backwards_seen = self._state.schedule.backwards
             for one in self.fsdp_modules(self):
                 for group in one._state.groups:
                     group.reduce_unused_params = False
@@ -390,8 +391,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     def _claim(self) -> None:
         """Makes this core's root: before its first forward, and when another root has had some of its units since."""
         units = self.fsdp_modules(self)
-        mine = self._state.iteration
-        if self._state.is_root and all(one._state.iteration is mine for one in units):
+        mine = self._state.schedule
+        if self._state.is_root and all(one._state.schedule is mine for one in units):
             return
         for one in units:
             one._state.is_root = None

@@ -8,7 +8,7 @@ reverse. Units do this one after the other, so a rank that does not keep whole p
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,13 +28,10 @@ from shardkit.legacy_fsdp_compat.sharded_values import from_sharded, to_sharded
 from shardkit.legacy_fsdp_compat.torch_compat import ShardedTensor, local_parts
 from shardkit.legacy_fsdp_compat.units import WRAPPED, Unit, UnitParameter, clean_name
 
-if TYPE_CHECKING:
-    from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel
-
 __all__ = ["register_state_dict_hooks"]
 
 
-def register_state_dict_hooks(module: FullyShardedDataParallel) -> None:
+def register_state_dict_hooks(module: nn.Module) -> None:
     """Hooks into the state dicts of one FSDP module."""
     hooks: Any = module  # torch does not annotate these
     hooks.register_state_dict_pre_hook(_before_save)

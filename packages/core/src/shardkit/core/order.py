@@ -1,0 +1,210 @@
+"""The order in which the states of one root run: recorded by each forward, followed by the next one and by backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.torch_compat import runs_in_this_backward
+
+__all__ = ["Order", "Pass", "ScheduledState"]
+
+# Entries of forwards that no backward followed are dropped beyond this many.
+_LONGEST = 10_000
+
+
+class ScheduledState(Protocol):
+    """What runs in an order: a state, one for each `fully_shard` call (`state.py` says what its methods do)."""
+
+    modules: tuple[weakref.ReferenceType[nn.Module], ...]
+    groups: list[FSDPParamGroup]
+    index: int
+    fqn: str
+    is_root: bool | None
+    auto_reshard: bool
+    backward_prefetch: list[weakref.ReferenceType[Any]]
+
+    @property
+    def in_forward(self) -> bool: ...
+    def end_incomplete_pass(self) -> None: ...
+    def to_sharded(self) -> None: ...
+    def pre_backward(self) -> None: ...
+    def prefetch_for_backward(self) -> Sequence[ScheduledState]: ...
+    def wait_for_unshard(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+class Pass(NamedTuple):
+    """A forward of one state that backward will come by.
+
+    Attributes:
+        state: the place of the state in the list of the order.
+        began: autograd's sequence number when it began; the nodes that it made have this one and higher ones.
+        leaving: weakly, the autograd node through which backward leaves it; None if no input of it needs a gradient.
+    """
+
+    state: int
+    began: int
+    leaving: weakref.ReferenceType[Any] | None
+
+    def will_be_left(self) -> bool:
+        """Whether the backward that runs now will call us when it leaves this pass."""
+        node = None if self.leaving is None else self.leaving()
+        return node is not None and runs_in_this_backward(node)
+
+
+class Order:
+    """The recorded order, and a cursor in it. Weak references, see `schedule.py`, Note [Who owns whom].
+
+    Attributes:
+        forward_root: the outermost state of the forward that runs.
+        in_backward: whether a backward of these states runs; forwards within it are recomputations.
+        is_steady: whether the last two forwards ran in one order.
+        passes: the forwards that backward will come by, in the order in which they ended.
+        changes: how often the order of forward, and that of backward, became another one.
+    """
+
+    def __init__(self) -> None:
+        self.forward_root: weakref.ReferenceType[ScheduledState] | None = None
+        self.in_backward = False
+        self.is_steady = False
+        self.passes: list[Pass] = []
+        self.changes = {False: 0, True: 0}  # by whether of backward
+        self._states: list[weakref.ReferenceType[ScheduledState]] = []
+        self._recorded: list[int] = []
+        self._recording: list[int] = []
+        self._cursor = 0
+        self._passes_before = 0
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def set_states(self, states: Sequence[ScheduledState]) -> None:
+        """All states below the root, root first, in the order of `named_modules`."""
+        self._states = [weakref.ref(state) for state in states]
+        for index, state in enumerate(states):
+            state.index = index
+
+    @property
+    def states(self) -> list[ScheduledState]:
+        """The states that are still alive."""
+        return [state for reference in self._states if (state := reference()) is not None]
+
+    def state_at(self, index: int) -> ScheduledState | None:
+        """The state at a place, None if it is gone."""
+        return self._states[index]()
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """The groups of all states, each once."""
+        return list(dict.fromkeys(group for state in self.states for group in state.groups))
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, root: ScheduledState) -> None:
+        """Puts the cursor at the beginning."""
+        self.forward_root = weakref.ref(root)
+        self._cursor = 0
+        self._recording = []
+        self._passes_before = len(self.passes)
+        self.changes[False] += 1
+
+    def record(self, state: ScheduledState) -> bool:
+        """A state's forward begins: moves the cursor behind it. False if the recorded order does not expect it."""
+        if self.in_backward:
+            return False
+        self._recording.append(state.index)
+        try:  # found at once, where this iteration runs as the last one did
+            self._cursor = self._recorded.index(state.index, self._cursor) + 1
+        except ValueError:
+            return False
+        return True
+
+    def end_forward(self, *, failed: bool, complete: bool) -> None:
+        """The forward of all states has ended; if it is `complete` the next one follows its order."""
+        self.forward_root = None
+        if failed:
+            del self.passes[self._passes_before :]
+        elif complete:
+            self.is_steady = self._recording == self._recorded
+            if not self.is_steady:
+                self._recorded = self._recording
+        self._recording = []
+        self.changes[False] += 1
+
+    def add_pass(self, ended: Pass) -> None:
+        """A state's forward has ended and backward will come by: in the reverse of this order."""
+        if self.in_backward and self.awaits_backward(ended.state):  # recomputed
+            return
+        self.passes.append(ended)
+        self.changes[True] += 1
+        del self.passes[:-_LONGEST]
+
+    def awaits_backward(self, index: int) -> bool:
+        """Whether backward will come by the state at this place."""
+        return any(one.state == index for one in self.passes)
+
+    def enter_backward(self, state: ScheduledState) -> Pass | None:
+        """A state's backward begins: drops its last pass and what ran after it; returns the pass, None if unknown."""
+        last = len(self.passes) - 1
+        while last >= 0 and self.passes[last].state != state.index:
+            last -= 1
+        if last < 0:
+            return None
+        entered = self.passes[last]
+        del self.passes[last:]
+        return entered
+
+    def forget_passes(self) -> None:
+        """No backward will come by any more."""
+        self.passes.clear()
+        self.changes[True] += 1
+
+    def reset(self) -> None:
+        """Forgets an iteration that failed, and keeps what the ones before have taught."""
+        self.in_backward = False
+        self.end_forward(failed=False, complete=False)
+        self.forget_passes()
+
+    # -- following -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs that is no recomputation."""
+        return self.forward_root is not None and not self.in_backward
+
+    def expected(self, *, in_backward: bool) -> list[int]:
+        """The places of the states that a phase is going to use, soonest first; forward's from its beginning on."""
+        return [one.state for one in reversed(self.passes)] if in_backward else self._recorded
+
+    @property
+    def cursor(self) -> int:
+        """How many places of forward's order are behind."""
+        return self._cursor
+
+    def next_states(self, count: int, *, in_backward: bool) -> list[ScheduledState]:
+        """The next `count` states of the phase that runs."""
+        if in_backward:
+            places = [one.state for one in self.passes[: -count - 1 : -1]] if count else []
+        else:
+            places = self._recorded[self._cursor : self._cursor + count]
+        return [state for place in places if (state := self.state_at(place)) is not None]
+
+    def upcoming(self) -> Iterator[tuple[FSDPParamGroup, bool]]:
+        """What is going to be used, soonest first, and whether backward is what uses it."""
+        if self.in_forward:
+            for place in itertools.islice(self._recorded, self._cursor, None):
+                if (state := self.state_at(place)) is not None:
+                    yield from ((group, False) for group in state.groups)
+        yield from ((group, True) for group in self.awaited_by_backward())
+
+    def awaited_by_backward(self) -> Iterator[FSDPParamGroup]:
+        """What backward is going to use, soonest first."""
+        for one in reversed(self.passes):
+            if (state := self.state_at(one.state)) is not None:
+                yield from (group for group in state.groups if group.unshard_in_backward)

@@ -1,0 +1,299 @@
+"""One per root: what happens between the states' own hooks: order of use, prefetching, end of backward, recovery.
+
+`order.py` records in which order states run, `prefetch.py` decides how far ahead to gather.
+
+Note [Who owns whom]
+A module owns its state (through its hooks), a state its groups and this object; nothing points back but weakly. So
+deleting a model frees its memory at once, without a garbage collection.
+
+Note [Ready in order]
+A block may keep a tensor aside (`self.aux = ...`) that its caller adds to the loss. Backward then enters the block
+through a tensor that no hook of ours sits on, and must find its parameters there. Autograd runs the nodes of one device
+in the reverse of the order in which forward made them. So a state's parameters are waited for before backward can get
+to any node that its forward made: when backward leaves the state that ran next in forward (`leave_backward`), or, if
+nothing would tell us that, as soon as backward enters that state (`enter_backward`). Nothing would if the state is
+nested in the other one, or if the other's inputs need no gradient. Whatever order a backward takes, parameters whose
+gather is under way are never left for autograd to find half-filled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from shardkit.core import events
+from shardkit.core.context import CommContext
+from shardkit.core.on_stack import calling_frame, is_on_stack, runs_elsewhere
+from shardkit.core.order import Order, Pass, ScheduledState
+from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.prefetch import Prefetch, PrefetchPolicy
+from shardkit.core.torch_compat import in_backward, outside_transforms, queue_end_of_backward, transforms_active
+
+__all__ = ["RootedState", "Schedule"]
+
+
+class Schedule:
+    """What the states of one root share while an iteration runs.
+
+    Attributes:
+        context: the lanes and reductions in flight.
+        order: the recorded order of the states, and where in it the iteration is.
+        innermost: the innermost state whose forward runs.
+        is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
+        post_optim_event: user's event that the next forward's first gather waits for.
+        builds_graph: whether the backward that runs, or ran last, makes a graph of its own (`create_graph=True`).
+        backwards: how many backwards have ended.
+    """
+
+    def __init__(self, context: CommContext) -> None:
+        self.context = context
+        self.order = Order()
+        self.innermost: ScheduledState | None = None
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.builds_graph = False
+        self.backwards = 0
+        self._prefetch = Prefetch()
+        self._policy: PrefetchPolicy | None = None
+        self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
+        self._caller: FrameType | None = None  # of the forward that runs
+        self._thread = 0
+
+    def set_states(self, states: Sequence[ScheduledState]) -> None:
+        """All states below the root, root first, in the order of `named_modules`."""
+        self.order.set_states(states)
+        self._policy = None
+
+    @property
+    def all_states(self) -> list[ScheduledState]:
+        """The states that are still alive (torch's pipelining reads this name)."""
+        return self.order.states
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """How far ahead the user wants groups to be gathered."""
+        return self._prefetch
+
+    @prefetch.setter
+    def prefetch(self, prefetch: Prefetch) -> None:
+        self._prefetch, self._policy = prefetch, None
+
+    @property
+    def policy(self) -> PrefetchPolicy:
+        """Which groups are gathered ahead, kept or freed."""
+        if self._policy is None:
+            self._policy = self._prefetch.policy(self.order)
+        return self._policy
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, state: ScheduledState) -> bool:
+        """Called by each state that begins forward; True for the outermost one of this forward.
+
+        Raises:
+            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it; and if
+                another thread runs a forward of the same root.
+        """
+        order = self.order
+        if order.in_backward:
+            if in_backward():  # activation checkpointing recomputes: end_backward sees to what end_forward would
+                return False
+            raise RuntimeError(
+                f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
+                "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
+            )
+        if order.forward_root is not None and (root := order.forward_root()) is not None:
+            if self._thread != threading.get_ident() and self._caller is not None and runs_elsewhere(self._caller):
+                raise RuntimeError(
+                    f"forward of '{state.fqn}' begins while that of '{root.fqn}' runs in another thread. Parameters "
+                    "are gathered and freed for one forward at a time; run the forwards one after the other"
+                )
+            if state is not root and not state.is_root:
+                return False
+            if self._caller is None or is_on_stack(self._caller):  # it calls itself
+                return False
+            self._end_interrupted_forward(root)
+        order.begin_forward(state)
+        self.innermost = None
+        self._caller = calling_frame()
+        self._thread = threading.get_ident()
+        self.context.slots = self.policy.slots
+        self.context.free_released()  # writes to a local shard since then are not always noticed
+        if state.is_root:
+            self._free_stale()
+            self._settle_shards()
+        if self.post_optim_event is not None:
+            self.context.gathers.wait_event(self.post_optim_event)
+            self.post_optim_event = None
+        return True
+
+    def _free_stale(self) -> None:
+        """Frees what is older than an optimizer step, so that it is gathered again ahead of its use."""
+        for group in self.order.groups:
+            if group.is_unsharded and group.is_stale and not group.in_use:
+                group.reshard()
+
+    def _settle_shards(self) -> None:
+        """Lets gathers of this iteration wait, once, for what has been queued before it: an optimizer step, a load."""
+        gathers = self.context.gathers
+        if gathers.has_streams:
+            gathers.wait_event(gathers.current_event())
+            for group in self.order.groups:
+                group.settle_shards()
+
+    def _end_interrupted_forward(self, root: ScheduledState) -> None:
+        """Does the work of the post-forward hooks, which do not run when forward is interrupted."""
+        for state in self.all_states:
+            state.reset()
+            for group in state.groups:
+                group.forward_users = 0
+        self.end_forward(root, failed=True)
+
+    def is_forward_root(self, state: ScheduledState) -> bool:
+        """Whether `state` is the outermost one of the forward that runs."""
+        return self.order.forward_root is not None and self.order.forward_root() is state
+
+    def enter_forward(self, state: ScheduledState, listed: Sequence[FSDPParamGroup] | None) -> None:
+        """A state's parameters are there and its forward begins: gathers what comes next.
+
+        `listed` is what the user has listed for that, if anything.
+        """
+        expected = self.order.record(state)
+        if listed is not None:
+            self.gather_listed(listed, in_backward=False)
+        elif expected and (self.order.is_steady or not self.context.gathers.has_streams):
+            self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
+
+    def leave_forward(self, ended: Pass) -> None:
+        """A state's forward has ended and backward will come by."""
+        self.order.add_pass(ended)
+
+    @outside_transforms
+    def end_forward(self, state: ScheduledState, *, failed: bool) -> None:
+        """The outermost forward has ended: learns its order, frees what was prefetched in vain.
+
+        One that raised teaches nothing, and nothing of it stays unsharded.
+        """
+        self._caller = self.innermost = None
+        self.order.end_forward(failed=failed, complete=bool(state.is_root))
+        if failed:
+            for one in self.all_states:
+                one.to_sharded()
+        self._free_unused(in_backward=False)
+        self.context.free_released(but=1 if self.order.passes and torch.is_grad_enabled() else 0)
+        if not failed:
+            self.context.settle_gathers()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of these states runs; forwards within it are recomputations."""
+        return self.order.in_backward
+
+    def begin_backward(self) -> None:
+        """Called by each state that begins backward; queues the end of backward once."""
+        if not self.order.in_backward:
+            self.order.in_backward = True
+            self.builds_graph = torch.is_grad_enabled() and not transforms_active()
+            queue_end_of_backward(self.end_backward)
+
+    def enter_backward(self, state: ScheduledState) -> None:
+        """A state's backward begins: gathers what ran before it in forward.
+
+        Where nothing would tell us that backward leaves it, the next one begins at once: Note [Ready in order].
+        """
+        entered = self.order.enter_backward(state)
+        if entered is None:
+            return
+        passes = self.order.passes
+        if state.backward_prefetch:
+            listed = state.prefetch_for_backward()
+            in_order = {one.state for one in passes[-len(listed) :]}
+            for one in listed:
+                if one.index not in in_order:
+                    one.wait_for_unshard()  # nothing would be told before backward gets there
+        else:
+            self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=True), in_backward=True)
+        if passes and (passes[-1].began >= entered.began or not entered.will_be_left()):
+            self.leave_backward()
+
+    def leave_backward(self) -> None:
+        """Backward leaves a state, so it may go to the one that ran before it: the parameters of that must be there."""
+        passes = self.order.passes
+        if passes and (state := self.order.state_at(passes[-1].state)) is not None:
+            state.pre_backward()
+
+    @outside_transforms
+    def end_backward(self) -> None:
+        """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
+        order = self.order
+        order.in_backward = False
+        self.backwards += 1
+        for state in reversed(self.all_states):
+            state.end_backward()
+        root = order.forward_root() if order.forward_root is not None else None
+        if root is None or not root.in_forward:
+            order.forward_root = self._caller = None
+        if self.is_last_backward:
+            order.forget_passes()
+            self._free_unused(in_backward=True)
+            self.context.free_released()
+            self.context.finish_reductions()
+            self._wait_for_host_copies()
+        self.context.settle_gathers()
+        if events.hub.active:
+            events.emit(events.BackwardEnded(self.is_last_backward))
+
+    def _wait_for_host_copies(self) -> None:
+        """Gradients on their way to pinned memory: the optimizer reads them on the host."""
+        device = self.context.device
+        if device.type == "cpu":
+            return
+        if any(param.pinned for group in self.order.groups for param in group.params):
+            torch.get_device_module(device).current_stream().synchronize()
+
+    # -- prefetched groups ---------------------------------------------------------------------------------------------
+
+    def gather_listed(self, listed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
+        """Gathers what the user's explicit list names: all of it, or what the budget has room for."""
+        self._note_prefetched(self.policy.gather_listed(listed, in_backward=in_backward), in_backward=in_backward)
+
+    def _note_prefetched(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
+        for group in groups:
+            group.prefetched = True
+            self._prefetched[in_backward].append(group)
+
+    def _free_unused(self, *, in_backward: bool) -> None:
+        """Frees what was prefetched in vain: for modules that were skipped, for a forward that was dropped.
+
+        As the end of a forward would, where one has used it and backward comes by again.
+        """
+        for group in self._prefetched[in_backward]:
+            if group.prefetched and not group.held_by_user:
+                keep = not in_backward and any(self.order.awaits_backward(user.index) for user in group.users)
+                group.reshard(keep=keep)
+        self._prefetched[in_backward].clear()
+
+    # -- recovery ------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
+        self.context.settle_after_failure()
+        self._caller = self.innermost = None
+        self.order.reset()
+        self._prefetched = {False: [], True: []}
+        for state in self.all_states:
+            for group in state.groups:
+                group.abandon()
+            state.reset()
+
+
+class RootedState(ScheduledState, Protocol):
+    """A state that has a schedule, or will have that of its root."""
+
+    schedule: Schedule
