@@ -309,19 +309,19 @@ def test_divide_factor_of_one_module() -> None:
 
 # Setter, a value that is not the default, the group's attribute.
 RECURSIVE = [
-    ("set_requires_gradient_sync", False, "reduce_grads"),
-    ("set_requires_all_reduce", False, "all_reduce_grads"),
-    ("set_reduce_scatter_unused_params", True, "reduce_unused_params"),
-    ("set_reduce_scatter_max_input_buffers", 3, "max_reduce_inputs"),
+    ("set_requires_gradient_sync", False, "settings.reduce_grads"),
+    ("set_requires_all_reduce", False, "settings.all_reduce_grads"),
+    ("set_reduce_scatter_unused_params", True, "settings.reduce_unused_params"),
+    ("set_reduce_scatter_max_input_buffers", 3, "settings.max_reduce_inputs"),
     ("set_separate_reduce_scatter_group", True, "communication.reduce_group"),
-    ("set_reshard_after_forward", False, "reshard_after_forward"),
-    ("set_reshard_after_backward", False, "reshard_after_backward"),
+    ("set_reshard_after_forward", False, "settings.reshard_after_forward"),
+    ("set_reshard_after_backward", False, "settings.reshard_after_backward"),
 ]
 NOT_RECURSIVE = [
-    ("set_gradient_divide_factor", 3.0, "gradient_divide_factor"),
-    ("set_force_sum_reduction_for_comms", True, "force_sum_reduction"),
-    ("set_all_reduce_hook", Tensor.neg_, "all_reduce_hook"),
-    ("set_unshard_in_backward", False, "unshard_in_backward"),
+    ("set_gradient_divide_factor", 3.0, "settings.gradient_divide_factor"),
+    ("set_force_sum_reduction_for_comms", True, "settings.force_sum_reduction"),
+    ("set_all_reduce_hook", Tensor.neg_, "settings.all_reduce_hook"),
+    ("set_unshard_in_backward", False, "settings.unshard_in_backward"),
 ]
 
 

@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
         "ranges",
         "region",
         "residency",
+        "settings",
         "tensors",
         "torch_compat",
         "transforms",

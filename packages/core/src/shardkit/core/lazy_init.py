@@ -59,7 +59,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
             group.bounded = group.bounded and state is not root
     if root.auto_reshard:
         for group in root.groups:
-            group.reshard_after_forward = False
+            group.change(reshard_after_forward=False)
     if events.hub.active:
         events.emit(events.RootReady(module))
 

@@ -121,20 +121,19 @@ class FSDPModule(StockFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients at all; without, they accumulate unsharded in `reduce_dtype`."""
         for group in self._groups(recurse):
-            group.reduce_grads = requires_gradient_sync
-            group.all_reduce_grads = requires_gradient_sync
+            group.change(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces over replicas; without, reduce-scattered gradients accumulate."""
         for group in self._groups(recurse):
-            group.all_reduce_grads = requires_all_reduce
+            group.change(all_reduce_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over ranks is divided by, instead of by the number of data-parallel ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor}")
         for group in self._groups():
-            group.gradient_divide_factor = factor
+            group.change(gradient_divide_factor=factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -144,12 +143,12 @@ class FSDPModule(StockFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether collectives may only sum, and every division is an operation of its own."""
         for group in self._groups():
-            group.force_sum_reduction = enable
+            group.change(force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
         for group in self._groups(recurse):
-            group.reduce_unused_params = reduce_scatter_unused_params
+            group.change(reduce_unused_params=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' unsharded gradients may be in reduction at once: memory against overlap."""
@@ -158,7 +157,7 @@ class FSDPModule(StockFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
         for group in self._groups(recurse):
-            group.max_reduce_inputs = max_input_buffers
+            group.change(max_reduce_inputs=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions run on a process group of their own (collective: it makes one per shard group)."""
@@ -183,8 +182,7 @@ class FSDPModule(StockFSDPModule):
             if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
                 raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP")
         for group in self._groups():
-            group.all_reduce_hook = hook
-            group.all_reduce_hook_stream = stream
+            group.change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     # -- when parameters are freed and gathered ------------------------------------------------------------------------
 
@@ -195,18 +193,18 @@ class FSDPModule(StockFSDPModule):
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
-                group.reshard_after_forward = reshard_after_forward
+                group.change(reshard_after_forward=reshard_after_forward)
                 group.post_forward_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
         for group in self._groups(recurse):
-            group.reshard_after_backward = reshard_after_backward
+            group.change(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters at all (an embedding's does not)."""
         for group in self._groups():
-            group.unshard_in_backward = unshard_in_backward
+            group.change(unshard_in_backward=unshard_in_backward)
 
     def set_prefetch_depth(self, depth: int) -> None:
         """How many groups are gathered ahead of use, in forward and backward; call it on the root. Default 1.

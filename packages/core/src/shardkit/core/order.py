@@ -207,4 +207,4 @@ class Order:
         """What backward is going to use, soonest first."""
         for one in reversed(self.passes):
             if (state := self.state_at(one.state)) is not None:
-                yield from (group for group in state.groups if group.unshard_in_backward)
+                yield from (group for group in state.groups if group.settings.unshard_in_backward)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -33,6 +33,7 @@ from shardkit.core.ranges import profiler_range
 from shardkit.core.reduction import GradientReduction
 from shardkit.core.residency import Ledger
 from shardkit.core.runtime.lanes import Ticket
+from shardkit.core.settings import GroupSettings
 from shardkit.core.torch_compat import outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
@@ -66,21 +67,6 @@ class Phase(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
-_SETTINGS = (
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "unshard_in_backward",
-    "reduce_unused_params",
-    "max_reduce_inputs",
-    "gradient_divide_factor",
-    "force_sum_reduction",
-    "native_all_reduce",
-    "all_reduce_hook",
-    "all_reduce_hook_stream",
-)
-
-
 class FSDPParamGroup(GroupGather):
     """Parameters of one `fully_shard` call that share a mesh.
 
@@ -108,25 +94,13 @@ class FSDPParamGroup(GroupGather):
         for param in params:
             param.group = weakref.ref(self)
         self.mp_policy = mp_policy
-        self.reshard_after_forward = reshard_after_forward
+        self.settings = GroupSettings(reshard_after_forward)
         self.users: WeakSet[GroupUser] = WeakSet()
         self.order_check: OrderCheck | None = None
         self.reference = weakref.ref(self)
         self.ledger: Ledger[weakref.ReferenceType[FSDPParamGroup]] | None = None  # of the root's prefetch budget
         self._residence = Residence.SHARDED
         self.phase = Phase.IDLE
-        # Settings of FSDPModule's set_* methods.
-        self.reduce_grads = True
-        self.all_reduce_grads = True
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.reduce_unused_params = False
-        self.max_reduce_inputs = 1
-        self.gradient_divide_factor: float | None = None
-        self.force_sum_reduction = False
-        self.native_all_reduce = True  # False: the hook brings replicas together by itself
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.all_reduce_hook_stream: Any = None
         # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
         self.bounded = mesh.shard_size > 1
         self.prefetched = False
@@ -158,13 +132,16 @@ class FSDPParamGroup(GroupGather):
             self.mesh,
             self.device,
             self.mp_policy,
-            self.reshard_after_forward,
+            self.settings.reshard_after_forward,
             self.post_forward_mesh,
         )
-        for setting in _SETTINGS:
-            setattr(group, setting, getattr(self, setting))
+        group.settings = self.settings
         group.communication = self.communication
         return group
+
+    def change(self, **settings: Any) -> None:
+        """Changes some of the settings, from the next gather or reduction on."""
+        self.settings = replace(self.settings, **settings)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""
@@ -249,7 +226,7 @@ class FSDPParamGroup(GroupGather):
             if self._take_back():
                 return
             self.reshard()
-        counted = self.bounded and self.reshard_after_forward
+        counted = self.bounded and self.settings.reshard_after_forward
         with profiler_range("unshard", self.label), torch.no_grad():
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
@@ -395,7 +372,7 @@ class FSDPParamGroup(GroupGather):
         """
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
-            if not self.reduce_grads:
+            if not self.settings.reduce_grads:
                 self._accumulating = True
                 for param in self.params:
                     param.accumulate_unsharded(self.mp_policy.reduce_dtype)
@@ -405,7 +382,7 @@ class FSDPParamGroup(GroupGather):
                 self.context.finish_reductions()
             gradients = []
             for param in self.params:
-                gradient = param.take_gradient(self.reduce_unused_params or self._reduction.has_partial(param))
+                gradient = param.take_gradient(self.settings.reduce_unused_params or self._reduction.has_partial(param))
                 if gradient is not None:
                     gradients.append((param, gradient))
             if gradients and self._accumulating and (dtype := self.mp_policy.reduce_dtype) is not None:
@@ -418,7 +395,7 @@ class FSDPParamGroup(GroupGather):
 
     def reshard_after_use(self, *, keep: bool) -> None:
         """What backward does when it needs the parameters no more."""
-        if self.reshard_after_backward and not self.forward_users and not keep:
+        if self.settings.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
 
     @property
@@ -434,7 +411,7 @@ class FSDPParamGroup(GroupGather):
         Raises:
             RuntimeError: with the FQN of a parameter whose gradient would be missing from the optimizer's step.
         """
-        if not self.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
+        if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         for param in self.params:
             if param.unsharded_param is not None and param.unsharded_param.grad is not None:
@@ -449,21 +426,16 @@ class FSDPParamGroup(GroupGather):
             self.context.catch_up()
             label = ", ".join(param.fqn for param, _ in gradients)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
-        self._partial_in_flight = bool(self.mesh.replicate_axes) and not self.all_reduce_grads
+        self._partial_in_flight = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
         programs = self._reduction.programs(
             gradients,
             label=self.label,
             transport=self._through.reduce,
             reduce_dtype=self.mp_policy.reduce_dtype,
-            divide_factor=self.gradient_divide_factor,
-            force_sum=self.force_sum_reduction,
-            native_all_reduce=self.native_all_reduce,
-            all_reduce_now=self.all_reduce_grads,
-            hook=self.all_reduce_hook,
-            hook_stream=self.all_reduce_hook_stream,
+            settings=self.settings,
         )
         for program in programs:
-            self.context.reduce(program, self.label, self.max_reduce_inputs)
+            self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
 
     def abandon(self) -> None:
         """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""

@@ -103,11 +103,11 @@ class _ByDepth:
             if context.unsharded > self._depth:
                 break
             for group in state.groups:
-                if in_backward and not group.unshard_in_backward:
+                if in_backward and not group.settings.unshard_in_backward:
                     continue
                 if not group.is_unsharded:
                     group.unshard(in_backward=in_backward)
-                elif in_backward or not (group.forward_users and group.reshard_after_forward):
+                elif in_backward or not (group.forward_users and group.settings.reshard_after_forward):
                     continue
                 ahead.append(group)  # a tied or repeated module's own, too: it stays for the next
         return ahead
@@ -147,7 +147,7 @@ class _ByBudget:
         if known is None or known[0] != order.changes[backward]:
             states = map(order.state_at, order.expected(in_backward=backward))
             groups = (
-                [group for group in state.groups if group.unshard_in_backward or not backward] if state else []
+                [group for group in state.groups if group.settings.unshard_in_backward or not backward] if state else []
                 for state in states
             )
             uses = Uses([[group.reference for group in step] for step in groups], _held)

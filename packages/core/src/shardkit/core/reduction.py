@@ -15,6 +15,7 @@ from shardkit.core.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
 from shardkit.core.runtime.plan import ReducePlan, Transport, plan_reduce
+from shardkit.core.settings import GroupSettings
 from shardkit.core.storage import note_allocated, note_freed
 
 __all__ = ["Division", "GradientReduction", "division_for"]
@@ -88,12 +89,7 @@ class GradientReduction:
         label: str,
         transport: Transport | None,
         reduce_dtype: torch.dtype | None,
-        divide_factor: float | None,
-        force_sum: bool,
-        native_all_reduce: bool,
-        all_reduce_now: bool,
-        hook: Callable[[torch.Tensor], None] | None,
-        hook_stream: Any,
+        settings: GroupSettings,
     ) -> list[Program]:
         """One program for each dtype among the gradients, in an order that is the same on all ranks.
 
@@ -105,14 +101,14 @@ class GradientReduction:
         gradients.clear()
         programs = []
         for (grad_dtype, dtype), bucket in buckets.items():
-            division = division_for(self.mesh.size, dtype, divide_factor, force_sum)
-            if transport is None and not self.mesh.replicate_groups and hook is None:
+            division = division_for(
+                self.mesh.size, dtype, settings.gradient_divide_factor, settings.force_sum_reduction
+            )
+            if transport is None and not self.mesh.replicate_groups and settings.all_reduce_hook is None:
                 _deliver_unreduced(bucket, dtype, division)
                 continue
             scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
-            groups = self.mesh.replicate_groups if native_all_reduce else ()
-            finish = self._finish(scatter, label, division, groups, all_reduce_now, hook, hook_stream)
-            programs.append(finish)
+            programs.append(self._finish(scatter, label, division, settings))
         return programs
 
     def _scatter(
@@ -156,37 +152,21 @@ class GradientReduction:
         targets = views if target is None else plan.output_views(target)
         return _Scattered(params, gradients, output, views, target, targets, program)
 
-    def _finish(
-        self,
-        scattered: _Scattered,
-        label: str,
-        division: Division,
-        groups: tuple[dist.ProcessGroup, ...],
-        all_reduce_now: bool,
-        hook: Callable[[torch.Tensor], None] | None,
-        hook_stream: Any,
-    ) -> Program:
+    def _finish(self, scattered: _Scattered, label: str, division: Division, settings: GroupSettings) -> Program:
         try:
-            yield from self._reduced(scattered, label, division, groups, all_reduce_now, hook, hook_stream)
+            yield from self._reduced(scattered, label, division, settings)
         finally:
             note_freed(scattered.output, label, "reduce_output")
 
-    def _reduced(
-        self,
-        scattered: _Scattered,
-        label: str,
-        division: Division,
-        groups: tuple[dist.ProcessGroup, ...],
-        all_reduce_now: bool,
-        hook: Callable[[torch.Tensor], None] | None,
-        hook_stream: Any,
-    ) -> Program:
+    def _reduced(self, scattered: _Scattered, label: str, division: Division, settings: GroupSettings) -> Program:
+        groups = self.mesh.replicate_groups if settings.native_all_reduce else ()
+        hook = settings.all_reduce_hook
         hold(*scattered.gradients, scattered.output)
         if scattered.target is not None:
             hold(scattered.target)
         yield from scattered.program
         del scattered.program, scattered.gradients
-        if groups and not all_reduce_now:
+        if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 if param in self._partial:
                     self._partial[param].add_(view)
@@ -206,7 +186,7 @@ class GradientReduction:
         for group in groups:
             yield from all_reduce(scattered.output, group, division.op, label)
         if hook is not None:
-            _run_hook(hook, scattered.output, hook_stream)
+            _run_hook(hook, scattered.output, settings.all_reduce_hook_stream)
         if division.after_all is not None and division.after_all != 1:
             scattered.output.div_(division.after_all)
         _deliver(scattered)

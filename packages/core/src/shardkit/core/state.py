@@ -194,7 +194,9 @@ class FSDPState:
     def _listed(self, references: list[weakref.ReferenceType[FSDPState]], *, in_backward: bool) -> list[FSDPParamGroup]:
         """The groups of the states that the user has listed."""
         states = [state for reference in references if (state := reference()) is not None]
-        return [group for state in states for group in state.groups if group.unshard_in_backward or not in_backward]
+        return [
+            group for state in states for group in state.groups if group.settings.unshard_in_backward or not in_backward
+        ]
 
     def _watch_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if transforms_active() and self.groups:
@@ -301,7 +303,7 @@ class FSDPState:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
             # A root that keeps its parameters for a backward has no reason to when none can follow.
-            if group.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
+            if group.settings.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
                 group.reshard(keep=with_grad, release=with_grad)
 
     def _own_outputs(self, output: Any) -> Any:
@@ -382,7 +384,7 @@ class FSDPState:
             group.phase = Phase.PRE_BACKWARD
             group.prefetched = False
             group.backward_users.add(self.index)
-        needed = [group for group in self.groups if group.unshard_in_backward]
+        needed = [group for group in self.groups if group.settings.unshard_in_backward]
         self.schedule.policy.make_room(needed, in_backward=True)
         for group in needed:
             group.report_use()

@@ -21,15 +21,14 @@ def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable
     `output`. Replicated ones: `hook(state, gradient)`, in place.
     """
     for group in groups:
-        group.gradient_divide_factor = 1.0
+        group.change(gradient_divide_factor=1.0)
         if group.mesh.shard_group is not None:
             hooked = _HookedReduceScatter(state, hook)
             group.communication = group.communication.reducing_through(hooked, group.label)
         elif group.mesh.shard_axis is None and not _is_scalar_companion(group, groups):
-            group.native_all_reduce = False
-            group.all_reduce_hook = lambda gradient: _call(hook, state, gradient)
+            group.change(native_all_reduce=False, all_reduce_hook=lambda gradient: _call(hook, state, gradient))
         else:
-            group.gradient_divide_factor = None
+            group.change(gradient_divide_factor=None)
 
 
 def _is_scalar_companion(group: FSDPParamGroup, groups: Sequence[FSDPParamGroup]) -> bool:

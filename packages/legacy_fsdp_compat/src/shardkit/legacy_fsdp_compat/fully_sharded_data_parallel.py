@@ -373,9 +373,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             self._backwards_seen = self._state.schedule.backwards
             for one in self.fsdp_modules(self):
                 for group in one._state.groups:
-                    group.reduce_unused_params = False
+                    group.change(reduce_unused_params=False)
         for group in self._state.groups:
-            group.reduce_unused_params = True
+            group.change(reduce_unused_params=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward with this module's hooks. Inside `summon_full_params` the wrapped module is called as it is: its
@@ -482,7 +482,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     def _set_gradient_sync(self, sync: bool) -> None:
         for group in self._state.groups:
-            group.reduce_grads = group.all_reduce_grads = sync
+            group.change(reduce_grads=sync, all_reduce_grads=sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets all gradients, also those that `no_sync` has left, and of parameters that are gathered just now."""

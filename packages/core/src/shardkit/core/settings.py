@@ -1,0 +1,40 @@
+"""What a user has set for a parameter group with FSDPModule's `set_*` methods: one value; a setting makes a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["GroupSettings"]
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """See the methods of `FSDPModule` of these names.
+
+    Attributes:
+        reshard_after_forward: whether forward frees the parameters.
+        reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
+        all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
+        max_reduce_inputs: how many groups' unsharded gradients may be in reduction at once.
+        gradient_divide_factor: what sums of gradients are divided by, None for the number of data-parallel ranks.
+        force_sum_reduction: collectives only sum, every division is an operation of its own.
+        native_all_reduce: False if `all_reduce_hook` brings replicas together by itself.
+        all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
+    """
+
+    reshard_after_forward: bool
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reduce_unused_params: bool = False
+    max_reduce_inputs: int = 1
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    native_all_reduce: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None

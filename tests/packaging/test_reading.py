@@ -1,0 +1,86 @@
+"""How many files a reader opens to follow a gather, or a reduction, of a parameter group: those that it runs through.
+
+Not counted is the ground that everything stands on (the lowest layer: names of torch, arithmetic, events).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardkit.core
+from shardkit.core import fully_shard
+from shardkit.core.param_group import FSDPParamGroup
+from tests.packaging.test_layers import LAYERS
+from tests.support import run_ranks
+
+ROOT = Path(shardkit.core.__file__).parent
+
+
+class Block(nn.Module):
+    """A parameter that goes in place, and small ones that are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(16, 16)
+        self.large = nn.Parameter(torch.ones(512, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.small(x) + self.large[:1, :16]
+
+
+def _files(model: nn.Module, x: Tensor, methods: tuple[str, ...]) -> set[str]:
+    """The files of a training step's calls of these methods of groups."""
+    files: set[str] = set()
+    inside = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if inside and event == "call" and path.is_relative_to(ROOT):
+            files.add(path.relative_to(ROOT).with_suffix("").as_posix())
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                inside -= 1
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in methods:
+            patch.setattr(FSDPParamGroup, name, counted(getattr(FSDPParamGroup, name)))
+        sys.setprofile(note)
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+    return files - LAYERS[0]
+
+
+def _follow(rank: int, world_size: int) -> tuple[set[str], set[str]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.ones(2, 16, requires_grad=True)
+    model(x).sum().backward()
+    return _files(model, x, ("unshard", "wait_for_unshard")), _files(model, x, ("post_backward",))
+
+
+def test_a_gather_and_a_reduction_lead_through_few_files():
+    ((gather, reduction),) = run_ranks(1, _follow, isolated=True)
+    assert {"param_group", "param", "runtime/collective", "runtime/lanes"} <= gather & reduction
+    assert len(gather) <= 8, sorted(gather)
+    assert len(reduction) <= 9, sorted(reduction)
