@@ -3,8 +3,8 @@
 Note [Writes that would be lost]
 `tensor.data = other` puts other storage under a tensor. A DTensor keeps its values in its local tensor, which does not
 change, and an unsharded parameter is gathered into the storage that it was made over. Either way the write is lost, or
-the parameter computes with it for ever. So the storage of these tensors is remembered: that of a DTensor has no memory,
-but an identity. Another storage is an error, for parameters at the next gather, for gradients at the optimizer's step.
+the parameter computes with it for ever. So the storage of these tensors is remembered, or marked: that of a DTensor has
+no memory, but an identity. Another storage is an error, for parameters at the next gather, for gradients at the optimizer's step.
 A write that is undone before, as where weights are swapped to save others, does no harm.
 """
 
@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["GradientOrigin", "lost_gradient", "lost_parameter", "lost_while_unsharded"]
+__all__ = ["is_lost", "lost_gradient", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
 
 _MARK = "_shardkit_origin"
 
 
-class GradientOrigin:
-    """A gradient and the storage that it was made over.
+def mark_gradient(gradient: torch.Tensor) -> None:
+    """Marks a gradient and the storage that it was made over.
 
-    The gradient carries its own id as a mark: a weak reference would keep `module.to()` from swapping its insides, and
-    the id of one that is gone may come again. A copy of the gradient has another id, one with other insides no mark.
+    The mark is the gradient's own id: a weak reference would keep `module.to()` from swapping its insides. Both marks
+    go when the gradient goes. A reference from elsewhere would keep the storage, a few bytes between blocks of memory
+    that are freed, and the C library could not join those.
     """
+    gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
 
-    def __init__(self, gradient: torch.Tensor) -> None:
-        gradient.__dict__[_MARK] = id(gradient)
-        self._storage = gradient.untyped_storage()
 
-    def lost(self, gradient: torch.Tensor) -> bool:
-        """Whether `gradient` is the one of this origin, with other storage under it."""
-        return gradient.untyped_storage() is not self._storage and gradient.__dict__.get(_MARK) == id(gradient)
+def is_lost(gradient: torch.Tensor) -> bool:
+    """Whether other storage was put under a gradient since it was marked.
+
+    A copy of a marked gradient has another id, and one with other insides no mark.
+    """
+    mark = id(gradient)
+    return gradient.__dict__.get(_MARK) == mark and gradient.untyped_storage().__dict__.get(_MARK) != mark
 
 
 def lost_parameter(fqn: str) -> RuntimeError:

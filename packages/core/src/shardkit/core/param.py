@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
-from shardkit.core.lost_writes import GradientOrigin, lost_gradient, lost_parameter, lost_while_unsharded
+from shardkit.core.lost_writes import is_lost, lost_gradient, lost_parameter, lost_while_unsharded, mark_gradient
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
@@ -149,7 +149,6 @@ class FSDPParam:
         self._gathered_version = 0
         self._settled_version = -1
         self._unsharded_origin: torch.UntypedStorage | None = None
-        self._gradient_origin: GradientOrigin | None = None
         self._origin = self.sharded_param.untyped_storage()
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
@@ -196,8 +195,8 @@ class FSDPParam:
 
     def check_gradient(self) -> None:
         """Raises RuntimeError if what the user has written to the gradient would be lost; before an optimizer steps."""
-        gradient, origin = self.sharded_param.grad, self._gradient_origin
-        if gradient is not None and origin is not None and origin.lost(gradient):
+        gradient = self.sharded_param.grad
+        if gradient is not None and is_lost(gradient):
             raise lost_gradient(self.fqn)
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
@@ -528,7 +527,7 @@ class FSDPParam:
         waiting = parameter.grad if self.accumulated is None else self.accumulated
         assert waiting is not None
         stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local)
-        self._gradient_origin = GradientOrigin(stand_in)
+        mark_gradient(stand_in)
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""
@@ -574,7 +573,7 @@ class FSDPParam:
             gradient = target.copy_(gradient, non_blocking=overlap)
         if existing is None:
             sharded.grad = like_dtensor(self.form.local(gradient), cast(DTensor, sharded))
-            self._gradient_origin = GradientOrigin(sharded.grad)
+            mark_gradient(sharded.grad)
         else:
             local_of(existing).add_(gradient)
         for hook in hooks:
