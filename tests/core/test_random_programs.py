@@ -212,6 +212,24 @@ FOUND = {
         ),
         steps=(Step((Micro(sides="only", by="inputs", inputs=True),)), Step()),
     ),
+    "a side output of a block without parameters, over several forwards": Program(
+        Block(ops=("linear", Call("alpha", use="twice")), blocks=(Block("alpha", ops=("trap", Side(of="x"))),)),
+        Policy(wraps=ALPHA, late=1),
+        (Step((Micro(forwards=3, sides="only", inputs=True),)),),
+    ),
+    **{
+        f"a {extra} kept on the module, read by the caller": Program(
+            Block(
+                ops=("linear", Call("alpha", use="both", no_grad=True), Call("beta"), "linear"),
+                blocks=(Block("alpha", ops=("linear",), form="attribute", extra=extra), LINEAR),
+            ),
+            Policy(wraps=BOTH, depth=0, late=1),
+        )
+        for extra in ("weight", "weight_view")
+    },
+    "a view of the root's weight kept on it, read by the loop": Program(
+        Block(ops=("linear",), form="attribute", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
+    ),
     "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
     "a side output in a closure, alone, backward twice": Program(
         Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)

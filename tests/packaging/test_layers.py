@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
         "policies",
         "adapters",
         "events",
+        "kept_views",
         "lost_writes",
         "observers",
         "on_stack",

@@ -25,6 +25,7 @@ import torch
 from shardkit.core import events
 from shardkit.core.context import CommContext
 from shardkit.core.group_gather import GroupGather
+from shardkit.core.kept_views import KeptViews, kept_parameter
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck
 from shardkit.core.param import FSDPParam
@@ -107,6 +108,7 @@ class FSDPParamGroup(GroupGather):
         self.forward_users = 0
         self.backward_users: set[int] = set()
         self.held_by_user = False  # since an explicit unshard
+        self.kept_views: KeptViews | None = None  # None while no forward has kept one
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._partial_in_flight = False
@@ -288,6 +290,8 @@ class FSDPParamGroup(GroupGather):
                 param.register(param.unsharded_param)
                 if param.subclass is not None:
                     self._parameter_bytes = None
+        if self.kept_views is not None:
+            self.kept_views.allow()
         self.residence = Residence.UNSHARDED
 
     @outside_transforms
@@ -311,6 +315,8 @@ class FSDPParamGroup(GroupGather):
         self.residence = Residence.SHARDED
         for param in self.params:
             param.register_sharded()
+        if self.kept_views is not None:
+            self.kept_views.forbid()
         if was_unsharded and keep and self.post_forward_mesh is not None:
             smaller = self.post_forward_mesh
             with torch.no_grad():
@@ -331,6 +337,24 @@ class FSDPParamGroup(GroupGather):
         self._gathered = None
         for param in self.params:
             param.free()
+
+    def note_kept(self, tensor: torch.Tensor, keeper: str) -> None:
+        """Notes a tensor that the module `keeper` keeps beyond its forward, if it is over a parameter's memory.
+
+        Raises:
+            RuntimeError: if it is a parameter itself.
+        """
+        storage = tensor.untyped_storage()
+        for param in self.params:
+            unsharded = param.unsharded_param
+            if unsharded is None or param.aliased or param.subclass is not None:
+                continue
+            if tensor is unsharded:
+                raise kept_parameter(param.fqn, keeper)
+            if unsharded.untyped_storage() is storage:
+                self.kept_views = self.kept_views or KeptViews()
+                self.kept_views.note(tensor, keeper)
+                return
 
     def _end_gather(self) -> None:
         """Waits for the gather in flight, if there is one. One that fails leaves the group sharded."""

@@ -25,6 +25,7 @@ from shardkit.core.context import CommContext
 from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
 from shardkit.core.order import Pass, ScheduledState
+from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.schedule import Schedule
@@ -242,6 +243,8 @@ class FSDPState:
                     f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
                 ) from error
             output = self._watch_outputs(output)
+            if not failed and not transforms_active():
+                self._watch_kept()
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
             if self.schedule.is_forward_root(self):
@@ -334,10 +337,10 @@ class FSDPState:
         return copy
 
     def _watch_outputs(self, output: Any) -> Any:
-        """Puts `pre_backward` on every tensor through which backward may enter what this forward has computed.
+        """Puts `pre_backward` on every output through which backward may enter what this forward has computed.
 
-        The outputs, and what the modules keep aside. Where none of these is found (a tensor in a global variable), the
-        parameters are there in time all the same: schedule.py, Note [Ready in order].
+        `_watch_kept` does so for what the modules keep aside. Where none of these is found (a tensor in a global
+        variable), the parameters are there in time all the same: schedule.py, Note [Ready in order].
         """
         if not torch.is_grad_enabled():
             return output
@@ -347,11 +350,31 @@ class FSDPState:
         for tensor in reachable_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 self._watch_output(tensor)
+        return output
+
+    def _watch_kept(self) -> None:
+        """Does the same for what the modules keep, and notes kept views of parameters (kept_views.py)."""
+        with_grad = torch.is_grad_enabled()
         for module in self._keepers:
             for tensor in tensors_kept_by(module):
-                if tensor.requires_grad and made_since(tensor, self._began):
+                if with_grad and tensor.requires_grad and made_since(tensor, self._began):
                     self._watch_output(tensor)
-        return output
+                # The list of weights that an RNN keeps changes as parameters are registered.
+                if type(tensor) in (torch.Tensor, nn.Parameter) and is_leaf_or_view(tensor) and not _is_rnn(module):
+                    self._note_kept(module, tensor)
+
+    def _note_kept(self, module: nn.Module, tensor: torch.Tensor) -> None:
+        base = base_of(tensor)
+        param = sharded_counterpart(tensor if base is None else base)
+        for group in self.groups if param is None else [FSDPParamGroup.of(param)]:
+            group.note_kept(tensor, self._fqn_of(module))
+
+    def _fqn_of(self, kept_on: nn.Module) -> str:
+        for top in self.modules:
+            for name, module in () if (one := top()) is None else one.named_modules():
+                if module is kept_on:
+                    return f"{self.fqn}.{name}" if name else self.fqn
+        return self.fqn
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self._backward_follows = True
@@ -375,6 +398,8 @@ class FSDPState:
     def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
         """When the gradient of an output arrives, or may arrive next: afterwards the unsharded parameters are there."""
         if self.phase is Phase.PRE_BACKWARD:
+            if not self.groups and self._outer is not None:  # nothing has told us that backward left it since
+                self._outer.pre_backward()
             return
         self.phase = Phase.PRE_BACKWARD
         if events.hub.active:
@@ -508,6 +533,10 @@ class FSDPState:
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     tensor = unwrapped(tensor)
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _is_rnn(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase)
 
 
 def _modules_of_call(top: nn.Module) -> Iterator[nn.Module]:
