@@ -230,6 +230,61 @@ FOUND = {
     "a view of the root's weight kept on it, read by the loop": Program(
         Block(ops=("linear",), form="attribute", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),
+    "a side output of a checkpointed block, backward of it after that of the output": Program(
+        Block(
+            ops=(Call("beta", checkpoint="plain"), "tanh"),
+            blocks=(
+                Block(
+                    "beta",
+                    ops=("transpose", Call("alpha"), "bias", "mlp"),
+                    blocks=(Block("alpha", ops=(Side(place="closure"),)),),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("beta.alpha",), reshard=False), Wrap(("",), reshard=True))),
+        _once(Micro(sides="last")),
+    ),
+    "a side output of a checkpointed block without parameters, over several forwards": Program(
+        Block(
+            ops=("scale", "add_bias_", Call("beta", checkpoint="plain"), "table"),
+            blocks=(
+                Block(
+                    "beta",
+                    ops=(Call("alpha"), "scale", "gain"),
+                    blocks=(Block("alpha", ops=(Side(of="x", place="list"), "detach_half")),),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("beta.alpha",)), Wrap(("",))), late=1),
+        (Step((Micro(forwards=3, order="reversed", sides="first"),)),),
+    ),
+    "a view of a weight out of a block without grad, recomputed": Program(
+        Block(
+            ops=("tanh", Call("alpha", checkpoint="plain")),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("linear", Call("alpha"), Call("alpha", use="both", no_grad=True), "scale"),
+                    blocks=(Block("alpha", ops=("linear",), form="tuple", extra="weight_view"),),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.alpha",)))),
+    ),
+    "an in-place change in a block without grad, of a view that a block made": Program(
+        Block(
+            ops=("flat_view", Call("alpha", use="residual", no_grad=True), "tanh", "linear"),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("mul_", "mlp", Call("alpha", use="both"), "linear"),
+                    blocks=(Block("alpha", ops=("hook", "add_"), hooks=("pre",)),),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha.alpha",), reshard=True), Wrap(("",))), hooks_first=False),
+        (Step(), Step((Micro(inputs=True),))),
+    ),
     "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
     "a side output in a closure, alone, backward twice": Program(
         Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)

@@ -203,6 +203,7 @@ class Sharded:
             self.wrapped += [module for module in modules if isinstance(module, self.api.FSDPModule)]
         below = {id(inner) for outer in self.wrapped for inner in outer.modules() if inner is not outer}
         self.roots = [module for module in self.wrapped if id(module) not in below]
+        self.names += [type(root).__name__ for root in self.roots]
         self._set_prefetching()
         if not self.policy.reshard_after_backward:
             for root in self.roots:

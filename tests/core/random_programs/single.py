@@ -90,6 +90,8 @@ class SingleProcess:
                 model.zero_grad()
             self.gradients = dict.fromkeys(self.gradients)
         elif isinstance(event, Update):
+            if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
+                raise Unusable("a step while gradients wait for their reduction")
             self._update()
         elif isinstance(event, Zero):
             for name, gradient in self.gradients.items():

@@ -165,7 +165,9 @@ class FSDPState:
             self._in_pass = True
             self._began = next_autograd_node()
             self._leaving = None
-            self._outer, self.schedule.innermost = self.schedule.innermost, self
+            if self.schedule.innermost is not None or not self.schedule.in_backward:
+                self._outer = self.schedule.innermost  # a recomputation may begin here: it has the forward's
+            self.schedule.innermost = self
             self._backward_follows = False
             self._pending.update(self._module_ids)
             for group in self.groups:
@@ -274,7 +276,7 @@ class FSDPState:
         explained = hasattr(error, "__notes__")  # by the module inside of this one
         if (
             isinstance(error, RuntimeError)
-            and "is a view and is being modified inplace" in str(error)
+            and "modified inplace. This view was created inside a custom Function" in str(error)
             and not explained
         ):
             error.add_note(
@@ -332,6 +334,8 @@ class FSDPState:
         """A copy of a parameter, or of a view of one. A parameter is differentiable wherever it is returned from."""
         with torch.set_grad_enabled(torch.is_grad_enabled() or isinstance(tensor, nn.Parameter)):
             copy = tensor.clone()
+        if tensor.requires_grad and copy.is_leaf:  # what is returned without grad requires grad all the same
+            copy.requires_grad_()
         if copy.grad_fn is not None:
             self._watch_output(copy)
         return copy

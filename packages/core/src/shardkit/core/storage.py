@@ -32,7 +32,13 @@ def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsha
     nbytes = storage.size()
     if nbytes == 0:
         return
-    storage.resize_(0)
+    try:
+        storage.resize_(0)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the memory of parameter '{fqn}' cannot be freed: {error}. Something else holds it, such as a numpy array "
+            "that was made of the parameter in forward; make it of a clone"
+        ) from error
     if events.hub.active:
         events.emit(events.StorageFreed(fqn, nbytes, kind))
 
