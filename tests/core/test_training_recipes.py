@@ -1,0 +1,50 @@
+"""Training scripts of the kinds that people run give on two ranks what they give in one process."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit.core import fully_shard
+from tests.core.random_programs.ranks import poison_new_memory
+from tests.core.training_recipes import RECIPES, Session
+from tests.support import rank_mesh, run_ranks
+
+
+def _compare(rank: int, world_size: int, name: str) -> None:
+    expected, seen = _run(name, 1), _run(name, world_size)
+    assert [what for what, _ in seen] == [what for what, _ in expected]
+    for (what, one), (_, other) in zip(seen, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, what=what: f"{what}: {text}")
+
+
+def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    session = Session(ranks)
+    with poison_new_memory():
+        RECIPES[name](session)
+    return session.seen
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_train_as_one_process_does(name: str) -> None:
+    run_ranks(2, _compare, name)
+
+
+def _weight_as_array(rank: int, world_size: int) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.weight.detach().numpy()
+            return super().forward(x)
+
+    model = nn.Sequential(Model(8, 8), nn.Linear(8, 8))
+    for module in (*model, model):
+        fully_shard(module, mesh=rank_mesh((world_size,)))
+    model.set_prefetch_depth(0)
+    with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):
+        model(torch.randn(2, 8))
+
+
+def test_an_array_over_a_parameter_is_named() -> None:
+    run_ranks(2, _weight_as_array, isolated=True)
