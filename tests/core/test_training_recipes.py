@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardkit.core import fully_shard
 from tests.core.random_programs.ranks import poison_new_memory
 from tests.core.training_recipes import RECIPES, Session
-from tests.support import rank_mesh, run_ranks
+from tests.support import run_ranks
 
 
 def _compare(rank: int, world_size: int, name: str) -> None:
@@ -30,21 +29,3 @@ def _run(name: str, ranks: int) -> list[tuple[str, Tensor]]:
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_train_as_one_process_does(name: str) -> None:
     run_ranks(2, _compare, name)
-
-
-def _weight_as_array(rank: int, world_size: int) -> None:
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.weight.detach().numpy()
-            return super().forward(x)
-
-    model = nn.Sequential(Model(8, 8), nn.Linear(8, 8))
-    for module in (*model, model):
-        fully_shard(module, mesh=rank_mesh((world_size,)))
-    model.set_prefetch_depth(0)
-    with pytest.raises(RuntimeError, match=r"the memory of parameter '0\.weight' cannot be freed.*numpy"):
-        model(torch.randn(2, 8))
-
-
-def test_an_array_over_a_parameter_is_named() -> None:
-    run_ranks(2, _weight_as_array, isolated=True)

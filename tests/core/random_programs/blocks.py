@@ -288,6 +288,13 @@ def add_hooks(model: nn.Module) -> None:
             _ADD_HOOK[hook](module)
 
 
+def toggle(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Freeze the named parameters, or train them again; of tied ones the first name is known."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
 def block_modules(model: nn.Module) -> Iterator[BlockModule]:
     """The blocks below ``model``, each once."""
     return (module for module in model.modules() if isinstance(module, BlockModule))

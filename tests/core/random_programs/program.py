@@ -110,7 +110,11 @@ class Wrap(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Policy(_Data):
-    """How the model is sharded. ``late`` is a rank that sends its shards late. ``dims`` is what is sharded on dim 1."""
+    """How the model is sharded. ``late`` is a rank that sends its shards late.
+
+    ``dim_1``: what has a dim 1 is sharded on it. ``buffers``: how many groups' gradients are reduced at once.
+    ``reset``: whether ``reset_iter_state`` follows the user's exceptions.
+    """
 
     world: int = 2
     shared_memory: bool = False
@@ -125,6 +129,8 @@ class Policy(_Data):
     dim_1: bool = False
     hsdp: bool = False
     hooks_first: bool = True
+    buffers: int = 1
+    reset: bool = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,11 +166,16 @@ class Micro(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Step(_Data):
-    """Micro-batches, then perhaps a step of SGD and a ``zero_grad`` ("none" sets to None, "zero" fills, "keep")."""
+    """Micro-batches, then perhaps a step of SGD and a ``zero_grad`` ("none" sets to None, "zero" fills, "keep").
+
+    ``toggle`` names parameters that are frozen before the step, or trained again. ``clip``: gradients are clipped.
+    """
 
     micros: tuple[Micro, ...] = (Micro(),)
     update: bool = True
     zero: str = "none"
+    toggle: tuple[str, ...] = ()
+    clip: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,7 +232,7 @@ def normal(program: Program) -> Program:
         policy = replace(policy, budget=None)
     if (policy.param_dtype or policy.reduce_dtype) and "" not in acts_on:
         policy = replace(policy, param_dtype=None, reduce_dtype=None)
-    steps = tuple(_normal_step(step, acts_on) for step in program.steps)
+    steps = tuple(_normal_step(step, acts_on, names) for step in program.steps)
     return replace(program, policy=policy, steps=steps)
 
 
@@ -250,7 +261,7 @@ def _normal_block(block: Block, path: str, paths: dict[str, Block]) -> Block:
     )
 
 
-def _normal_step(step: Step, wrapped: set[str]) -> Step:
+def _normal_step(step: Step, wrapped: set[str], names: set[str]) -> Step:
     fails = any(micro.fail for micro in step.micros)
     micros = []
     for index, micro in enumerate(step.micros):
@@ -258,7 +269,7 @@ def _normal_step(step: Step, wrapped: set[str]) -> Step:
         between = tuple(act for act in micro.between if act.kind in FREE_ACTS or act.path in wrapped)
         sync = micro.sync or fails or index == len(step.micros) - 1
         micros.append(replace(micro, before=before, between=between, sync=sync))
-    return replace(step, micros=tuple(micros))
+    return replace(step, micros=tuple(micros), toggle=tuple(name for name in step.toggle if name in names))
 
 
 FREE_ACTS = ("state_dict", "no_grad", "inference", "eval", "dropped")

@@ -27,10 +27,23 @@ from torch.distributed.tensor import DTensor, Shard
 import shardkit.core as ours
 from shardkit.core import events
 from shardkit.core.runtime.shared.meeting import neighbours_of
-from tests.core.random_programs.blocks import DTYPES, Trap, WholeModel, add_hooks, build
+from shardkit.core.state import state_of
+from tests.core.random_programs.blocks import DTYPES, Trap, WholeModel, add_hooks, build, toggle
 from tests.core.random_programs.program import Program, normal
 from tests.core.random_programs.single import Expected, Run, SingleProcess, Unusable
-from tests.core.random_programs.training import LEARNING_RATE, Ask, Backward, Event, Failed, Loop, Sync, Update, Zero
+from tests.core.random_programs.training import (
+    LARGEST_NORM,
+    LEARNING_RATE,
+    Ask,
+    Backward,
+    Event,
+    Failed,
+    Loop,
+    Sync,
+    Toggle,
+    Update,
+    Zero,
+)
 from tests.support import RankFailure, RankTimeout, run_ranks
 
 ENGINES: dict[str, types.ModuleType] = {"ours": ours, "stock": stock}
@@ -185,6 +198,7 @@ class Sharded:
         self._shard()
         if not self.policy.hooks_first:
             add_hooks(self.model)
+        self.ended = self._ended_backwards()
         self.held = False  # parameters may be whole after a backward, as the program asked for it
 
     def _shard(self) -> None:
@@ -205,9 +219,11 @@ class Sharded:
         self.roots = [module for module in self.wrapped if id(module) not in below]
         self.names += [type(root).__name__ for root in self.roots]
         self._set_prefetching()
-        if not self.policy.reshard_after_backward:
-            for root in self.roots:
+        for root in self.roots:
+            if not self.policy.reshard_after_backward:
                 root.set_reshard_after_backward(False)
+            if self.policy.buffers > 1:
+                root.set_reduce_scatter_max_input_buffers(self.policy.buffers)
 
     def _set_prefetching(self) -> None:
         if self.engine == "ours":
@@ -258,12 +274,18 @@ class Sharded:
             self._do(event)
         elif isinstance(event, Failed):
             for root in self.roots:
-                if hasattr(root, "reset_iter_state"):
+                if self.policy.reset and hasattr(root, "reset_iter_state"):
                     root.reset_iter_state()
             self._zero_grad(True)
         elif isinstance(event, Update):
             self._whole_is_allowed_no_more()
+            if event.clip:
+                clip = getattr(self.api, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+                clip(list(self.model.parameters()), LARGEST_NORM)
             self.optimizer.step()
+        elif isinstance(event, Toggle):
+            self._whole_is_allowed_no_more()
+            toggle(self.model, event.names)
         elif isinstance(event, Zero):
             self._zero_grad(event.set_to_none)
 
@@ -296,14 +318,19 @@ class Sharded:
 
     def _check_gradients(self, event: Backward, expected: dict[str, Tensor | None]) -> None:
         scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
-        reached_nothing = len(event.values) > 1 and all(value is None for value in event.values[1:])
-        if self.held or not self.policy.reshard_after_backward or not event.last or reached_nothing:
+        ended, self.ended = self.ended, self._ended_backwards()
+        missed = any(one == other for one, other in zip(ended, self.ended, strict=True))  # a root it did not reach
+        if self.held or not self.policy.reshard_after_backward or not event.last or missed:
             for module in self.wrapped:
                 module.reshard()
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise Wrong(f"{event.label}: parameter {name} is not sharded after backward")
             self._check_tensor(f"{event.label}: gradient of {name}", parameter.grad, expected[name], scale)
+
+    def _ended_backwards(self) -> list[int]:
+        """How many backwards have ended for each root."""
+        return [state_of(root).iteration.backwards if self.engine == "ours" else 0 for root in self.roots]  # type: ignore[union-attr]
 
     def _check_tensor(self, what: str, seen: Tensor | None, expected: Tensor | None, scale: float) -> None:
         if seen is None or expected is None:

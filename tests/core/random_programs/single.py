@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tests.core.random_programs.blocks import DTYPES, add_hooks, build
+from tests.core.random_programs.blocks import DTYPES, add_hooks, build, toggle
 from tests.core.random_programs.program import Program
-from tests.core.random_programs.training import LEARNING_RATE, Backward, Event, Failed, Loop, Update, Zero
+from tests.core.random_programs.training import (
+    LARGEST_NORM,
+    LEARNING_RATE,
+    Backward,
+    Event,
+    Failed,
+    Loop,
+    Toggle,
+    Update,
+    Zero,
+)
 
 # A program whose numbers grow beyond this says nothing: roundings would count.
 _LARGEST = 1e8
@@ -92,7 +102,12 @@ class SingleProcess:
         elif isinstance(event, Update):
             if any(parameter.grad is not None for model in self.models for parameter in model.parameters()):
                 raise Unusable("a step while gradients wait for their reduction")
+            if event.clip:
+                self._clip()
             self._update()
+        elif isinstance(event, Toggle):
+            for model in self.models:
+                toggle(model, event.names)
         elif isinstance(event, Zero):
             for name, gradient in self.gradients.items():
                 self.gradients[name] = None if gradient is None or event.set_to_none else torch.zeros_like(gradient)
@@ -109,6 +124,12 @@ class SingleProcess:
             self.gradients[name] = total if before is None else before + total
             for parameter in parameters:
                 parameter.grad = None
+
+    def _clip(self) -> None:
+        found = [gradient for gradient in self.gradients.values() if gradient is not None]
+        norm = sum(float(gradient.double().square().sum()) for gradient in found) ** 0.5
+        for gradient in found:
+            gradient.mul_(min(1.0, LARGEST_NORM / (norm + 1e-6)))
 
     @torch.no_grad()
     def _update(self) -> None:

@@ -93,7 +93,7 @@ def drawn_program(draw: Draw, worlds: tuple[int, ...] = WORLDS) -> Program:
         linear = [name for name in names if name.endswith("linear_w")]
         pool = linear if len(linear) > 1 else names
         ties = ((_one_of(draw, *pool), _one_of(draw, *pool)),)
-    program = Program(root, _policy(draw, paths, worlds), _steps(draw, paths, rich), ties, dtype)
+    program = Program(root, _policy(draw, paths, worlds), _steps(draw, paths, names, rich), ties, dtype)
     return normal(without_forbidden_changes(normal(program)))
 
 
@@ -185,6 +185,8 @@ def _policy(draw: Draw, paths: list[str], worlds: tuple[int, ...]) -> Policy:
         dim_1=_sometimes(draw, 8),
         hsdp=world == 4 and _sometimes(draw, 3),
         hooks_first=_sometimes(draw, 2),
+        buffers=_one_of(draw, 2, 3) if _sometimes(draw, 6) else 1,
+        reset=not _sometimes(draw, 6),
     )
 
 
@@ -194,12 +196,13 @@ def _reshard(draw: Draw, world: int) -> bool | int | None:
     return _one_of(draw, True, False, False, *(size for size in (1, 2) if world % size == 0))  # type: ignore[no-any-return]
 
 
-def _steps(draw: Draw, paths: list[str], rich: bool) -> tuple[Step, ...]:
+def _steps(draw: Draw, paths: list[str], names: list[str], rich: bool) -> tuple[Step, ...]:
     steps = []
     for _ in range(draw.number(2, 3)):
         micros = tuple(_micro(draw, paths, rich) for _ in range(2 if _sometimes(draw, 4) else 1))
         zero = _one_of(draw, "zero", "keep") if _sometimes(draw, 4) else "none"
-        steps.append(Step(micros, update=not _sometimes(draw, 4), zero=zero))
+        toggle = tuple(name for name in names if _sometimes(draw, 3)) if _sometimes(draw, 6) else ()
+        steps.append(Step(micros, not _sometimes(draw, 4), zero, toggle, clip=_sometimes(draw, 5)))
     return tuple(steps)
 
 

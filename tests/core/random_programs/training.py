@@ -13,6 +13,7 @@ from tests.core.random_programs.blocks import DTYPES, Deliberate, Trap, block_mo
 from tests.core.random_programs.program import Act, Micro, Program, Step
 
 LEARNING_RATE = 0.03125
+LARGEST_NORM = 0.5
 ROWS = 4
 
 
@@ -46,8 +47,17 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Toggle:
+    """Parameters are frozen, or trained again."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Update:
     """A step of SGD."""
+
+    clip: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class Zero:
     set_to_none: bool
 
 
-Event = Sync | Ask | Backward | Failed | Update | Zero
+Event = Sync | Ask | Backward | Failed | Toggle | Update | Zero
 
 
 class Loop:
@@ -88,6 +98,8 @@ class Loop:
             yield from self._step(step, f"step {index}")
 
     def _step(self, step: Step, label: str) -> Iterator[Event]:
+        if step.toggle:
+            yield Toggle(step.toggle)
         for index, micro in enumerate(step.micros):
             try:
                 yield from self._micro(micro, f"{label}, micro-batch {index}")
@@ -96,7 +108,7 @@ class Loop:
             finally:
                 self.trap.armed = None
         if step.update:
-            yield Update()
+            yield Update(step.clip)
         if step.zero != "keep":
             yield Zero(step.zero == "none")
 

@@ -273,15 +273,18 @@ class FSDPState:
 
     def _explain(self, error: BaseException) -> None:
         """Says which module it was, where torch does not know."""
-        explained = hasattr(error, "__notes__")  # by the module inside of this one
-        if (
-            isinstance(error, RuntimeError)
-            and "modified inplace. This view was created inside a custom Function" in str(error)
-            and not explained
-        ):
+        if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # the module inside of this one knew
+            return
+        if "modified inplace. This view was created inside a custom Function" in str(error):
             error.add_note(
                 f"'{self.fqn}' changes one of its inputs in place, or a view of one. fully_shard follows the gradients "
                 "of these inputs: clone the input first"
+            )
+        elif "got mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                f"'{self.fqn}' computes with a sharded parameter. Parameters of another fully_shard call are there "
+                "while a module of that call runs: compute with them in its forward, give both modules to one call "
+                "(fully_shard([a, b])), or unshard() the other module first"
             )
 
     def end_incomplete_pass(self) -> None:
