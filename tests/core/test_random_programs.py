@@ -285,6 +285,21 @@ FOUND = {
         Policy(wraps=(Wrap(("alpha.alpha",), reshard=True), Wrap(("",))), hooks_first=False),
         (Step(), Step((Micro(inputs=True),))),
     ),
+    "a loss that a later hook keeps, alone, backward twice": Program(
+        Block(
+            ops=(Call("alpha"), "tanh", Call("beta")),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=("scale", Call("beta", checkpoint="plain"), "mlp"),
+                    blocks=(Block("beta", hooks=("capture",)),),
+                ),
+                Block("beta", same="alpha"),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha.beta",)), Wrap(("",))), hooks_first=False),
+        (Step((Micro(sides="only", twice=True, inputs=True),)),),
+    ),
     "a side output in a closure": Program(Block(ops=(Side(place="closure"),))),
     "a side output in a closure, alone, backward twice": Program(
         Block(ops=("mlp", Side(of="weight", place="closure"))), steps=(Step((Micro(sides="only", twice=True),)),)

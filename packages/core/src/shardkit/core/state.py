@@ -99,11 +99,13 @@ class FSDPState:
         self._pending: set[int] = set()
         self._depth = 0
         self._handled = 0
+        self._hooks: set[int] = set()  # ids of `post_forward` among the forward hooks of the modules
+        self._hooked_later: list[FSDPState] = []  # states that ran in this pass and have users' hooks behind ours
         for module in modules:
             module.__dict__[STATE] = self
             register_with_stock(module, self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=True)
+            self._hooks.add(module.register_forward_hook(self.post_forward, always_call=True).id)
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes this state gather and reshard `group`, too."""
@@ -246,7 +248,9 @@ class FSDPState:
                 ) from error
             output = self._watch_outputs(output)
             if not failed and not transforms_active():
-                self._watch_kept()
+                self._watch_kept(self._began)
+                if self._outer is not None and next(reversed(module._forward_hooks)) not in self._hooks:
+                    self._outer._hooked_later.append(self)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
             if self.schedule.is_forward_root(self):
@@ -359,12 +363,21 @@ class FSDPState:
                 self._watch_output(tensor)
         return output
 
-    def _watch_kept(self) -> None:
-        """Does the same for what the modules keep, and notes kept views of parameters (kept_views.py)."""
+    def _watch_kept(self, since: int) -> None:
+        """Does the same for what the modules keep, and notes kept views of parameters (kept_views.py).
+
+        What hooks keep that were registered later than ours is seen when the forward around this one ends.
+
+        Args:
+            since: autograd's sequence number where the forward began.
+        """
+        inner, self._hooked_later = self._hooked_later, []
+        for state in dict.fromkeys(inner):
+            state._watch_kept(since)
         with_grad = torch.is_grad_enabled()
         for module in self._keepers:
             for tensor in tensors_kept_by(module):
-                if with_grad and tensor.requires_grad and made_since(tensor, self._began):
+                if with_grad and tensor.requires_grad and made_since(tensor, since):
                     self._watch_output(tensor)
                 # The list of weights that an RNN keeps changes as parameters are registered.
                 if type(tensor) in (torch.Tensor, nn.Parameter) and is_leaf_or_view(tensor) and not _is_rnn(module):
@@ -479,6 +492,7 @@ class FSDPState:
         self._in_pass = False
         self._outer = None
         self._given.clear()
+        self._hooked_later.clear()
         self._pending.clear()
         self._depth = 0
         self.phase = Phase.IDLE
