@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardkit.core import fully_shard
+from shardkit.core import clip_grad_norm_, fully_shard
 from tests.support import rank_mesh, run_ranks
 
 
@@ -71,6 +72,24 @@ def _kept_by_one_rank(rank: int, world_size: int) -> None:
 
 def test_views_stay_where_nothing_is_freed() -> None:
     run_ranks(1, _kept_by_one_rank)
+
+
+def _clipped_while_unsharded(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for module in (model[0], model):
+        fully_shard(module, mesh=rank_mesh((world_size,)))
+    model(torch.ones(2, 8)).square().sum().backward()
+    model(torch.ones(2, 8))  # no backward follows, so the root's parameters are still unsharded
+    assert not isinstance(model[1].weight, DTensor)
+    clip_grad_norm_(model.parameters(), 0.5)
+    model.reshard()
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    assert abs(float(torch.nn.utils.get_total_norm(gradients)) - 0.5) < 1e-4
+
+
+def test_clipping_while_parameters_are_unsharded() -> None:
+    run_ranks(2, _clipped_while_unsharded)
 
 
 def _weight_of_another_call(rank: int, world_size: int) -> None:

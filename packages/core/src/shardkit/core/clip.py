@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import device_of
+from shardkit.core.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -235,9 +236,11 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Without the second mention of a tied parameter."""
+    """Without the second mention of a tied parameter; the sharded one, which has the gradient, of an unsharded one."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in parameters:
+        param = None if isinstance(parameter, DTensor) else sharded_counterpart(parameter)
+        parameter = parameter if param is None else param.sharded_param
         seen.setdefault(id(parameter), (name, parameter))
     return list(seen.values())
 
