@@ -1,4 +1,4 @@
-"""Backward that enters a block by other ways than its outputs, against one process: iteration.py, [Ready in order].
+"""Backward that enters a block by other ways than its outputs, against one process: schedule.py, [Ready in order].
 
 In each program a block computes something beside its output after the output, so that backward reaches the block
 through it first, while the gather of the block's parameters is under way.

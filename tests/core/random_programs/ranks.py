@@ -330,7 +330,7 @@ class Sharded:
 
     def _ended_backwards(self) -> list[int]:
         """How many backwards have ended for each root."""
-        return [state_of(root).iteration.backwards if self.engine == "ours" else 0 for root in self.roots]  # type: ignore[union-attr]
+        return [state_of(root).schedule.backwards if self.engine == "ours" else 0 for root in self.roots]  # type: ignore[union-attr]
 
     def _check_tensor(self, what: str, seen: Tensor | None, expected: Tensor | None, scale: float) -> None:
         if seen is None or expected is None:
