@@ -4,8 +4,8 @@ Note [Writes that would be lost]
 `tensor.data = other` puts other storage under a tensor. A DTensor keeps its values in its local tensor, which does not
 change, and an unsharded parameter is gathered into the storage that it was made over. Either way the write is lost, or
 the parameter computes with it for ever. So the storage of these tensors is remembered, or marked: that of a DTensor has
-no memory, but an identity. Another storage is an error, for parameters at the next gather, for gradients at the optimizer's step.
-A write that is undone before, as where weights are swapped to save others, does no harm.
+no memory, but an identity. Another storage is an error, for parameters at the next gather, for gradients at the
+optimizer's step. A write that is undone before, as where weights are swapped to save others, does no harm.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class FSDPState:
             output = self._watch_outputs(output)
             if not failed and not transforms_active():
                 self._watch_kept(self._began)
-                if self._outer is not None and next(reversed(module._forward_hooks)) not in self._hooks:
+                if isinstance(self._outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
                     self._outer._hooked_later.append(self)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
