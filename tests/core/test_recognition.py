@@ -215,10 +215,9 @@ def memory_tracker(rank: int, world_size: int) -> None:
     """FSDPMemTracker patches stock's parameter groups, so it is refused; the model trains on."""
     model = _sharded_mlp()
     tracker = FSDPMemTracker(model)
-    with pytest.raises(AttributeError, match=r"'Sequential'.*FSDPMemTracker.*shardkit profile"), tracker:
+    with pytest.raises(AttributeError, match=r"'Sequential'.*shardkit profile.*FSDPMemTracker"), tracker:
         raise AssertionError("it began")
     model(torch.randn(2, 7)).sum().backward()
-    assert not hasattr(model._get_fsdp_state(), "_fsdp_param_group")  # others ask for it and go on without
 
 
 def test_memory_tracker_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Imports between packages and inside core only run downwards, and never in a circle (docs/architecture.md)."""
 
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,6 +28,7 @@ LAYERS: list[set[str]] = [
         "region",
         "residency",
         "settings",
+        "stock_names",
         "tensors",
         "torch_compat",
         "transforms",
@@ -46,17 +48,21 @@ LAYERS: list[set[str]] = [
         "prefetch",
         "reduction",
     },
-    {"lazy_init", "schedule", "state"},
+    {"first_step", "lazy_init", "schedule", "state"},
     {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize", "optimizers", "shard_steps"},
+    {"install"},
     {"__init__", "__main__"},
 ]
 
+# Comes with shardkit-core, beside it: imports neither it nor torch.
+AUTOINSTALL = "shardkit.autoinstall"
+
 # import name -> the sibling packages that it may import
 SIBLINGS: dict[str, set[str]] = {
-    "shardkit.core": set(),
+    "shardkit.core": {"shardkit.autoinstall"},
     "shardkit.tp_adapter": {"shardkit.core"},
     "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter"},
-    "shardkit.tools": {"shardkit.core"},
+    "shardkit.tools": {"shardkit.core", "shardkit.autoinstall"},
 }
 
 
@@ -107,7 +113,17 @@ def core() -> Package:
 
 
 def test_imports_run_downwards():
-    assert upward_imports(core().sources()) == []
+    assert upward_imports([source for source in core().sources() if not source.module.startswith(AUTOINSTALL)]) == []
+
+
+def test_autoinstall_imports_no_torch():
+    """It runs at the start of every Python process, and chooses when shardkit.core is imported."""
+    sources = [source for source in core().sources() if source.module.startswith(AUTOINSTALL)]
+    imported = {entry.module.split(".")[0] for source in sources for entry in source.imports()}
+    assert imported - set(sys.stdlib_module_names) == {"shardkit"}
+    assert {entry.module for source in sources for entry in source.imports() if "shardkit" in entry.module} == {
+        AUTOINSTALL
+    }
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)

@@ -4,6 +4,7 @@ from shardkit.core import events
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
 from shardkit.core.clip import clip_grad_norm_, grad_norm
 from shardkit.core.fully_shard import fully_shard
+from shardkit.core.install import install, uninstall
 from shardkit.core.materialize import materialize
 from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from shardkit.core.policies import (
@@ -34,9 +35,11 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "grad_norm",
+    "install",
     "load_full_state_dict",
     "materialize",
     "optimizer_step_on_shards",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
 ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core.adapters import Holder, SubclassGather
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
-from shardkit.core.torch_compat import is_replicated, local_of
+from shardkit.core.torch_compat import is_replicated, local_of, stock_engine_of
 
 __all__ = [
     "STATE",
@@ -97,13 +97,14 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
 
     Raises:
         ValueError: for a parameter that no module owns (one in a plain list or dict attribute), or that a replicated
-            module shares.
+            module shares, and for a module that torch's own FSDP has sharded.
     """
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
     ties: dict[int, list[Slot]] = {}
     seen_buffers: set[int] = set()
     for name, module in _walk(roots):
+        _refuse_other_engine(name, module)
         managed.modules.append(module)
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
@@ -141,6 +142,16 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
     for index, root in enumerate(roots):
         yield from below("" if len(roots) == 1 else f"[{index}]", root, True)
+
+
+def _refuse_other_engine(name: str, module: nn.Module) -> None:
+    """Two engines in one model would each wait for gathers and gradients that the other one never starts."""
+    if (engine := stock_engine_of(module)) is not None:
+        where = f"module '{name}'" if name else f"this {type(module).__name__}"
+        raise ValueError(
+            f"torch's own {engine} has sharded {where}; one model has one engine. Call shardkit.core.install() before "
+            "the first module is sharded, or shard every module with shardkit.core.fully_shard"
+        )
 
 
 def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]) -> None:

@@ -36,6 +36,7 @@ from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
+from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from shardkit.core.torch_compat import (
     is_plain,
@@ -95,6 +96,7 @@ class Slot:
             setattr(module, self.name, parameter)
 
 
+@answers_stock_names("param")
 class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
 

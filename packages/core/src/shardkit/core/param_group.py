@@ -35,6 +35,7 @@ from shardkit.core.reduction import GradientReduction
 from shardkit.core.residency import Ledger
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.settings import GroupSettings
+from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.torch_compat import outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
@@ -68,6 +69,7 @@ class Phase(enum.Enum):
     POST_BACKWARD = enum.auto()
 
 
+@answers_stock_names("group")
 class FSDPParamGroup(GroupGather):
     """Parameters of one `fully_shard` call that share a mesh.
 

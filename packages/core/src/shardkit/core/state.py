@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.schedule import Schedule
+from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.tensors import (
     cast_floating,
     keeps_tensors,
@@ -62,6 +63,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return state
 
 
+@answers_stock_names("state")
 class FSDPState:
     """The state of the modules of one call.
 
@@ -114,27 +116,6 @@ class FSDPState:
             group.bounded = group.bounded and not self.groups
             self.groups.append(group)
             group.users.add(self)
-
-    # -- names that torch's pipelining and tools read ------------------------------------------------------------------
-
-    @property
-    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return self.groups
-
-    @property
-    def _fsdp_param_group(self) -> NoReturn:
-        raise AttributeError(
-            f"the state of '{self.fqn}' has no _fsdp_param_group: modules may have several groups here. torch's "
-            "FSDPMemTracker, which reads it, works with torch's fully_shard alone; `shardkit profile` and "
-            "shardkit.tools.profile measure memory by module, and `shardkit estimate` predicts it"
-        )
-
-    @property
-    def _state_ctx(self) -> Schedule:
-        return self.schedule
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.schedule.end_backward()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ The rest of the package uses torch's public names only. Each function here says 
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "CheckpointStorageInfo",
     "PARAMETER_FLAG",
+    "STOCK_FUNCTIONS",
     "StockCPUOffloadPolicy",
     "StockDataParallelMeshDims",
     "StockFSDPModule",
@@ -43,6 +46,11 @@ __all__ = [
     "is_plain",
     "is_replicated",
     "foreach_norm",
+    "guard_stock_states",
+    "modules_of_stock",
+    "stock_engine_of",
+    "stock_part",
+    "stock_training_state",
     "foreach_scale_",
     "joined_mesh",
     "like_dtensor",
@@ -72,6 +80,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # torch.distributed.fsdp.DataParallelMeshDims came with 2.12.
 StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", None)
+
+STOCK_FUNCTIONS: dict[str, Any] = {
+    name: function
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+    if (function := getattr(stock_fsdp, name, None)) is not None
+}
+"""Stock's own functions, whatever `shardkit.core.install` puts in their places later."""
+
+_STOCK_FSDP1: Any = getattr(stock_fsdp, "FullyShardedDataParallel", ())
+_STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
 
 
 PARAMETER_FLAG = "_is_param"
@@ -263,9 +281,59 @@ def register_with_stock(module: nn.Module, state: object) -> None:
 
     The key is the undecorated function, as `torch.distributed._composable.contract` has it.
     """
-    key = getattr(stock_fsdp.fully_shard, "__wrapped__", None)
+    key = getattr(STOCK_FUNCTIONS["fully_shard"], "__wrapped__", None)
     if key is not None:
         module.__dict__.setdefault(STATE_KEY, {})[key] = state
+
+
+def stock_engine_of(module: nn.Module) -> str | None:
+    """Which of torch's own engines has sharded a module: "fully_shard", "FullyShardedDataParallel" or None.
+
+    A module that torch's `replicate` was called on has a class of `fully_shard`'s as well, but is not sharded.
+    """
+    if isinstance(module, StockFSDPModule):
+        ours = "shardkit.core" in {cls.__module__.rpartition(".")[0] for cls in type(module).__mro__}
+        return None if ours or is_replicated(module) else "fully_shard"
+    return "FullyShardedDataParallel" if isinstance(module, _STOCK_FSDP1) else None
+
+
+def modules_of_stock(fsdp1: bool) -> list[nn.Module]:
+    """The modules that torch's own `fully_shard` has sharded, and with `fsdp1` its `FullyShardedDataParallel`."""
+    classes = [*StockFSDPModule.__subclasses__(), *([_STOCK_FSDP1] if fsdp1 and _STOCK_FSDP1 else ())]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    found = [one for cls in classes for one in gc.get_referrers(cls) if type(one) is cls]
+    return [module for module in found if stock_engine_of(module) is not None]
+
+
+def stock_part(name: str, attribute: str) -> Any:
+    """A private name of a module of stock's `fully_shard`, such as `_fsdp_state`; None if torch has no such name."""
+    return getattr(sys.modules.get(f"{_STOCK_PARTS}.{name}"), attribute, None)
+
+
+def stock_training_state(name: str) -> Any:
+    """The member of stock's `TrainingState` (IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD), for those who compare."""
+    return getattr(stock_part("_fsdp_common", "TrainingState"), name, name)
+
+
+def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
+    """Calls `refuse` wherever stock's `fully_shard` begins to shard a module; returns what ends that.
+
+    Each call of it makes an `FSDPState` before it changes anything. Torch's `replicate` makes one of a subclass.
+    """
+    cls = stock_part("_fsdp_state", "FSDPState")
+    if cls is None:
+        return lambda: None
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is cls:
+            refuse()
+        original(self, *args, **kwargs)
+
+    cls.__init__ = guarded
+    return lambda: setattr(cls, "__init__", original)
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

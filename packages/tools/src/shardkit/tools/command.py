@@ -5,7 +5,7 @@ it runs. Other distributions add commands through the entry point group `shardki
 `main(arguments: Sequence[str] | None) -> int`.
 
 Exit status of every command: 0 fine, 1 what was checked does not hold, 2 bad input or usage, 3 a fault of shardkit.
-`profile` and `watch` end as the training command does.
+`profile`, `watch` and `run` end as the training command does.
 """
 
 from __future__ import annotations
@@ -303,3 +303,17 @@ def watch(**options: Any) -> int:
     from shardkit.tools.launching import run_watched
 
     return run_watched(_checked(options))
+
+
+@tree.command(context_settings=_PASSED_ON)
+@click.option("--fsdp1", is_flag=True, help="replace FullyShardedDataParallel and its names as well")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(command: tuple[str, ...], fsdp1: bool) -> int:
+    """Runs a training COMMAND with shardkit in place of torch's own FSDP.
+
+    COMMAND is script.py with its arguments, or a launcher. No script is changed. Example: shardkit run torchrun
+    --nproc-per-node 2 train.py
+    """
+    from shardkit.autoinstall.run import run as run_installed
+
+    return run_installed(command, fsdp1=fsdp1)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
+from shardkit.autoinstall import run
 from shardkit.tools.terminal import print_error
 
 __all__ = ["WATCH", "WATCH_SECONDS", "run_command", "run_watched"]
@@ -22,25 +21,11 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Ctrl-C reaches the command too, which then ends its ranks; it is waited for. SIGTERM is handed on.
     """
     try:
-        process = subprocess.Popen(command, env=dict(environment))
+        return run.run_command(command, environment)
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         reason = error.strerror if isinstance(error, OSError) else error
         print_error(f"{command[0]} cannot be run: {reason}")
         return 127
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        status = _outcome(process)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return status if status >= 0 else 128 - status
-
-
-def _outcome(process: subprocess.Popen[bytes]) -> int:
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
 
 
 def run_watched(options: SimpleNamespace) -> int:

@@ -1,0 +1,124 @@
+"""Installs shardkit in a process whose environment has SHARDKIT_INSTALL set, when the program imports torch's FSDP.
+
+`arm` is called at the start of Python: by `shardkit_autoinstall.pth`, which the wheel of shardkit-core puts into
+site-packages, and by `on_path/sitecustomize.py`, whose directory `shardkit run` puts on PYTHONPATH. The first also
+works with `python -I` and without `shardkit run`; the second also where shardkit is on PYTHONPATH and not installed.
+With `python -S` neither runs.
+
+Nothing here imports torch: a process that does not use it pays for nothing but this file. `shardkit.core` is imported
+when the program has imported `torch.distributed.fsdp`, and not earlier than the end of the outermost import of torch
+that led there: within it, parts of torch that shardkit imports may be half-initialised (`torch.distributed.checkpoint`
+and `torch._dynamo` import FSDP in their middle).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["FSDP1", "FSDP2", "VARIABLE", "arm", "wanted"]
+
+VARIABLE = "SHARDKIT_INSTALL"
+FSDP2 = "1"
+FSDP1 = "fsdp1"
+_RECORDS = "SHARDKIT_RUN_RECORDS"
+_FSDP = "torch.distributed.fsdp"
+_CORE = "shardkit.core"
+
+
+def wanted() -> bool:
+    """Whether SHARDKIT_INSTALL is set, and not to 0."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def arm() -> None:
+    """Makes this process install shardkit as soon as it has imported `torch.distributed.fsdp`. Idempotent."""
+    if _FSDP in sys.modules:
+        _install()
+    elif not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps the loader of each outermost import of torch or `shardkit.core`, to be told of its end."""
+
+    def __init__(self) -> None:
+        self.importing = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds what the other finders find. None for modules inside another import of torch, and for all others."""
+        if getattr(self.importing, "name", None) or not (fullname == _CORE or fullname.partition(".")[0] == "torch"):
+            return None
+        for finder in list(sys.meta_path):
+            find: Callable[..., importlib.machinery.ModuleSpec | None] | None = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None and (spec := find(fullname, path, target)) is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The loader of one module, which it gives back to the module when that begins to run."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As the module's own loader does."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the module; at its end, installs shardkit if torch's FSDP has been imported."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._finder.importing.name = module.__name__
+        try:
+            self._loader.exec_module(module)
+        finally:
+            self._finder.importing.name = None
+        if _FSDP in sys.modules and self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+            try:
+                _install()
+            except BaseException:
+                sys.meta_path.insert(0, self._finder)  # the program must not go on with torch's engine
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _install() -> None:
+    value = os.environ.get(VARIABLE, "")
+    if value not in (FSDP1, FSDP2):
+        raise RuntimeError(f"{VARIABLE} is {value!r}; expected 1, fsdp1 (FSDP1's names as well), or 0")
+    try:
+        install = importlib.import_module(f"{_CORE}.install").install
+    except ImportError as error:  # not an ImportError here: many programs take that as "torch has no FSDP"
+        raise RuntimeError(
+            f"{VARIABLE}={value} asks for shardkit, but {sys.executable} cannot import it ({error}); install "
+            "shardkit-core there, or unset the variable"
+        ) from error
+    install(fsdp1=value == FSDP1)
+    if os.environ.get("RANK") == "0" and not os.environ.get(_RECORDS):
+        atexit.register(_warn_if_unused)
+
+
+def _warn_if_unused() -> None:
+    """For launchers other than `shardkit run`, which says it by itself."""
+    first_step = sys.modules.get(f"{_CORE}.first_step")
+    if first_step is not None and not first_step.engine_ran():
+        sys.stderr.write(f"shardkit: {VARIABLE} is set, but no sharded model ran forward on rank 0\n")

@@ -1,0 +1,103 @@
+"""`shardkit run`: starts a training command whose processes use shardkit in place of torch's FSDP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardkit.autoinstall import _RECORDS, FSDP1, FSDP2, VARIABLE
+
+__all__ = ["environment", "main", "run", "run_command"]
+
+_ON_PATH = str(Path(__file__).parent / "on_path")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m shardkit.core run`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m shardkit.core run",
+        description="Runs a training script or a launcher with shardkit in place of torch's own FSDP.",
+        epilog="example: python -m shardkit.core run torchrun --nproc-per-node 2 train.py",
+    )
+    parser.add_argument("--fsdp1", action="store_true", help="replace FullyShardedDataParallel and its names as well")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py ARGUMENTS, or torchrun, accelerate, ...")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("a command is missing, such as: torchrun --nproc-per-node 2 train.py")
+    return run(command, fsdp1=options.fsdp1)
+
+
+def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
+    """Runs the command, and warns if no process of this host has run a sharded model.
+
+    Returns:
+        The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardkit-run-") as records:
+        try:
+            status = run_command(_with_interpreter(command), environment(os.environ, records, fsdp1=fsdp1))
+        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+            reason = error.strerror if isinstance(error, OSError) else error
+            sys.stderr.write(f"shardkit run: {command[0]} cannot be run: {reason}\n")
+            return 127
+        if not any(Path(records).iterdir()):
+            names = "fully_shard or FullyShardedDataParallel" if fsdp1 else "fully_shard"
+            hint = "" if fsdp1 else "; a script with FullyShardedDataParallel needs --fsdp1"
+            sys.stderr.write(
+                f"shardkit run: warning: no model ran on shardkit's engine on this host: the command did not call "
+                f"{names}, or started Python in a way that drops {VARIABLE} and PYTHONPATH, or with -S{hint}\n"
+            )
+    return status
+
+
+def environment(base: Mapping[str, str], records: str, *, fsdp1: bool = False) -> dict[str, str]:
+    """`base` and what makes Python processes install shardkit; they leave a file each in the directory `records`."""
+    before = base.get("PYTHONPATH")
+    return dict(base) | {
+        VARIABLE: FSDP1 if fsdp1 else FSDP2,
+        _RECORDS: records,
+        "PYTHONPATH": f"{_ON_PATH}{os.pathsep}{before}" if before else _ON_PATH,
+    }
+
+
+def _with_interpreter(command: Sequence[str]) -> list[str]:
+    """A script gets this interpreter; a launcher that is not on PATH is looked for beside it."""
+    first = command[0]
+    if first.endswith(".py"):
+        return [sys.executable, *command]
+    if shutil.which(first) is None and (beside := shutil.which(first, path=str(Path(sys.executable).parent))):
+        return [beside, *command[1:]]
+    return list(command)
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a command in the foreground; returns its exit status, 128 + the signal if one ended it.
+
+    Ctrl-C reaches the command too, which then ends its ranks; it is waited for. SIGTERM is handed on.
+
+    Raises:
+        OSError, ValueError: if it cannot be started.
+    """
+    process = subprocess.Popen(command, env=dict(environment))
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        status = _outcome(process)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return status if status >= 0 else 128 - status
+
+
+def _outcome(process: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue

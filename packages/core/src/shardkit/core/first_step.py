@@ -1,0 +1,63 @@
+"""Says once, at the first forward of a sharded model, that this engine runs and for how many parameters."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.core import events
+from shardkit.core.state import state_of
+from shardkit.core.version import __version__
+
+__all__ = ["RECORDS", "announce_first_step", "engine_ran"]
+
+RECORDS = "SHARDKIT_RUN_RECORDS"
+"""Environment variable with a directory: each process in which the engine runs leaves a file there."""
+
+_ran = threading.Event()
+
+
+def engine_ran() -> bool:
+    """Whether a sharded model has run forward in this process since `announce_first_step`."""
+    return _ran.is_set()
+
+
+def announce_first_step(*, quiet: bool) -> Callable[[], None]:
+    """Waits for the first root, and then for nothing more; returns what ends the waiting.
+
+    Rank 0 writes one line to stderr, unless `quiet`. Every process leaves a file in the directory of `RECORDS`.
+    """
+
+    def listener(event: events.Event) -> None:
+        if isinstance(event, events.RootReady):
+            subscription.close()
+            _ran.set()
+            _record()
+            if not quiet and dist.get_rank() == 0:
+                sys.stderr.write(f"{_line(event.module)}\n")
+                sys.stderr.flush()
+
+    subscription = events.subscribe(listener)
+    return subscription.close
+
+
+def _record() -> None:
+    directory = os.environ.get(RECORDS)
+    if directory and Path(directory).is_dir():
+        Path(directory, str(os.getpid())).touch()
+
+
+def _line(root: nn.Module) -> str:
+    states = dict.fromkeys(state for module in root.modules() if (state := state_of(module)) is not None)
+    groups = dict.fromkeys(group for state in states for group in state.groups)
+    numel = sum(param.shape.numel() for group in groups for param in group.params)
+    return (
+        f"shardkit {__version__} runs {type(root).__name__}: {numel:,} parameters in {len(groups)} groups, "
+        f"{dist.get_world_size()} ranks"
+    )

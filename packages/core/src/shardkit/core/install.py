@@ -1,0 +1,225 @@
+"""Puts shardkit's functions where torch's own FSDP is bound, so that trainers use them without being edited.
+
+What is replaced is found by identity: every module in `sys.modules` that holds one of stock's functions under any name
+gets ours, and modules that are imported later find ours in `torch.distributed.fsdp`. Policies and `FSDPModule` stay
+torch's: ours are recognised as them. A reference that no module attribute holds (a default argument, a partial) cannot
+be found; it reaches stock's engine, which raises while shardkit is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, requires
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from shardkit.core.first_step import announce_first_step
+from shardkit.core.fully_shard import fully_shard
+from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
+from shardkit.core.state import state_of
+from shardkit.core.torch_compat import STOCK_FUNCTIONS, guard_stock_states, modules_of_stock, stock_part
+
+__all__ = ["install", "uninstall"]
+
+_OURS: Mapping[str, Callable[..., Any]] = {
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+_REQUIRED = ("fully_shard", "register_fsdp_forward_method")
+_PACKAGE = "torch.distributed.fsdp"
+# Where torch defines and re-exports its functions. A torch that lacks one of these modules has it somewhere else.
+_HOMES = (_PACKAGE, f"{_PACKAGE}._fully_shard", f"{_PACKAGE}._fully_shard._fully_shard")
+_GROUP = "shardkit.stock_names"
+
+
+@dataclass
+class _Installation:
+    """What is installed in this process: nothing, as long as there is nothing to undo."""
+
+    replacements: list[tuple[Any, Any]] = field(default_factory=list)  # (theirs, ours)
+    fsdp1: bool = False
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+_current = _Installation()
+
+
+def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
+    """Makes torch's own names of FSDP mean shardkit, in this process, until `uninstall`.
+
+    Replaced are `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx`, in `torch.distributed.fsdp`, the
+    modules below it and every module that has imported them already. Calling it again replaces them in modules that
+    have got hold of stock's since, and changes nothing else.
+
+    Args:
+        fsdp1: also replaces `FullyShardedDataParallel` and the names around it (`ShardingStrategy`, `StateDictType`,
+            configurations, wrap policies, `ShardedGradScaler`) by those of shardkit-legacy-fsdp-compat.
+        announce: rank 0 writes one line to stderr at the first forward of a sharded model, with the number of
+            parameters.
+
+    Returns:
+        The dotted names that this call replaced, sorted; empty if all were replaced before.
+
+    Raises:
+        RuntimeError: if torch's version is not supported, if torch lacks a name that has to be replaced or somebody
+            else has replaced it, if torch's own engine has sharded a module already, or if `fsdp1` is asked for and
+            shardkit-legacy-fsdp-compat is not installed. Nothing is replaced then.
+
+    Not collective; call it on all ranks, before the model is sharded.
+    """
+    if _current.undo and (_current.fsdp1 or not fsdp1):
+        return _bind(_current.replacements)
+    _check_torch()
+    _check_homes()
+    _check_models(fsdp1)
+    added = [] if _current.undo else list(_replacements_of_fsdp2())
+    added += _replacements_of_fsdp1() if fsdp1 else ()
+    if not _current.undo:
+        _current.undo += [guard_stock_states(_refuse_stock), announce_first_step(quiet=not announce)]
+    _current.fsdp1 = fsdp1
+    _current.replacements += added
+    return _bind(_current.replacements)
+
+
+def uninstall() -> tuple[str, ...]:
+    """Gives torch its own names back, also in modules that have imported them since; returns the dotted names.
+
+    Models that are sharded stay with the engine that sharded them.
+    """
+    for undo in reversed(_current.undo):
+        undo()
+    given_back = [(ours, theirs) for theirs, ours in _current.replacements]
+    _current.replacements, _current.fsdp1, _current.undo = [], False, []
+    return _bind(given_back)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_torch() -> None:
+    """The range is the one that pip was told."""
+    try:
+        wanted = next((line for line in requires("shardkit-core") or () if re.match(r"torch\b", line)), "")
+    except PackageNotFoundError:  # it is on the path without being installed
+        return
+    low, high = (re.search(rf"{bound}(\d+)\.(\d+)", wanted) for bound in (">=", "<"))
+    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if (low and here < (int(low[1]), int(low[2]))) or (high and here >= (int(high[1]), int(high[2]))):
+        raise RuntimeError(f"torch {torch.__version__} is installed; shardkit-core needs {wanted}")
+
+
+def _check_homes() -> None:
+    for name in _REQUIRED:
+        stock = STOCK_FUNCTIONS.get(name)
+        ours = _installed_function(name)
+        for home in _HOMES:
+            module = sys.modules.get(home)
+            bound = None if module is None else vars(module).get(name)
+            if module is None and home != _PACKAGE:
+                continue
+            if bound is None or stock is None:
+                raise RuntimeError(
+                    f"torch {torch.__version__} has no {home}.{name}, which shardkit.core.install() replaces; use a "
+                    "version of torch that shardkit supports"
+                )
+            if bound is not stock and bound is not ours:
+                raise RuntimeError(
+                    f"{home}.{name} is not torch's own but {bound!r} of {getattr(bound, '__module__', '?')}; call "
+                    "shardkit.core.install() before that is put there, or leave it out"
+                )
+
+
+def _check_models(fsdp1: bool) -> None:
+    names = sorted({type(module).__name__ for module in modules_of_stock(fsdp1)})
+    if names:
+        raise RuntimeError(
+            f"torch's own FSDP has sharded modules already: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "
+            "Call shardkit.core.install() before the first module is sharded"
+        )
+
+
+def _refuse_stock() -> None:
+    raise RuntimeError(
+        "this call reaches torch's own fully_shard, and shardkit is installed in its place: the caller got hold of it "
+        "before shardkit.core.install(), and not as an attribute of a module. Call install() before that import, or "
+        "call torch.distributed.fsdp.fully_shard"
+    )
+
+
+# -- what replaces what ------------------------------------------------------------------------------------------------
+
+
+def _replacements_of_fsdp2() -> Iterator[tuple[Any, Any]]:
+    for name, stock in STOCK_FUNCTIONS.items():
+        yield stock, _in_place_of(stock, _OURS[name])
+    get_state = stock_part("_fsdp_state", "_get_module_fsdp_state")
+    if get_state is not None:
+        yield get_state, _in_place_of(get_state, lambda module: state_of(module) or get_state(module))
+
+
+def _in_place_of(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for the place of stock's, so that `uninstall` can tell it from what users import from us.
+
+    It pickles under the name of stock's: a child process that unpickles it has to install shardkit, too.
+    """
+
+    @functools.wraps(ours)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    function.__module__, function.__name__, function.__qualname__ = stock.__module__, stock.__name__, stock.__qualname__
+    return function
+
+
+def _installed_function(name: str) -> Any:
+    return next((ours for theirs, ours in _current.replacements if theirs is STOCK_FUNCTIONS.get(name)), None)
+
+
+def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
+    entry = next((entry for entry in entry_points(group=_GROUP) if entry.name == "fsdp1"), None)
+    if entry is None:
+        raise RuntimeError(
+            "install(fsdp1=True) needs shardkit-legacy-fsdp-compat, which has the FSDP1 API: pip install "
+            "shardkit-legacy-fsdp-compat"
+        )
+    # It knows FSDP1 by its class, and ours answers it as a model that is not FSDP1's; so it has to keep torch's class.
+    importlib.import_module("torch.distributed.checkpoint.state_dict")
+    names: Mapping[str, Mapping[str, Any]] = entry.load()()
+    for home, replacements in names.items():
+        module = importlib.import_module(home)
+        for name, ours in replacements.items():
+            if name not in vars(module):
+                raise RuntimeError(
+                    f"torch {torch.__version__} has no {home}.{name}, which install(fsdp1=True) replaces"
+                )
+            yield vars(module)[name], ours
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def _bind(replacements: list[tuple[Any, Any]]) -> tuple[str, ...]:
+    """Replaces the first of each pair by the second wherever a module holds it; returns the dotted names."""
+    by_id = {id(old): new for old, new in replacements}  # `replacements` keeps the old ones alive
+    replaced = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or _keeps_names(module):
+            continue
+        namespace = vars(module)
+        for name, value in list(namespace.items()):
+            if id(value) in by_id:
+                namespace[name] = by_id[id(value)]
+                replaced.append(f"{module.__name__}.{name}")
+    return tuple(sorted(set(replaced)))
+
+
+def _keeps_names(module: ModuleType) -> bool:
+    return module.__name__.startswith(("shardkit.", "torch.distributed.checkpoint."))

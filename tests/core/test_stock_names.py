@@ -1,0 +1,171 @@
+"""The private names of stock that others read: the same values as stock's where both have them, and no writes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+import shardkit.core as shardkit
+from shardkit.core.stock_names import NAMES
+from tests.support import rank_mesh, run_ranks
+from tests.support.models import Block
+
+STATE = ("_is_root", "_auto_reshard_after_forward", "_training_state", "_mp_policy")
+MESH = (
+    "shard_mesh_dim",
+    "shard_mesh_size",
+    "shard_mesh_rank",
+    "replicate_mesh_dim",
+    "replicate_mesh_size",
+    "replicate_mesh_rank",
+)
+
+
+def _sharded(api: Any, names: tuple[str, ...] = ("shard",)) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(7, 12), nn.Linear(7, 3))
+    shape = (dist.get_world_size(),) if len(names) == 1 else (2, dist.get_world_size() // 2)
+    mesh = rank_mesh(shape, names)
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    api.fully_shard(model[0], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return api.fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _seen(model: nn.Module) -> dict[str, Any]:
+    """What a trainer reads, of both modules."""
+    values: dict[str, Any] = {}
+    for name, module in (("root", model), ("block", model[0])):
+        state = module._get_fsdp_state()
+        assert state is stock.fully_shard.state(module)
+        group = state._fsdp_param_group
+        assert [group] == list(state._fsdp_param_groups)
+        for attribute in STATE:
+            value = getattr(state, attribute)
+            if attribute == "_mp_policy":
+                value = (value.param_dtype, value.reduce_dtype, value.output_dtype, value.cast_forward_inputs)
+            values[f"{name}.{attribute}"] = value
+        for attribute in MESH:
+            values[f"{name}.{attribute}"] = getattr(group.mesh_info, attribute, 1 if "size" in attribute else None)
+        values[f"{name}.ranks"] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        values[f"{name}.group"] = (group._training_state, group._reshard_after_forward, group.is_unsharded)
+        for param in group.fsdp_params:
+            key = f"{name}.{param._param_fqn}"
+            values[key] = (param._orig_size, param.sharded_param.to_local().shape, param.orig_dtype)
+    return values
+
+
+def read(rank: int, world_size: int, names: tuple[str, ...]) -> None:
+    models = [_sharded(api, names) for api in (stock, shardkit)]
+    x = torch.randn(2, 7)
+    for model in models:
+        model(x).sum().backward()
+    expected, seen = (_seen(model) for model in models)
+    if len(names) == 1:  # stock's mesh_info of one axis has no replicate_* attributes, ours are None and 1 and 0
+        for values in (expected, seen):
+            values.update({key: None for key in values if "replicate" in key})
+    assert seen == expected
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(2, ("shard",)), (4, ("replicate", "shard"))])
+def test_values_are_those_of_stock(world_size: int, names: tuple[str, ...]):
+    run_ranks(world_size, read, names)
+
+
+class Note(torch.autograd.Function):
+    """Calls a function in backward, where the module's own backward is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Any) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function()
+        return gradient, None
+
+
+class Watching(nn.Linear):
+    """Notes the training state that weights with all-gather hooks ask for, in forward and in backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.noted: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noted.append(self.state())
+        return super().forward(Note.apply(super().forward(x), lambda: self.noted.append(self.state())))
+
+    def state(self) -> tuple[Any, Any]:
+        state = stock.fully_shard.state(self)
+        return state._training_state, state._fsdp_param_group._training_state
+
+
+def training_states(rank: int, world_size: int) -> None:
+    noted = []
+    for api in (stock, shardkit):
+        model = nn.Sequential(Watching(5), Watching(5))
+        for child in model:
+            api.fully_shard(child)
+        api.fully_shard(model)
+        model(torch.randn(2, 5)).sum().backward()
+        noted.append([[*child.noted, child.state()] for child in model])
+    assert noted[1] == noted[0]
+    assert noted[0][1][0] == (TrainingState.FORWARD, TrainingState.FORWARD)
+
+
+def test_training_states():
+    run_ranks(2, training_states)
+
+
+def not_writable(rank: int, world_size: int) -> None:
+    model = _sharded(shardkit)
+    state = model._get_fsdp_state()
+    group = state._fsdp_param_group
+    owners = {"state": state, "group": group, "param": group.fsdp_params[0]}
+    for row in NAMES:
+        with pytest.raises(AttributeError, match=rf"{row.name} of the .* is read-only here") as raised:
+            setattr(owners[row.owner], row.name, None)
+        assert row.instead in str(raised.value)
+        if row.answer is None:
+            with pytest.raises(AttributeError, match=rf"has no {row.name}; use instead"):
+                getattr(owners[row.owner], row.name)
+        else:
+            getattr(owners[row.owner], row.name)
+
+
+def test_no_name_can_be_written():
+    run_ranks(1, not_writable)
+
+
+def several_groups(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 3)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    state = shardkit.fully_shard(model)._get_fsdp_state()
+    assert len(state._fsdp_param_groups) == 2
+    with pytest.raises(AttributeError, match=r"has 2 parameter groups .* read _fsdp_param_groups"):
+        _ = state._fsdp_param_group
+    empty = shardkit.fully_shard(nn.Sequential(shardkit.fully_shard(nn.Linear(3, 3))))
+    assert empty._get_fsdp_state()._fsdp_param_group is None
+
+
+def test_several_groups_and_none():
+    run_ranks(1, several_groups)
+
+
+def looked_up(rank: int, world_size: int) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    shardkit.install(announce=False)
+    model = stock.fully_shard(nn.Linear(3, 3))
+    assert _fsdp_state._get_module_fsdp_state(model) is model._get_fsdp_state()
+    assert _fsdp_state._get_module_fsdp_state(nn.Linear(3, 3)) is None
+    shardkit.uninstall()
+
+
+def test_state_by_module():
+    run_ranks(1, looked_up, isolated=True)
