@@ -1,0 +1,102 @@
+"""Runs the scripts of this directory under torchrun, on stock's engine and on ours, and compares what they noted."""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+Engine = Literal["stock", "shardkit"]
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="shardkit-trainers-")
+
+
+def checkpoints(script: str, engine: Engine) -> Path:
+    """Where that run of the script keeps its checkpoints."""
+    return Path(_directory().name) / f"{script}-{engine}"
+
+
+def results(script: str, engine: Engine, ranks: int = 2, load: Engine | None = None) -> dict[str, dict[str, Any]]:
+    """What a script noted, by case. `load`: whose checkpoints it resumes from, instead of its own.
+
+    Raises:
+        Failed: with the end of its output, if it fails, or if the other engine was imported or said that it ran.
+    """
+    seen = _run(script, engine, ranks, load)
+    if isinstance(seen, str):
+        pytest.fail(seen)
+    return seen
+
+
+@functools.cache
+def _run(script: str, engine: Engine, ranks: int, load: Engine | None) -> dict[str, dict[str, Any]] | str:
+    """The cases, or why there are none: a script that fails is not run again for its other cases."""
+    own = Path(f"{checkpoints(script, engine)}{'' if load is None else '-resumed'}{'' if ranks == 2 else f'-{ranks}'}")
+    out = own.with_suffix(".pt")
+    own.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPTS / f"train_{script}.py"), f"--out={out}", f"--own={own}"]
+    command += [f"--load={checkpoints(script, load)}"] if load else []
+    if engine == "shardkit":
+        command = [sys.executable, "-m", "shardkit.core", "run", *command]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, cwd=own, text=True, capture_output=True, timeout=500, check=False)
+    if done.returncode:
+        return f"{script} on {engine} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+    if (" parameters in " in done.stderr) != (engine == "shardkit"):
+        return f"{script} on {engine} does not say which engine ran:\n{done.stderr[-2000:]}"
+    seen = torch.load(out, weights_only=False)
+    assert seen["shardkit"] == (engine == "shardkit")
+    cases: dict[str, dict[str, Any]] = seen["cases"]
+    return cases
+
+
+def assert_same(script: str, case: str, *, ranks: int = 2, load: Engine | None = None) -> None:
+    """The same bits from both engines: losses, gradient norms, weights, and whatever else the script noted.
+
+    Args:
+        script: `scripts/train_<script>.py`.
+        case: as the script calls it.
+        ranks: how many it runs on.
+        load: whose checkpoints shardkit resumes from; stock resumes from its own.
+    """
+    expected = dict(results(script, "stock", ranks)[case])
+    seen = dict(results(script, "shardkit", ranks, load)[case])
+    assert_engines(expected.pop("runs"), seen.pop("runs"))
+    assert seen.keys() == expected.keys()
+    assert_equal(seen, expected, case)
+
+
+def assert_engines(stock: dict[str, int], shardkit: dict[str, int]) -> None:
+    """Each run gathered with its own engine and not once with the other."""
+    assert stock["stock"] > 0
+    assert stock["shardkit"] == 0
+    assert shardkit["shardkit"] > 0
+    assert shardkit["stock"] == 0
+
+
+def assert_equal(seen: Any, expected: Any, path: str) -> None:
+    if isinstance(expected, dict):
+        assert seen.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_equal(seen[key], value, f"{path}: {key}")
+    elif isinstance(expected, list):
+        assert len(seen) == len(expected), path
+        for place, value in enumerate(expected):
+            assert_equal(seen[place], value, f"{path}[{place}]")
+    elif isinstance(expected, torch.Tensor):
+        assert seen.dtype == expected.dtype, path
+        assert torch.equal(seen, expected), f"{path}: differs by up to {(seen - expected).abs().max()}"
+    else:
+        assert seen == expected, path

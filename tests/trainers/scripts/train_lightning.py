@@ -1,0 +1,93 @@
+"""Lightning: Trainer with ModelParallelStrategy, and Fabric; the user's function calls fully_shard."""
+
+import lightning
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from recording import Recording, arguments, gradient_norm, sharded_modules, tiny_llama, tokens
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+
+def shard(model: torch.nn.Module, mesh) -> torch.nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Tuned(LightningModule):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = shard(tiny_llama(), self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.recording.note("losses", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        self.recording.note("gradient norms", gradient_norm(self))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def loader() -> DataLoader:
+    return DataLoader([tokens(step, 0, batch=1)[0] for step in range(32)], batch_size=2)
+
+
+def trainer_for(options, steps: int) -> Trainer:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=options.own, accumulate_grad_batches=1,
+    )  # fmt: skip
+
+
+def main() -> None:
+    options, recording = arguments(), Recording()
+    lightning.seed_everything(0)
+    recording.begin("Trainer")
+    module, trainer = Tuned(recording), trainer_for(options, 3)
+    trainer.fit(module, loader())
+    recording.note("sharded modules", sharded_modules(module))
+    trainer.save_checkpoint(options.own / "trainer.ckpt")
+    recording.end(module)
+
+    recording.begin("resumed")
+    module, trainer = Tuned(recording), trainer_for(options, 5)
+    trainer.fit(module, loader(), ckpt_path=str((options.load or options.own) / "trainer.ckpt"))
+    recording.end(module)
+
+    recording.begin("Fabric")
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
+
+    fabric = Fabric(
+        accelerator="cpu", devices=2,
+        strategy=FabricStrategy(lambda model, mesh: shard(model, mesh["data_parallel"]), data_parallel_size=2,
+                                tensor_parallel_size=1),
+    )  # fmt: skip
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup(tiny_llama())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        batch = tokens(step, fabric.global_rank)
+        loss = model(input_ids=batch, labels=batch).loss
+        fabric.backward(loss)
+        recording.note("losses", loss)
+        recording.note("gradient norms", gradient_norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(options.own / "fabric", {"model": model})
+    fabric.load(options.own / "fabric", {"model": model})
+    recording.end(model)
+    recording.save(options.out)
+
+
+main()

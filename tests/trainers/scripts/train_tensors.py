@@ -1,0 +1,86 @@
+"""What shards besides plain parameters: torchao's low-bit optimizers, bitsandbytes' 4-bit weights, torchft's hook."""
+
+import torch
+import torch.distributed as dist
+from recording import Recording, arguments, gradient_norm, tiny_llama, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def shard(model: torch.nn.Module, mesh=None) -> torch.nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(recording: Recording, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        batch = tokens(step, dist.get_rank())
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        recording.note("losses", loss)
+        recording.note("gradient norms", gradient_norm(model))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def low_bit(recording: Recording) -> None:
+    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+    for cls in (AdamW8bit, AdamW4bit, AdamWFp8):
+        recording.begin(cls.__name__)
+        model = shard(tiny_llama(hidden_size=256, intermediate_size=256, num_attention_heads=4))
+        train(recording, model, cls(model.parameters(), lr=1e-2))
+        recording.end(model)
+
+
+def qlora(recording: Recording) -> None:
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    recording.begin("QLoRA")
+    model = tiny_llama(hidden_size=64, intermediate_size=64)
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            dense = getattr(layer.mlp, name)
+            quantized = bnb.nn.Linear4bit(
+                dense.in_features, dense.out_features, bias=False, compute_dtype=torch.float32,
+                quant_type="nf4", quant_storage=torch.float32,
+            )  # fmt: skip
+            quantized.weight = bnb.nn.Params4bit(
+                dense.weight.data, requires_grad=False, quant_type="nf4", quant_storage=torch.float32, module=quantized
+            )
+            setattr(layer.mlp, name, quantized.to("cpu"))
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], lora_dropout=0.0)
+    peft = get_peft_model(model, lora)
+    for layer in peft.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(peft)
+    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    train(recording, peft, torch.optim.AdamW(trained, lr=1e-2))
+    recording.cases["QLoRA"]["trained"] = {
+        name: parameter.full_tensor().detach() for name, parameter in peft.named_parameters() if parameter.requires_grad
+    }
+    recording.end(torch.nn.Module())
+
+
+def torchft_hook(recording: Recording) -> None:
+    """Torchft brings replicas together in an all-reduce hook of its own; here the hook halves what it gets."""
+    recording.begin("all-reduce hook")
+    model = shard(tiny_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    for module in (model, *model.model.layers):
+        module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+    train(recording, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    recording.end(model)
+
+
+def main() -> None:
+    options, recording = arguments(), Recording()
+    dist.init_process_group("gloo")
+    low_bit(recording)
+    torchft_hook(recording)
+    qlora(recording)
+    recording.save(options.out)
+
+
+main()
