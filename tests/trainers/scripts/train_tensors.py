@@ -1,5 +1,9 @@
 """What shards besides plain parameters: torchao's low-bit optimizers, bitsandbytes' 4-bit weights, torchft's hook."""
 
+import os
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles each step for minutes otherwise
+
 import torch
 import torch.distributed as dist
 from recording import Recording, arguments, gradient_norm, tiny_llama, tokens

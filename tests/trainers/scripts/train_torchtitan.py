@@ -7,10 +7,16 @@ import torch.distributed as dist
 from recording import Recording, arguments, gradient_norm, sharded_modules, tokens
 
 
-def model_config():
+def llama():
+    """The debug model, with the attention of torchtitan's that runs without compiling on a CPU."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
 
-    return model_registry("debugmodel", attn_backend="sdpa")
+    spec = model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:2]
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return spec
 
 
 def main() -> None:
@@ -23,7 +29,7 @@ def main() -> None:
     cases = {"one axis": (1, world)} | ({"HSDP": (2, world // 2)} if world == 4 else {})
     for case, (replicas, shards) in cases.items():
         recording.begin(case)
-        spec = model_config()
+        spec = llama()
         dims = ParallelDims(
             dp_replicate=replicas, dp_shard=shards, cp=1, tp=1, pp=1, ep=1, world_size=world,
         )  # fmt: skip
