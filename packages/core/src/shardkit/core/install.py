@@ -92,7 +92,8 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
 def uninstall() -> tuple[str, ...]:
     """Gives torch its own names back, also in modules that have imported them since; returns the dotted names.
 
-    Models that are sharded stay with the engine that sharded them.
+    Models that are sharded stay with the engine that sharded them. After `install(fsdp1=True)` a module that imported
+    its names from shardkit.legacy_fsdp_compat gets torch's as well; import them again there.
     """
     for undo in reversed(_current.undo):
         undo()
