@@ -21,8 +21,9 @@ def llama():
 
 def main() -> None:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import ParallelDims, parallel_dims
 
+    parallel_dims.device_type = "cpu"  # it takes a machine without accelerators for one with CUDA
     options, recording = arguments(), Recording()
     dist.init_process_group("gloo")
     world = int(os.environ["WORLD_SIZE"])
@@ -32,6 +33,7 @@ def main() -> None:
         spec = llama()
         dims = ParallelDims(
             dp_replicate=replicas, dp_shard=shards, cp=1, tp=1, pp=1, ep=1, world_size=world,
+            spmd_backend="partial_dtensor",
         )  # fmt: skip
         dims.build_mesh()
         with torch.device("meta"):
