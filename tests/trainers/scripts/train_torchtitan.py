@@ -5,6 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from recording import Recording, arguments, gradient_norm, sharded_modules, tokens
+from torch.distributed.fsdp import FSDPModule
 
 
 def llama():
@@ -45,6 +46,9 @@ def main() -> None:
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         model.init_states(buffer_device=torch.device("cpu"))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # torchtitan divides gradients itself, which gloo cannot do for stock
+                module.set_force_sum_reduction_for_comms(True)
         recording.note("sharded modules", sharded_modules(model))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
