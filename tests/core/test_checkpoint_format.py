@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -295,11 +296,19 @@ def test_stock_metadata_takes_no_extensions():
     try:
         data = pickle.dumps(os.getcwd, 2)
         assert pickle.loads(data) is os.getcwd
-        with pytest.raises(pickle.UnpicklingError, match="EXT1 is not allowed in the metadata"):
+        with pytest.raises(pickle.UnpicklingError, match="EXT1 is not allowed in a checkpoint"):
             unpickle_metadata(data)
     finally:
         copyreg.remove_extension("posix", "getcwd", 240)
         copyreg.clear_extension_cache()
+
+
+def test_stock_metadata_changes_no_class():
+    """A pickle may set attributes of whatever it names."""
+    path = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    made = unpickle_metadata(b"\x80\x02" + path + b"(N}X\x07\x00\x00\x00planted" + b"K\x01stb.")
+    assert made.planted == 1
+    assert not hasattr(Metadata, "planted")
 
 
 @pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 10**7), b"p10000000\n"], ids=["LONG_BINPUT", "PUT"])

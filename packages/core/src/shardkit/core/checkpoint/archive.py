@@ -17,7 +17,7 @@ import torch
 
 from shardkit.core.checkpoint.errors import DamagedCheckpointError
 
-__all__ = ["ALIGNMENT", "Archive", "archive_of", "check_stored", "storages_in", "values_in"]
+__all__ = ["ALIGNMENT", "Archive", "archive_of", "storages_in", "values_in"]
 
 ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
@@ -146,22 +146,6 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
     except _NO_ARCHIVE as error:
         raise DamagedCheckpointError(f"{where} are no archive of torch.save: {error}") from error
     return {one.filename.split("/")[-1]: _place(file, offset, length, one, where) for one in entries}
-
-
-def check_stored(file: IO[bytes], length: int, name: str) -> None:
-    """Refuses a whole archive that unpacks to more than its length: a few bytes could ask for any amount of memory.
-
-    Raises:
-        DamagedCheckpointError: for this, and for what is no archive.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except _NO_ARCHIVE as error:
-        raise DamagedCheckpointError(f"{name}: its {length} bytes are no archive of torch.save: {error}") from error
-    claimed = sum(one.file_size for one in entries)
-    if claimed > length or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
-        raise DamagedCheckpointError(f"{name}: its {length} bytes are compressed or claim to hold {claimed}")
 
 
 def _place(file: IO[bytes], offset: int, length: int, entry: zipfile.ZipInfo, where: str) -> tuple[int, int]:

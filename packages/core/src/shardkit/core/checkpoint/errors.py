@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "DamagedCheckpointError"]
+__all__ = ["CheckpointError", "DamagedCheckpointError", "printable"]
+
+
+def printable(text: str) -> str:
+    """Text with its control characters and lone surrogates escaped, but for tabs and newlines."""
+    return "".join(one if one in "\t\n" or one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or used: the message says which, what was seen, and what to do."""
+    """A checkpoint that cannot be written, read or used: the message says which, what was seen, and what to do.
+
+    Control characters, which names and values in a file may have, are escaped: they could change what a terminal shows.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -8,7 +8,6 @@ the one and `Leaves.empties` the other, so that a state comes back as it was.
 from __future__ import annotations
 
 import io
-import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.archive import check_stored
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import DamagedCheckpointError
+from shardkit.core.checkpoint.torch_files import load_torch_bytes
 
 __all__ = [
     "At",
@@ -184,13 +183,4 @@ def object_from(name: str, data: bytes) -> Any:
     Raises:
         CheckpointError: if it is anything but plain values.
     """
-    try:
-        check_stored(io.BytesIO(data), len(data), name)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [str(error)]
-        raise CheckpointError(f"{name}: holds more than plain values, which is refused: {reason[0]}") from error
-    except DamagedCheckpointError:
-        raise
-    except Exception as error:  # whatever damaged bytes lead torch.load into
-        raise DamagedCheckpointError(f"{name}: its {len(data)} bytes cannot be read: {error!r}") from error
+    return load_torch_bytes(data, name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.archive import check_stored
+from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.region import Region
 
 __all__ = [
@@ -111,14 +111,11 @@ class TorchFileSource(DictSource):
     """A file written by torch.save, mapped into memory: a region is read from disk when it is copied from.
 
     Loaded with weights_only=True, so that nothing in the file is run; `key` if the tensors are in a dict in the dict.
-    Raises ValueError for a file that is no dict, that has none under `key`, or that cannot be mapped, and
-    DamagedCheckpointError for one that is cut off or compressed; torch.load has errors of its own for what it refuses.
+    Raises ValueError for a file that is no dict, or that has none under `key`; and as `load_torch_file`.
     """
 
     def __init__(self, path: Path, key: str | None = None) -> None:
-        with path.open("rb") as file:
-            check_stored(file, path.stat().st_size, str(path))
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = load_torch_file(path)
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} holds a {type(state).__name__}, expected a dict of name -> tensor")
         if key is not None and not isinstance(state.get(key), Mapping):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, Tens
 from shardkit.core.checkpoint.leaves import At, name_of
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.manifest import MANIFEST, SAVE_ID
+from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small
 
 __all__ = ["METADATA", "read_stock", "unpickle_metadata"]
@@ -50,23 +50,47 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
 }
+_UNUSED = {(_OURS, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Makes objects of classes that are new for each file: a pickle may set attributes of the classes that it names."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._made: dict[tuple[str, str], Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _ALLOWED and not is_dtype:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
-        return super().find_class(module, name)
+        if (module, name) in _UNUSED:
+            return _Unused
+        if (module, name) not in self._made:
+            kind = super().find_class(module, name)
+            kind = _Properties if name == "TensorProperties" else kind
+            builtin = kind.__module__ in ("builtins", "torch", "collections")  # these have no attributes to set
+            self._made[module, name] = kind if builtin else type(name, (kind,), {})
+        return self._made[module, name]
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Refuses opcodes that allocate by a number in the file, and those that do not ask `find_class`."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-            raise pickle.UnpicklingError(f"memo number {argument} in a pickle of {len(data)} bytes")
-        if opcode.name in ("EXT1", "EXT2", "EXT4"):
-            raise pickle.UnpicklingError(f"{opcode.name} is not allowed in the metadata of a checkpoint")
+class _Properties:
+    """Stands in for TensorProperties, of which the dtype counts: (dtype, layout, ...)."""
+
+    dtype: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+class _Unused:
+    """Stands in for values that a checkpoint is read without, such as a layout."""
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any) -> None:
+        pass
 
 
 def unpickle_metadata(data: bytes) -> Any:
@@ -75,8 +99,8 @@ def unpickle_metadata(data: bytes) -> Any:
     Raises:
         pickle.UnpicklingError: for anything else in it. Damaged pickles fail in any other way, too.
     """
-    _check_opcodes(data)
-    return _MetadataUnpickler(io.BytesIO(data)).load()
+    check_pickle(data)
+    return _MetadataUnpickler(data).load()
 
 
 def _load(directory: Path) -> Metadata:
