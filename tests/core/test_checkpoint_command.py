@@ -352,7 +352,7 @@ def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: s
 
 def test_differences_are_those_of_all_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The largest is in the first, the least in the last."""
-    monkeypatch.setattr("shardkit.core.checkpoint.stored._SLAB_BYTES", 8)
+    monkeypatch.setattr("shardkit.core.checkpoint.stored.CHUNK_BYTES", 8)
     values = (torch.zeros(7), torch.tensor([0, 4.0, 0, 0, 0, 0, 0.5]))
     saved = [save_user(tmp_path / str(number), 1, value) for number, value in enumerate(values)]
     found = list(lines(*((path, open_index(path)) for path in saved)))
@@ -476,7 +476,7 @@ def test_a_file_of_torch_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(DamagedCheckpointError, match=r"model\.pt \(300 bytes\) is not a whole file of torch\.save"):
         open_file(tmp_path / "model.pt", key)
     status, text = said(capsys, "import", tmp_path / "model.pt", tmp_path / "x", *(["--key", key] if key else []))
-    assert (status, text.count("\n")) == (2, 1) and "model.pt: its 300 bytes are no archive of torch.save" in text
+    assert (status, text.count("\n")) == (2, 1) and "model.pt (300 bytes) is not a whole file of torch.save" in text
 
 
 def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -74,7 +74,7 @@ def test_large_tensors_come_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mon
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, TrainingState(model, rng=False), blocking=True)
     for module in (reading, stored):
-        monkeypatch.setattr(module, "_SLAB_BYTES", slab_bytes)
+        monkeypatch.setattr(module, "CHUNK_BYTES", slab_bytes)
     other = nn.Linear(5, 11)
     other.weight = nn.Parameter(torch.zeros(5, 11).t())
     manager.restore(TrainingState(other, rng=False))
@@ -106,7 +106,7 @@ def test_a_single_element_may_have_any_stride(tmp_path: Path):
 @pytest.mark.parametrize("slab_bytes", [1, 50, 2**25])
 def test_any_box_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int):
     """Rows and columns in the midst of chunks, and over their edges."""
-    monkeypatch.setattr(reading, "_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", slab_bytes)
     model = nn.Linear(5, 7, bias=False)
     CheckpointManager(tmp_path / "run").save(1, TrainingState(model, rng=False), blocking=True)
     assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "two"), "--ranks", "2"]) == 0

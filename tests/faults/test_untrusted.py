@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.manifest import MANIFEST, seal, unseal
 from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.reading import read_objects
-from shardkit.core.checkpoint.stored import stored_tensors, tensors_of_files
+from shardkit.core.checkpoint.reading import read_objects, stored_tensors
+from shardkit.core.checkpoint.sources import tensors_of_files
 
 FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
 INPUTS = dict.fromkeys(
@@ -215,7 +215,7 @@ class _Runs:
 def test_an_object_that_would_run_code(tmp_path: Path):
     marker = tmp_path / "ran"
     dcp.save({"step": _Runs(str(marker))}, checkpoint_id=tmp_path / "evil", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"step in .*: holds more than tensors and plain containers, which is refused: .*posix.mkdir"):
+    with pytest.raises(CheckpointError, match=r"step in .* holds more than tensors .* refused: .*posix.mkdir"):
         read_all(tmp_path / "evil")
     metadata = tmp_path / "evil" / ".metadata"
     metadata.write_bytes(pickle.dumps(_Runs(str(marker))))

@@ -397,7 +397,7 @@ class Evil:
 def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]):
     path = copied / "FULL" / "checkpoint.pt"
     torch.save({"model": {"w": torch.ones(1)}, "extra": Evil()}, path)
-    with pytest.raises(CheckpointError, match=r"checkpoint.pt asks for more than tensors.*print"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.pt holds more than tensors.*print"):
         open_checkpoint(path)
     (copied / "SHARDED-DCP" / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"builtins.print is not allowed"):

@@ -1,6 +1,7 @@
 """Conversion into FSDP1's flat format: the files that stock writes, bit for bit, and files that stock loads."""
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from shardkit.legacy_fsdp_compat.migrate import (
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import payloads
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
@@ -90,7 +90,8 @@ def write(rank: int, world_size: int, kind: str, use_orig_params: bool, mixed: b
 def records(path: Path) -> dict[str, bytes]:
     """Every storage in a file of torch.save, by its number."""
     data = path.read_bytes()
-    return {key: data[start : start + length] for key, (start, length) in payloads(path).items()}
+    places = storages_in(io.BytesIO(data), 0, len(data), str(path))
+    return {key: data[start : start + length] for key, (start, length) in places.items()}
 
 
 def same_files(rank: int, world_size: int, first: Path, second: Path) -> None:
@@ -360,8 +361,8 @@ def test_damage_is_noticed(tmp_path: Path):
         seen += 1
         if seen == len(checkpoint.tensors):  # everything is written, nothing is read back
             path = tmp_path / "out.partial" / "rank1.pt"
-            (start, _), *_ = payloads(path).values()
             data = bytearray(path.read_bytes())
+            (start, _), *_ = storages_in(io.BytesIO(data), 0, len(data), str(path)).values()
             data[start] ^= 1
             path.write_bytes(data)
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
-from shardkit.legacy_fsdp_compat.migrate.stored import StoredTensor
 from shardkit.tp_adapter.extensions import DTensorExtensions
 from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
 from tests.legacy_fsdp_compat.test_tensor_parallel import Pair, adam, batch

@@ -16,9 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file, stored
+from shardkit.core.checkpoint import stored
+from shardkit.core.checkpoint.stored import joined
+from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from shardkit.legacy_fsdp_compat.migrate.trees import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,6 +37,9 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "strided": base[5::7],
         "expanded": torch.arange(3.0).expand(4, 3),
         "low": torch.randn(6, 4).bfloat16().t(),
+        "conjugated": torch.randn(6, 4, dtype=torch.complex64).conj(),
+        "negated": torch.randn(6, 4, dtype=torch.complex64).conj().imag,
+        "wide": torch.arange(6, dtype=torch.int32).to(torch.uint16),
         "float8": torch.randn(6, 4).to(torch.float8_e4m3fn).t(),
         "plain": torch.randn(37, 3),
         "scalar": torch.tensor(3, dtype=torch.int16),
@@ -63,13 +67,14 @@ def test_any_order_in_memory(kind: str, to: str, tmp_path: Path, monkeypatch: py
     for name, value in tensors.items():
         one = found[name,]
         assert one.shape == tuple(value.shape)
-        assert torch.equal(one.read(0, one.numel).view(one.shape).float(), value.float()), name
+        assert torch.equal(one.read(0, one.numel).view(one.shape).to(torch.complex64), value.to(torch.complex64)), name
 
 
 _PEAK = """
 import re, sys
 from pathlib import Path
-from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint, stored
+from shardkit.core.checkpoint import stored
+from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint
 stored.CHUNK_BYTES = 2**20
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -267,14 +272,9 @@ def test_ties_are_found_in_a_file(tmp_path: Path):
 
 def test_damaged_and_foreign_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "bad.safetensors").write_bytes((50).to_bytes(8, "little") + b"{" + b"x" * 60)
-    assert "bad.safetensors: the header of 50 bytes is damaged" in refused(
-        capsys, tmp_path / "bad.safetensors", tmp_path / "out"
-    )
+    assert "bad.safetensors (69 bytes) is damaged" in refused(capsys, tmp_path / "bad.safetensors", tmp_path / "out")
     torch.save({"w": torch.sparse_coo_tensor([[0]], [1.0], (3,))}, tmp_path / "sparse.pt")
     assert "'w'" in refused(capsys, tmp_path / "sparse.pt", tmp_path / "out")
-    torch.save({"w": torch.ones(3, dtype=torch.complex64).conj()}, tmp_path / "lazy.pt")
-    assert "'w' in " in (said := refused(capsys, tmp_path / "lazy.pt", tmp_path / "out"))
-    assert "conjugated or negated" in said
     torch.save({}, tmp_path / "nothing.pt")
     assert "nothing.pt" in refused(capsys, tmp_path / "nothing.pt", tmp_path / "out")
     for rank in range(2):
@@ -297,5 +297,5 @@ def test_places_that_are_not_written_or_read(tmp_path: Path):
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = dataclasses.replace(info, relative_path="../dcp/" + info.relative_path)
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"'a': the metadata names the file .* outside"):
+    with pytest.raises(CheckpointError, match=r"file name '../dcp/.*expected a plain name inside the checkpoint"):
         open_checkpoint(source)

@@ -17,13 +17,13 @@ import torch
 
 from shardkit.core.checkpoint.errors import DamagedCheckpointError
 
-__all__ = ["ALIGNMENT", "Archive", "archive_of", "storages_in", "values_in"]
+__all__ = ["ALIGNMENT", "Archive", "Window", "archive_of", "storages_in", "values_in"]
 
 ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
 
 _LOCAL_HEADER = 30
-_NO_ARCHIVE = (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error)
+_NO_ARCHIVE = (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OSError)
 """What zipfile raises for bytes that are none, or damaged."""
 
 
@@ -98,7 +98,7 @@ class _Written(io.RawIOBase):
         return self.tell()
 
 
-class _Window:
+class Window:
     """A part of a file as a file of its own, for zipfile."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
@@ -141,7 +141,7 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
     """Where the values of each storage in an archive of torch.save lie: key -> (offset, bytes); raises the same."""
     where = f"{name}: bytes {offset} to {offset + length}"
     try:
-        window: IO[bytes] = _Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
+        window: IO[bytes] = Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
         entries = [one for one in zipfile.ZipFile(window).infolist() if one.filename.split("/")[-2:-1] == ["data"]]
     except _NO_ARCHIVE as error:
         raise DamagedCheckpointError(f"{where} are no archive of torch.save: {error}") from error

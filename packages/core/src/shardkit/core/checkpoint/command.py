@@ -17,9 +17,10 @@ from shardkit.core.checkpoint.exporting import export_safetensors, export_torch,
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.manifest import MANIFEST, dtype_name
 from shardkit.core.checkpoint.opening import candidates
-from shardkit.core.checkpoint.reading import read_objects
+from shardkit.core.checkpoint.reading import read_objects, stored_tensors
 from shardkit.core.checkpoint.rewriting import write_checkpoint
-from shardkit.core.checkpoint.stored import StoredTensor, stored_tensors, tensors_of_files
+from shardkit.core.checkpoint.sources import tensors_of_files
+from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
 
 __all__ = ["main"]

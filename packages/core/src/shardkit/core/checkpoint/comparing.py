@@ -10,8 +10,8 @@ import torch
 
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.memory import bytes_of, memory_of
-from shardkit.core.checkpoint.reading import read_objects
-from shardkit.core.checkpoint.stored import StoredTensor, stored_tensors
+from shardkit.core.checkpoint.reading import read_objects, stored_tensors
+from shardkit.core.checkpoint.stored import StoredTensor
 
 __all__ = ["differences"]
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import unflatten
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.rewriting import FileWriter
-from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES
-from shardkit.core.checkpoint.stored import HF_INDEX, StoredTensor
+from shardkit.core.checkpoint.sources import HF_INDEX, SAFETENSORS_DTYPES
+from shardkit.core.checkpoint.stored import StoredTensor
 
 __all__ = ["export_safetensors", "export_torch", "renamed"]
 
@@ -149,8 +150,4 @@ def _appear(target: Path, write: Callable[[Path], None], *, directory: bool) -> 
 
 def renamed(tensors: Sequence[StoredTensor], prefix: str) -> list[StoredTensor]:
     """The tensors whose names begin with `prefix`, without it and under flat names."""
-    return [
-        StoredTensor((one.name.removeprefix(prefix),), one.dtype, one.shape, one.read)
-        for one in tensors
-        if one.name.startswith(prefix)
-    ]
+    return [replace(one, path=(one.name.removeprefix(prefix),)) for one in tensors if one.name.startswith(prefix)]

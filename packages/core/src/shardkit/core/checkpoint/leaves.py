@@ -35,9 +35,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class At:
-    """A place in a list; a plain int in a path is a key of a mapping."""
+    """A place in a list, or in a tuple of tensors; a plain int in a path is a key of a mapping.
+
+    Attributes:
+        at: the number of the item.
+        of: "list" or "tuple".
+    """
 
     at: int
+    of: str = "list"
+
+    def __str__(self) -> str:
+        return str(self.at)
 
 
 Path = tuple[str | int | At, ...]
@@ -55,7 +64,7 @@ class Leaves:
 
 def name_of(path: Path) -> str:
     """The flat name that torch.distributed.checkpoint gives to what lies at `path`."""
-    return ".".join(str(part.at) if isinstance(part, At) else str(part) for part in path)
+    return ".".join(map(str, path))
 
 
 def stock_path(path: Path) -> tuple[str | int, ...]:

@@ -9,14 +9,17 @@ from pathlib import Path
 from shardkit.core.checkpoint.directory import StoredCheckpoint, read_manifest
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.manifest import MANIFEST
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
 
 __all__ = ["candidates", "open_index"]
 
 
-def open_index(path: Path) -> Index:
+def open_index(path: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
     """What a directory holds: by our manifest, or by stock's metadata if there is no manifest.
+
+    What is `left_out` of stock's need not be there.
 
     Raises:
         CheckpointError: if it is no checkpoint.
@@ -25,7 +28,7 @@ def open_index(path: Path) -> Index:
     if (path / MANIFEST).exists():
         return read_manifest(path)
     if (path / METADATA).exists():
-        return read_stock(path)
+        return read_stock(path, left_out)
     raise CheckpointError(f"{path} is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
 
 

@@ -14,16 +14,16 @@ import torch
 from shardkit.core.checkpoint.archive import archive_of, values_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
+from shardkit.core.checkpoint.layouts import Layout, layout_in
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of, object_from
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.pieces import boxes_of
+from shardkit.core.checkpoint.stored import CHUNK_BYTES, Part, StoredTensor
+from shardkit.core.checkpoint.strided import Memory, row_major_strides
 from shardkit.core.checkpoint.verified_file import VerifiedFile
 
-__all__ = ["Read", "read_box", "read_objects", "read_tensors", "reads_of"]
-
-_SLAB_BYTES = 2**25
-"""How much of a chunk is in memory at a time, where it cannot be read in place; a row that is longer is read whole."""
+__all__ = ["Read", "read_box", "read_objects", "read_tensors", "reads_of", "stored_tensors"]
 
 Span = tuple[int, int]
 
@@ -120,63 +120,75 @@ def _run(directory: Path, index: Index, reads: list[Read]) -> None:
 
 
 def _fill(file: VerifiedFile, read: Read) -> None:
-    start, sizes = _values(file, read), read.chunk.sizes
-    if start is None:
-        read.target.copy_(_loaded(file, read)[tuple(slice(*span) for span in read.spans)])
-        return
-    row = math.prod(sizes[1:]) * read.dtype.itemsize
+    start, layout = _place(file, read)
+    sizes, target = read.chunk.sizes, read.target
     first, stop = read.spans[0] if sizes else (0, 1)
     whole_rows = all(span == (0, size) for span, size in zip(read.spans[1:], sizes[1:], strict=True))
-    target = read.target
     as_it_is = target.is_contiguous() and not (target.is_conj() or target.is_neg())
-    if whole_rows and target.device.type == "cpu" and as_it_is:
+    row = math.prod(sizes[1:]) * read.dtype.itemsize
+    if layout is None and whole_rows and target.device.type == "cpu" and as_it_is:
         file.read_into(start + first * row, memory_of(target))
         return
+
+    def fetch(low: int, high: int) -> torch.Tensor:
+        values = torch.empty(high - low, dtype=read.dtype, device="cpu")
+        file.read_into(start + low * read.dtype.itemsize, memory_of(values))
+        values = values.conj_physical() if layout is not None and layout.is_conj else values
+        return -values if layout is not None and layout.is_neg else values
+
+    strides = row_major_strides(sizes) if layout is None else layout.strides
+    chunk = Memory(sizes, strides, read.dtype, fetch, lambda: None)
     if not sizes:
-        target.copy_(_from_file(file, start, read, ()))
+        target.copy_(fetch(0, 1).view(()))
         return
-    rows = max(1, _SLAB_BYTES // max(1, row))
+    rows = max(1, CHUNK_BYTES // max(1, row))
     inner = tuple(slice(low, high) for low, high in read.spans[1:])
     for low in range(first, stop, rows):
         high = min(low + rows, stop)
-        slab = _from_file(file, start + low * row, read, (high - low, *sizes[1:]))
+        slab = chunk.read(low * chunk.row, high * chunk.row).view(high - low, *sizes[1:])
         target[low - first : high - first].copy_(slab[(slice(None), *inner)])
 
 
-def _from_file(file: VerifiedFile, offset: int, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
-    values = torch.empty(shape, dtype=read.dtype, device="cpu")
-    file.read_into(offset, memory_of(values))
-    return values
-
-
-def _values(file: VerifiedFile, read: Read) -> int | None:
-    """Where the values of the chunk begin in its file; None if they do not lie there row by row.
+def _place(file: VerifiedFile, read: Read) -> tuple[int, Layout | None]:
+    """Where the first element of the chunk lies in its file, and how the others follow; None for row by row.
 
     Stock writes a tensor as it lies in memory: transposed, or with the channels last. If its archive does not describe
-    it in the words that torch.save has for a contiguous tensor, torch.load is asked what they mean.
+    it in the words that torch.save has for a contiguous tensor, its description is read.
     """
-    chunk = read.chunk
+    chunk, itemsize = read.chunk, read.dtype.itemsize
     if chunk.values is not None:
-        return chunk.values
+        return chunk.values, None
     with os.fdopen(os.dup(file.descriptor), "rb") as opened:
         start, nbytes = values_in(opened, chunk.offset, chunk.length, str(file.path))
-    if nbytes != chunk.numel * read.dtype.itemsize:
+        contiguous = archive_of(read.dtype, chunk.sizes).description
+        if nbytes == chunk.numel * itemsize and contiguous in file.read(chunk.offset, start - chunk.offset):
+            return start, None
+        layout = layout_in(opened, chunk.offset, chunk.length, nbytes, str(file.path))
+    if (layout.shape, layout.dtype) != (chunk.sizes, read.dtype):
         raise DamagedCheckpointError(
-            f"{read.name}: its chunk at {chunk.offsets} has {nbytes} bytes in {file.path}, expected "
-            f"{chunk.numel * read.dtype.itemsize}"
+            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {layout.shape} of {layout.dtype}, expected "
+            f"{chunk.sizes} of {read.dtype}"
         )
-    contiguous = archive_of(read.dtype, chunk.sizes).description
-    return start if contiguous in file.read(chunk.offset, start - chunk.offset) else None
+    return start + layout.offset * itemsize, layout
 
 
-def _loaded(file: VerifiedFile, read: Read) -> torch.Tensor:
-    """A chunk that only torch.load can take apart, as a whole."""
-    chunk = read.chunk
-    value = object_from(f"{read.name} in {file.path}", file.read(chunk.offset, chunk.length))
-    if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (chunk.sizes, read.dtype):
-        seen = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise DamagedCheckpointError(
-            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {seen}, expected {chunk.sizes} of "
-            f"{read.dtype}"
-        )
-    return value
+def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
+    """The tensors of a checkpoint; reading verifies."""
+    return [_stored(directory, index, entry) for entry in index.tensors.values()]
+
+
+def _stored(directory: Path, index: Index, entry: TensorEntry) -> StoredTensor:
+    row, rest = math.prod(entry.shape[1:]), entry.shape[1:]
+
+    def read(low: int, high: int) -> torch.Tensor:
+        if not entry.shape:
+            scalar: torch.Tensor = read_box(directory, index, entry, (), ())
+            return scalar.view(1)
+        first, stop = low // row, -(-high // row)
+        rows: torch.Tensor = read_box(directory, index, entry, (first, *[0] * len(rest)), (stop - first, *rest))
+        return rows.view(-1)[low - first * row : high - first * row]
+
+    files = list(dict.fromkeys(str(directory / chunk.file) for chunk in entry.chunks)) or [str(directory)]
+    numel = math.prod(entry.shape)
+    parts = (Part(0, numel, read, files[0], tuple(files[1:])),) if numel else ()
+    return StoredTensor(entry.path, entry.dtype, entry.shape, parts)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,29 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import StoredTensor
+from shardkit.core.checkpoint.strided import whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.region import Region
 
 __all__ = [
     "SAFETENSORS_DTYPES",
+    "HF_INDEX",
     "DictSource",
     "Entry",
     "SafetensorsSource",
     "Source",
     "TorchFileSource",
     "open_file",
+    "mapped_safetensors",
     "open_source",
+    "tensors_of_files",
 ]
+
+HF_INDEX = "model.safetensors.index.json"
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
@@ -79,10 +90,10 @@ class DictSource(Source):
     """
 
     def __init__(self, tensors: Mapping[str, Any], origin: str = "the source dict") -> None:
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self.entries = {}
         self.objects = {}
-        for name, value in self._tensors.items():
+        for name, value in self.tensors.items():
             if not isinstance(name, str):
                 raise TypeError(f"{origin} has the key {name!r}, expected parameter names (str)")
             if isinstance(value, DTensor):
@@ -104,7 +115,7 @@ class DictSource(Source):
                 self.objects[name] = value
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        return region.take(self._tensors[name].detach())
+        return region.take(self.tensors[name].detach())
 
 
 class TorchFileSource(DictSource):
@@ -125,42 +136,39 @@ class TorchFileSource(DictSource):
         self.fingerprint = _fingerprint(path, self.entries)
 
 
-class SafetensorsSource(Source):
-    """A safetensors file; a region is read straight from the file. Raises ImportError without `safetensors`."""
+class SafetensorsSource(DictSource):
+    """A safetensors file, mapped into memory like one of torch.save.
+
+    Raises:
+        ImportError: without `safetensors`.
+        ValueError: for a dtype that torch has not.
+        DamagedCheckpointError: for a file whose header is damaged, or does not fit it.
+    """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"reading {path} needs the package safetensors; run: pip install 'shardkit-core[safetensors]'"
-            ) from error
-        # Any: the package is not annotated.
-        opened: Any = safe_open(str(path), framework="pt")
-        self._file = opened
-        self._slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        self.objects = {}
-        self.entries = {}
-        for name, view in self._slices.items():
-            kind = view.get_dtype()
-            if kind not in SAFETENSORS_DTYPES:
-                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(SAFETENSORS_DTYPES)}")
-            self.entries[name] = Entry(tuple(view.get_shape()), SAFETENSORS_DTYPES[kind])
+        super().__init__(mapped_safetensors(path)[0], str(path))
         self.fingerprint = _fingerprint(path, self.entries)
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        entry, view = self.entries[name], self._slices[name]
-        if not entry.shape:
-            whole: torch.Tensor = self._file.get_tensor(name)
-            return whole
-        boxes = list(region.boxes())
-        if len(boxes) == 1:
-            only: torch.Tensor = view[boxes[0][0]]
-            return only
-        piece = torch.empty(region.shape, dtype=entry.dtype)
-        for in_file, in_piece in boxes:
-            piece[in_piece] = view[in_file]
-        return piece
+
+def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, mapped, and the texts in its metadata. Raises as `SafetensorsSource`."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs the package safetensors; run: pip install 'shardkit-core[safetensors]'"
+        ) from error
+    try:
+        # Any: the package is not annotated.
+        opened: Any = safe_open(str(path), framework="pt")
+        for name in opened.keys():  # noqa: SIM118 (no mapping)
+            kind = opened.get_slice(name).get_dtype()
+            if kind not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(SAFETENSORS_DTYPES)}")
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DamagedCheckpointError(f"{path} ({path.stat().st_size} bytes) is damaged: {error}") from error
+    return tensors, opened.metadata() or {}
 
 
 def open_source(source: object) -> Source | None:
@@ -170,7 +178,7 @@ def open_source(source: object) -> Source | None:
     return open_file(Path(source)) if isinstance(source, str | os.PathLike) else None
 
 
-def open_file(path: Path, key: str | None = None) -> Source:
+def open_file(path: Path, key: str | None = None) -> DictSource:
     """The source for a file, whose kind is read off its first bytes, not its name.
 
     `key` as in `TorchFileSource`. Raises OSError for a file that cannot be opened, ValueError for one of an unknown
@@ -205,3 +213,62 @@ def _fingerprint(path: Path, entries: dict[str, Entry]) -> str:
         )
     )
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tensors_of_files(
+    path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
+) -> list[StoredTensor]:
+    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
+
+    Args:
+        path: the file or directory.
+        prefix: goes before the names.
+        key: of a torch.save file, where in its dict the tensors are; None if they are all that it holds.
+        left_out: is told the names of what is there and no tensor.
+
+    Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
+    files of its directory only.
+
+    Raises:
+        CheckpointError: for anything else, and for tensors that the index names and no file has.
+    """
+    if key is not None or not path.is_dir():
+        source = _opened(path, key)
+        for name in source.objects:
+            left_out(name)
+        return _of_source(source, prefix, path)
+    if not (path / HF_INDEX).is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
+        return _of_source(_opened(files[0]), prefix, files[0])
+    try:
+        weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
+        named = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path / HF_INDEX} is no index: {error!r}") from error
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(named.values())):
+        if Path(file).name != file:
+            raise DamagedCheckpointError(f"{path / HF_INDEX} names the file {file!r}, expected one beside it")
+        tensors = _of_source(_opened(path / file), prefix, path / file)
+        found.update({name_of(one.path[len(prefix) :]): one for one in tensors})
+    missing = sorted(named.keys() - found.keys())
+    if missing:
+        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
+    return [found[name] for name in named]
+
+
+def _opened(path: Path, key: str | None = None) -> DictSource:
+    if not path.is_file():
+        raise DamagedCheckpointError(f"{path} is missing, or no file")
+    try:
+        return open_file(path, key)
+    except (ImportError, CheckpointError):
+        raise
+    except Exception as error:  # torch and safetensors raise what they like
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _of_source(source: DictSource, prefix: LeafPath, path: Path) -> list[StoredTensor]:
+    return [whole((*prefix, name), source.tensors[name], str(path)) for name in source.entries]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,10 @@ def _load(directory: Path) -> Metadata:
     return metadata
 
 
-def read_stock(directory: Path) -> Index:
+def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
     """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
+
+    What is `left_out` need not be there.
 
     Raises:
         DamagedCheckpointError: for metadata that cannot be read or does not fit the files, or is of a checkpoint of
@@ -129,14 +132,18 @@ def read_stock(directory: Path) -> Index:
             "torch.distributed.checkpoint loads what is left of it, unverified"
         )
     try:
-        return _index(directory, metadata)
+        return _index(directory, metadata, left_out)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise DamagedCheckpointError(f"{directory / METADATA} is not put together as metadata: {error!r}") from error
 
 
-def _index(directory: Path, metadata: Metadata) -> Index:
+def _index(directory: Path, metadata: Metadata, left_out: Callable[[LeafPath], bool]) -> Index:
+    paths = {str(name): _leaf_path(name, metadata.planner_data) for name in metadata.state_dict_metadata}
+    paths = {name: path for name, path in paths.items() if not left_out(path)}
     infos: dict[str, dict[Any, Any]] = {}
     for where, info in (metadata.storage_data or {}).items():
+        if where.fqn not in paths:
+            continue
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"{where.fqn}: is transformed by {info.transform_descriptors}, which is not supported"
@@ -150,8 +157,8 @@ def _index(directory: Path, metadata: Metadata) -> Index:
             raise DamagedCheckpointError(f"{path} is missing, or no file")
         files[name] = File(name, path.stat().st_size, None)
     tensors, objects = {}, {}
-    for name, described in metadata.state_dict_metadata.items():
-        path_of = _leaf_path(name, metadata.planner_data)
+    for name, path_of in paths.items():
+        described = metadata.state_dict_metadata[name]
         found = infos.get(name, {})
         if isinstance(described, TensorStorageMetadata):
             tensors[name] = _tensor(name, path_of, described, found)

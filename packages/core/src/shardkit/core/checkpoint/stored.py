@@ -1,144 +1,168 @@
-"""Tensors that lie in files, read by rows: what every offline conversion streams from, and nothing ever holds whole."""
+"""Tensors that lie in files, whole or in parts, and are read by ranges: nothing here holds a whole tensor.
+
+Every offline conversion streams from these, whatever format they come from.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
-from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.reading import read_box
-from shardkit.core.checkpoint.sources import Source, open_file
-from shardkit.core.region import Region
+from shardkit.core.checkpoint.errors import CheckpointError
 
-__all__ = ["HF_INDEX", "StoredTensor", "stored_tensors", "tensors_of_files"]
+__all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "StoredTensor", "joined"]
 
-HF_INDEX = "model.safetensors.index.json"
-_SLAB_BYTES = 2**25
+CHUNK_BYTES = 32 * 2**20
+"""How much of a tensor is in memory at a time; a row that is longer is read whole."""
+
+Read = Callable[[int, int], torch.Tensor]
+
+
+def joined(path: tuple[Any, ...]) -> str:
+    """A path as one name: the keys that lead to a value, joined by dots."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of a tensor in row-major order.
+
+    `read(low, high)` gives elements low to high of the *tensor*, a 1-D copy; both lie within the part. They come from
+    `file`, and from `others` where several hold them beside each other.
+    """
+
+    start: int
+    stop: int
+    read: Read
+    file: str
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of some file. `read(first, stop)` gives rows of dim 0; a 0-dim tensor is its one row 0."""
+    """A whole tensor, put together from parts.
 
-    path: LeafPath
+    Raises:
+        CheckpointError: if the parts do not make up the tensor, each element once.
+    """
+
+    path: tuple[Any, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[int, int], torch.Tensor]
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        at = 0
+        for part in self.parts:
+            if part.start != at:
+                what = "lacks" if part.start > at else "has twice"
+                low, high = sorted((at, part.start))
+                raise CheckpointError(
+                    f"'{self.name}' of shape {self.shape}: the checkpoint {what} elements {low} to {high} (next to "
+                    f"{part.file}); is a rank's file missing, or are there files of several checkpoints?"
+                )
+            at = part.stop
+        if at != self.numel:
+            files = sorted({part.file for part in self.parts})
+            raise CheckpointError(
+                f"'{self.name}' of shape {self.shape} has {self.numel} elements, the files {files} hold {at} of them; "
+                "is the last ranks' file missing?"
+            )
 
     @property
     def name(self) -> str:
         """Its flat name."""
-        return name_of(self.path)
+        return joined(self.path)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def row(self) -> int:
+        """Elements of one index of dim 0; all of a 0-dim tensor."""
+        return math.prod(self.shape[1:])
 
     @property
     def rows(self) -> int:
-        """Rows of dim 0."""
+        """Rows of dim 0; a 0-dim tensor is one."""
         return self.shape[0] if self.shape else 1
 
+    def read(self, low: int, high: int) -> torch.Tensor:
+        """Elements [low, high), 1-D."""
+        pieces = [
+            part.read(max(low, part.start), min(high, part.stop))
+            for part in self.parts
+            if max(low, part.start) < min(high, part.stop)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
+
+    def same_values(self, other: StoredTensor) -> bool:
+        """Whether both have one shape, one dtype, and the same bytes."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        return all(
+            torch.equal(self.read(low, high).view(torch.uint8), other.read(low, high).view(torch.uint8))
+            for low, high in self.ranges()
+        )
+
+    def ranges(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """Ranges of elements that make up rows [first, stop), all by default: whole rows, each of about CHUNK_BYTES."""
+        row = self.row
+        step = row * max(1, CHUNK_BYTES // max(1, row * self.dtype.itemsize))
+        end = (self.rows if stop is None else stop) * row
+        for low in range(first * row, end, max(1, step)):
+            yield low, min(low + step, end)
+
     def slabs(self, first: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Rows [first, stop) in contiguous tensors of about 32 MiB; a row that is longer by itself."""
-        stop = self.rows if stop is None else stop
-        row = self.nbytes // self.rows if self.rows else 0
-        step = max(1, _SLAB_BYTES // max(1, row))
-        for low in range(first, stop if self.nbytes else first, step):
-            yield self.read(low, min(low + step, stop)).resolve_conj().resolve_neg().contiguous()
+        """The values of rows [first, stop), in 1-D tensors of the same sizes."""
+        for low, high in self.ranges(first, stop):
+            yield self.read(low, high)
 
 
-def stored_tensors(directory: Path, index: Index | None = None) -> list[StoredTensor]:
-    """The tensors of a checkpoint, by name; reading verifies."""
-    found = open_index(directory) if index is None else index
+@dataclass
+class Checkpoint:
+    """What a source holds.
 
-    def reader(name: str) -> Callable[[int, int], torch.Tensor]:
-        entry = found.tensors[name]
-
-        def read(first: int, stop: int) -> torch.Tensor:
-            rest = entry.shape[1:]
-            offsets, sizes = ((first, *[0] * len(rest)), (stop - first, *rest)) if entry.shape else ((), ())
-            tensor: torch.Tensor = read_box(directory, found, entry, offsets, sizes)
-            return tensor
-
-        return read
-
-    return [StoredTensor(entry.path, entry.dtype, entry.shape, reader(name)) for name, entry in found.tensors.items()]
-
-
-def tensors_of_files(
-    path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
-) -> list[StoredTensor]:
-    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
-
-    Args:
-        path: the file or directory.
-        prefix: goes before the names.
-        key: of a torch.save file, where in its dict the tensors are; None if they are all that it holds.
-        left_out: is told the names of what is there and no tensor.
-
-    Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
-    files of its directory only.
-
-    Raises:
-        CheckpointError: for anything else, and for tensors that the index names and no file has.
+    Attributes:
+        kind: "FULL", "SHARDED", "LOCAL", "DCP" or "safetensors".
+        files: what it was read from.
+        world_size: ranks that wrote it; 1 for one file.
+        tensors: by path, the keys that lead to it: ("model", "0.weight"), ("optim", "state", "0.weight", "exp_avg").
+        objects: everything else, by path.
+        notes: what the user should know about how it was read.
+        config: of LOCAL files how the model is wrapped, as `--config` takes it.
     """
-    if key is not None or not path.is_dir():
-        source = _opened(path, key)
-        for name in source.objects:
-            left_out(name)
-        return _of_source(source, prefix)
-    if not (path / HF_INDEX).is_file():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
-        return _of_source(_opened(files[0]), prefix)
-    try:
-        weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
-        named = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path / HF_INDEX} is no index: {error!r}") from error
-    found: dict[str, StoredTensor] = {}
-    for file in sorted(set(named.values())):
-        if Path(file).name != file:
-            raise DamagedCheckpointError(f"{path / HF_INDEX} names the file {file!r}, expected one beside it")
-        found.update({name_of(one.path[len(prefix) :]): one for one in _of_source(_opened(path / file), prefix)})
-    missing = sorted(named.keys() - found.keys())
-    if missing:
-        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
-    return [found[name] for name in named]
 
+    kind: str
+    files: list[str]
+    world_size: int = 1
+    tensors: dict[tuple[Any, ...], StoredTensor] = field(default_factory=dict)
+    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    config: dict[str, Any] | None = None
 
-def _opened(path: Path, key: str | None = None) -> Source:
-    if not path.is_file():
-        raise DamagedCheckpointError(f"{path} is missing, or no file")
-    try:
-        return open_file(path, key)
-    except (ImportError, CheckpointError):
-        raise
-    except Exception as error:  # torch and safetensors raise what they like
-        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-
-def _of_source(source: Source, prefix: LeafPath) -> list[StoredTensor]:
-    def reader(name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
-        def read(first: int, stop: int) -> torch.Tensor:
-            runs = tuple((((first, stop),) if not dim else ((0, size),)) for dim, size in enumerate(shape))
-            return source.read(name, Region(runs))
-
-        return read
-
-    return [
-        StoredTensor((*prefix, name), entry.dtype, entry.shape, reader(name, entry.shape))
-        for name, entry in source.entries.items()
-    ]
+    @property
+    def bound_bytes(self) -> int:
+        """Most bytes of tensors in memory at a time while this is converted: a slab, read, hashed and written."""
+        largest = max(
+            (min(t.nbytes, max(CHUNK_BYTES, t.row * t.dtype.itemsize)) for t in self.tensors.values()), default=0
+        )
+        return 4 * largest + 4096 * len(self.tensors)

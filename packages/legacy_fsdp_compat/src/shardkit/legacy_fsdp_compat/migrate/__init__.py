@@ -1,12 +1,13 @@
 """Moves FSDP1 checkpoints offline: on one machine, without a process group, in a bounded amount of memory."""
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.legacy_fsdp_compat.migrate.conversion import Migration, convert
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
 from shardkit.legacy_fsdp_compat.migrate.model_factory import shapes_of_model
 from shardkit.legacy_fsdp_compat.migrate.model_wrapping import wrapping_of_model
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, wrapping_of_file
 
 __all__ = [

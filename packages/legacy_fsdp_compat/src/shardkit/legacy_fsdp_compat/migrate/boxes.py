@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError, Part, Read
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Part, Read
 
 __all__ = ["Box", "parts_of"]
 

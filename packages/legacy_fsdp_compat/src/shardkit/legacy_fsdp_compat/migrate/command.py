@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, joined
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
 from shardkit.legacy_fsdp_compat.migrate.model_factory import model_of, shapes_of_model
@@ -24,8 +26,6 @@ from shardkit.legacy_fsdp_compat.migrate.sources import (
     shapes_of_checkpoint,
     shapes_of_file,
 )
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.trees import joined
 from shardkit.legacy_fsdp_compat.migrate.wrapping import (
     Wrapping,
     shapes_of_config,

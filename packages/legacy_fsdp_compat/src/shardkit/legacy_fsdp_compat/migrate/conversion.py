@@ -19,14 +19,15 @@ from typing import Any, Protocol
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.memory import memory_of
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, joined
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
 from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks, LocalWriter
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 
 __all__ = ["FORMATS", "LOCAL", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
 
@@ -165,9 +166,9 @@ def refuse_existing(target: Path) -> None:
 def _hashed(
     stored: StoredTensor, digest: Any, progress: Callable[[int], object]
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    for low, high in stored.slabs():
+    for low, high in stored.ranges():
         values = stored.read(low, high)
-        digest.update(bytes_of(values))
+        digest.update(memory_of(values))
         yield low, high, values
         progress(values.nbytes)
 

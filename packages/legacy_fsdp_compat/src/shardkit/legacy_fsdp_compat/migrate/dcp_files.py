@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,126 +17,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import At
+from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.reading import read_objects, stored_tensors
+from shardkit.core.checkpoint.stock_metadata import METADATA
+from shardkit.core.checkpoint.stored import Checkpoint, joined
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
-from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import archived_tensor
-from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED
-from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, fill, joined, paths_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill, paths_of, tree_of
 from shardkit.legacy_fsdp_compat.torch_compat import StorageInfo, flatten_for_checkpoint
 
 __all__ = ["METADATA", "DcpWriter", "read_dcp"]
 
-METADATA = ".metadata"
 _DATA = "__0_0.distcp"
 
 
 def read_dcp(directory: Path, left_out: LeftOut) -> Checkpoint:
-    """A checkpoint directory of torch.distributed.checkpoint; of what is left out nothing is read.
+    """A checkpoint directory of torch.distributed.checkpoint, or of core; of what is left out nothing is read.
 
     Raises:
         CheckpointError: for metadata that cannot be read, missing or truncated files, and flat parameters.
     """
-    metadata = _read_metadata(directory / METADATA)
-    checkpoint = Checkpoint("DCP", [str(directory)])
-    paths = metadata.planner_data or {}
-    stored: dict[str, list[tuple[MetadataIndex, Any]]] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        stored.setdefault(index.fqn, []).append((index, info))
-    ranks = {info.relative_path for found in stored.values() for _, info in found}
-    checkpoint.world_size = max(1, len(ranks))
-    leaves: dict[Path_, Any] = {}
-    for key, described in metadata.state_dict_metadata.items():
-        path = tuple(Item(part) if isinstance(part, int) else part for part in paths.get(key, (key,)))
-        if left_out.has(path):
-            continue
-        if key.rpartition(".")[2] == FLAT_NAME:
+    index = open_index(directory, left_out.has)
+    for name in index.tensors:
+        if name.rpartition(".")[2] == FLAT_NAME and not left_out.has(index.paths[name]):
             raise CheckpointError(
-                f"'{key}' in {directory} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files of "
-                "ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it as "
-                "SHARDED_STATE_DICT"
+                f"'{name}' in {directory} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files "
+                "of ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it "
+                "as SHARDED_STATE_DICT"
             )
-        if isinstance(described, TensorStorageMetadata):
-            leaves[path] = _tensor(directory, key, described, stored.get(key, []))
-        else:
-            leaves[path] = _object(directory, key, stored.get(key, []))
+    objects = read_objects(directory, index, [name for name in index.objects if not left_out.has(index.paths[name])])
+    found = {one.path: one for one in stored_tensors(directory, index) if not left_out.has(one.path)}
+    leaves = {
+        path: found[path] if path in found else objects[path]
+        for path in index.paths.values()
+        if path in found or path in objects
+    }
+    checkpoint = Checkpoint("DCP", [str(directory)], index.world_size or max(1, len(index.files)))
     # Lists without tensors, which the planner has taken apart, become whole again.
-    return fill(checkpoint, paths_of(tree_of(leaves)))
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = unpickle_metadata(file.read())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist: this is no checkpoint of torch.distributed.checkpoint"
-        ) from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise CheckpointError(f"{path} ({path.stat().st_size} bytes) cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
-    return metadata
-
-
-def _tensor(
-    directory: Path, key: str, described: TensorStorageMetadata, stored: list[tuple[MetadataIndex, Any]]
-) -> StoredTensor:
-    shape, dtype = tuple(described.size), described.properties.dtype
-    info_at = {tuple(index.offset or ()): info for index, info in stored}
-    boxes = []
-    for chunk in described.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        if not math.prod(sizes):
-            continue
-        info = info_at.get(offsets)
-        if info is None:
-            raise CheckpointError(f"'{key}': the metadata lists a part at {offsets} and no file that holds it")
-        boxes.append(_box(directory, key, info, offsets, sizes, dtype))
-    return StoredTensor(key, dtype, shape, parts_of(key, shape, boxes))
-
-
-def _box(
-    directory: Path, key: str, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
-) -> Box:
-    path = _data_file(directory, key, info)
-    if not path.is_file():
-        raise CheckpointError(f"'{key}': its file {path} is missing")
-    if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"'{key}': {path} is transformed by {info.transform_descriptors}, which is not supported")
-    region = archived_tensor(path, info.offset, info.length)
-    if (region.dtype, region.shape) != (dtype, sizes):
-        raise CheckpointError(
-            f"'{key}': bytes {info.offset} to {info.offset + info.length} of {path} hold a tensor of shape "
-            f"{region.shape} and {region.dtype}; the metadata says {sizes} and {dtype}"
-        )
-    return Box(offsets, sizes, region_reader(path, 0, region), str(path))
-
-
-def _data_file(directory: Path, key: str, info: Any) -> Path:
-    """The file that the metadata names, which must lie in the checkpoint."""
-    relative = Path(info.relative_path)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise CheckpointError(f"'{key}': the metadata names the file {relative}, which lies outside of {directory}")
-    return directory / relative
-
-
-def _object(directory: Path, key: str, stored: list[tuple[MetadataIndex, Any]]) -> Any:
-    if not stored:
-        raise CheckpointError(f"'{key}': the metadata lists it and no file that holds it")
-    info = stored[0][1]
-    path = _data_file(directory, key, info)
-    with path.open("rb") as file:
-        file.seek(info.offset)
-        data = file.read(info.length)
-    try:
-        with torch.serialization.safe_globals(ALLOWED):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"'{key}' in {path} cannot be read: {error}") from error
+    return fill(checkpoint, paths_of(tree_of({**leaves, **{path: {} for path in index.empties}})))
 
 
 class DcpWriter:
@@ -159,7 +77,7 @@ class DcpWriter:
         self._objects = {key: value for key, value in flat.items() if id(value) not in path_of}
         for path, value in whole_objects.items():
             self._objects[joined(path)] = value
-            self._paths[joined(path)] = tuple(part.number if isinstance(part, Item) else part for part in path)
+            self._paths[joined(path)] = tuple(part.at if isinstance(part, At) else part for part in path)
         self._chunks: dict[str, list[tuple[list[int], list[int], int, int]]] = {}
         self._tensors = checkpoint.tensors
         self.file = directory / _DATA
@@ -225,7 +143,7 @@ def _check_keys(checkpoint: Checkpoint) -> None:
     for path in checkpoint.tensors:
         odd = [part for part in path if not isinstance(part, str) and getattr(part, "of", None) != "list"]
         if odd:
-            what = "in a tuple" if isinstance(odd[0], Item) else f"below the key {odd[0]!r}, which is no string"
+            what = "in a tuple" if isinstance(odd[0], At) else f"below the key {odd[0]!r}, which is no string"
             raise CheckpointError(
                 f"'{joined(path)}' is a tensor {what}: a torch.distributed.checkpoint cannot hold it. Convert with "
                 "--to full; for optimizer state save names, by FSDP.optim_state_dict"
@@ -237,7 +155,7 @@ def _whole_objects(objects: dict[Path_, Any]) -> dict[Path_, Any]:
     found: dict[Path_, Any] = {}
     below: dict[Path_, dict[Path_, Any]] = {}
     for path, value in objects.items():
-        odd = next((number for number, part in enumerate(path) if not isinstance(part, str | Item)), None)
+        odd = next((number for number, part in enumerate(path) if not isinstance(part, str | At)), None)
         if odd is not None:
             below.setdefault(path[:odd], {})[path[odd:]] = value
         elif not _survives(value):

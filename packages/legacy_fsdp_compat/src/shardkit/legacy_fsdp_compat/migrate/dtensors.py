@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
 

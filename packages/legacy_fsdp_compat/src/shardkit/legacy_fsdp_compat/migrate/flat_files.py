@@ -10,28 +10,19 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.archive import storages_in
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.leaves import At
+from shardkit.core.checkpoint.memory import memory_of
+from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, mapped_safetensors
+from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.strided import whole
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import Region, bytes_of, payloads
-from shardkit.legacy_fsdp_compat.migrate.reading import region_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Item, Path_, joined, places_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, places_of, tree_of
 
 __all__ = ["SafetensorsWriter", "TorchFileWriter", "read_safetensors"]
 
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _PATHS, _OBJECTS = "shardkit.paths", "shardkit.objects"
 
 
@@ -41,42 +32,40 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
     Raises:
         CheckpointError: for a file that is none, is truncated, or has an unknown dtype.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise CheckpointError(f"{path} ({size} bytes) is no whole safetensors file")
-        text = file.read(length)
     try:
-        header = json.loads(text)
-        notes = header.pop("__metadata__", {})
+        tensors, notes = mapped_safetensors(path)
         paths = {name: _decoded(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
         objects = {_decoded(found): value for found, value in json.loads(notes.get(_OBJECTS, "[]"))}
-        found = {name: (one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header of {length} bytes is damaged: {error!r}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     checkpoint = Checkpoint("safetensors", [str(path)], objects=dict(left_out.rest(objects)))
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-    for name, (kind, shape, low, high) in found.items():
-        if left_out.has(paths.get(name, (name,))):
-            continue
-        dtype = dtypes.get(kind)
-        if dtype is None or 8 + length + high > size:
-            what = f"dtype {kind}" if dtype is None else f"ends at {8 + length + high} of {size} bytes"
-            raise CheckpointError(f"'{name}' in {path}: {what}")
-        numel = (high - low) // dtype.itemsize
-        part = Part(0, numel, region_reader(path, 0, Region(8 + length + low, dtype, (numel,), (1,))), str(path))
-        checkpoint.tensors[paths.get(name, (name,))] = StoredTensor(name, dtype, shape, (part,) if numel else ())
+    for name, tensor in tensors.items():
+        place = paths.get(name, (name,))
+        if not left_out.has(place):
+            checkpoint.tensors[place] = whole(place, tensor, str(path))
     return checkpoint
 
 
 def _encoded(path: Path_) -> list[Any]:
-    return [{part.of: part.number} if isinstance(part, Item) else part for part in path]
+    return [{part.of: part.at} if isinstance(part, At) else part for part in path]
 
 
-def _decoded(path: list[Any]) -> Path_:
-    return tuple(Item(*reversed(*part.items())) if isinstance(part, dict) else part for part in path)
+def _decoded(path: Any) -> Path_:
+    """The path that `_encoded` encoded; raises ValueError for anything else."""
+    if not isinstance(path, list) or not path:
+        raise ValueError(f"path {path!r}")
+    return tuple(_decoded_part(part) for part in path)
+
+
+def _decoded_part(part: Any) -> str | int | At:
+    if type(part) in (str, int):
+        return part  # type: ignore[no-any-return]
+    ((of, at),) = part.items()
+    if of not in ("list", "tuple") or type(at) is not int or at < 0:
+        raise ValueError(f"part {part!r} of a path")
+    return At(at, of)
 
 
 class _RegionWriter:
@@ -103,7 +92,7 @@ class _RegionWriter:
         with self.file.open("r+b") as file:
             for low, _, values in slabs:
                 file.seek(offset + low * values.element_size())
-                file.write(bytes_of(values))
+                file.write(memory_of(values))
         return {"offset": offset}
 
     def finish(self) -> None:
@@ -153,7 +142,7 @@ class SafetensorsWriter(_RegionWriter):
 def _notes(checkpoint: Checkpoint) -> dict[str, str]:
     notes = {"format": "pt"}
     for path in (*checkpoint.tensors, *checkpoint.objects):
-        odd = [part for part in path if type(part) not in (str, int, Item)]
+        odd = [part for part in path if type(part) not in (str, int, At)]
         if odd:
             raise CheckpointError(f"'{joined(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
     if any(len(path) > 1 or path[0] != joined(path) for path in checkpoint.tensors):
@@ -199,6 +188,11 @@ class TorchFileWriter(_RegionWriter):
         return value
 
     def _find_offsets(self) -> dict[str, int]:
-        found = payloads(self.file)
+        found = _storages(self.file)
         # torch.save numbers storages in the order in which it meets them.
         return {joined(path): found[str(number)][0] for number, path in enumerate(places_of(self._checkpoint))}
+
+
+def _storages(file: Path) -> dict[str, tuple[int, int]]:
+    with file.open("rb") as opened:
+        return storages_in(opened, 0, file.stat().st_size, str(file))

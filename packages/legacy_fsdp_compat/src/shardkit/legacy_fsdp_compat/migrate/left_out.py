@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 
 __all__ = ["LeftOut"]
 

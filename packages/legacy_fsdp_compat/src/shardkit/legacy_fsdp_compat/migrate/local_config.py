@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, alignment_of, flat_key

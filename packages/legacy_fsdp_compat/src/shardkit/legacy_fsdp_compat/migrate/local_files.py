@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.strided import mapped_reader
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.local_config import found_config
 from shardkit.legacy_fsdp_compat.migrate.local_optimizer import Cut, add_optimizer, optimizer_bases
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, Read, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 
 __all__ = ["is_local", "local_checkpoint"]
@@ -173,7 +174,7 @@ def _from_pieces(files: list[RankFile], path: Path_, cut: Cut) -> StoredTensor:
         for low, high in [cut.pieces[file.rank]]
         if low < high
     ]
-    return StoredTensor(name, files[0].leaves[path].dtype, cut.shape, tuple(parts))
+    return StoredTensor(path, files[0].leaves[path].dtype, cut.shape, tuple(parts))
 
 
 def _flat_unit(
@@ -216,7 +217,7 @@ def _from_flat(flat: StoredTensor, name: str, shape: tuple[int, ...], start: int
         for one in flat.parts
         if max(start, one.start) < min(stop, one.stop)
     ]
-    return StoredTensor(name, flat.dtype, shape, tuple(parts))
+    return StoredTensor((name,), flat.dtype, shape, tuple(parts))
 
 
 def _shifted(read: Read, by: int) -> Read:

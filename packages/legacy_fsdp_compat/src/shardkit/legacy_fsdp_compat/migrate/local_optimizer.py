@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, joined
+from shardkit.core.checkpoint.strided import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.flat_layout import Interval
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, paths_of, tree_of
 
 __all__ = ["Cut", "add_optimizer", "optimizer_bases"]
 
@@ -89,7 +90,7 @@ def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: Ra
 
 def _put(checkpoint: Checkpoint, path: Path_, value: Any, file: RankFile) -> None:
     if isinstance(value, torch.Tensor):
-        checkpoint.tensors[path] = whole(joined(path), value, str(file.path))
+        checkpoint.tensors[path] = whole(path, value, str(file.path))
     else:
         checkpoint.objects[path] = value
 
@@ -110,7 +111,7 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: Path_, cuts
             _put(checkpoint, target, found[0], next(file for file in files if where in file.leaves))
             continue
         parts = tuple(part for file in files for part in _part(cut, file, where))
-        checkpoint.tensors[target] = StoredTensor(joined(target), found[0].dtype, cut.shape, parts)
+        checkpoint.tensors[target] = StoredTensor(target, found[0].dtype, cut.shape, parts)
 
 
 def _part(cut: Cut, file: RankFile, where: Path_) -> Iterator[Part]:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, joined
 from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter, check_count
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 

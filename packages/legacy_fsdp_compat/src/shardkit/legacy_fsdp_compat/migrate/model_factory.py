@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.users_code import import_named
 from shardkit.legacy_fsdp_compat.migrate.model_wrapping import shapes_of_module, users_code
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 
 __all__ = ["model_of", "shapes_of_model"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 
 __all__ = ["ModelShapes", "Shapes", "check_shapes"]
 

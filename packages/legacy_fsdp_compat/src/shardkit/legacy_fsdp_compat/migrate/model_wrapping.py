@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.users_code import users_code as users_code_raising
 from shardkit.legacy_fsdp_compat.api import MixedPrecision, ShardingStrategy, own
 from shardkit.legacy_fsdp_compat.auto_wrap import CHOOSE, auto_wrap
 from shardkit.legacy_fsdp_compat.fully_sharded_data_parallel import FullyShardedDataParallel
 from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, with_members
 from shardkit.legacy_fsdp_compat.units import WRAPPED, clean_name
 

@@ -12,13 +12,15 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.strided import mapped_reader, whole
+from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
-from shardkit.legacy_fsdp_compat.migrate.reading import mapped_reader, whole
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, Part, Read, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards, load_torch_file
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined, paths_of
+from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED, StoredShards
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, paths_of
 
 __all__ = [
     "RankFile",
@@ -109,13 +111,30 @@ def leaves_of_file(path: Path) -> dict[Path_, Any]:
     Raises:
         CheckpointError: for anything but a dict with something in it.
     """
-    value = load_torch_file(path)
+    value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
         raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
-    return {
-        key: without_mesh(joined(key), leaf, path) if isinstance(leaf, DTensor) else leaf
-        for key, leaf in paths_of(dict(value))
-    }
+    try:
+        found = {
+            key: without_mesh(joined(key), leaf, path) if isinstance(leaf, DTensor) else leaf
+            for key, leaf in paths_of(dict(value))
+        }
+    except CheckpointError:
+        raise
+    except Exception as error:  # DTensors that were put together by hand fail in any way
+        raise DamagedCheckpointError(f"{path} holds DTensors that are damaged: {error}") from error
+    for key, leaf in found.items():
+        _check_leaf(joined(key), leaf, path)
+    return found
+
+
+def _check_leaf(name: str, leaf: Any, path: Path) -> None:
+    """Raises `DamagedCheckpointError` for a stand-in that lacks its values, or has parts that are not in it."""
+    parts = getattr(leaf, "parts", None) if isinstance(leaf, StoredShards) else []
+    if parts is None or any(
+        len(offsets) != tensor.dim() or len(offsets) != len(leaf.whole) for offsets, tensor, _ in parts
+    ):
+        raise DamagedCheckpointError(f"'{name}' in {path} is a ShardedTensor whose parts do not describe a tensor")
 
 
 def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
@@ -182,13 +201,13 @@ def stored_shards(name: str, files: list[RankFile], path: Path_, notes: list[str
                 boxes.append(box)
             elif notes is not None and not _alone(box, dtype).same_values(_alone(other, dtype)):
                 notes.append(f"'{name}' differs between {other.file} and {box.file}; taken from the first")
-    return StoredTensor(name, dtype, first.whole, parts_of(name, first.whole, boxes))
+    return StoredTensor(path, dtype, first.whole, parts_of(name, first.whole, boxes))
 
 
 def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
     """A box as a tensor of its own."""
     numel = math.prod(box.sizes)
-    return StoredTensor(box.file, dtype, box.sizes, (Part(0, numel, box.read, box.file),) if numel else ())
+    return StoredTensor((box.file,), dtype, box.sizes, (Part(0, numel, box.read, box.file),) if numel else ())
 
 
 def _read_box(name: str, tensor: torch.Tensor, file: RankFile) -> Read:
@@ -242,7 +261,7 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None
             raise
         checkpoint.notes.append(f"'{joined(path)}' differs from rank to rank; taken from {holder.path}")
     if isinstance(value, torch.Tensor):
-        checkpoint.tensors[path] = whole(joined(path), value, str(holder.path))
+        checkpoint.tensors[path] = whole(path, value, str(holder.path))
     else:
         checkpoint.objects[path] = value
 
@@ -257,7 +276,7 @@ def same_everywhere(files: list[RankFile], path: Path_) -> None:
     for other in others:
         mine, theirs = first.leaves[path], other.leaves[path]
         if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            left, right = whole(joined(path), mine, str(first.path)), whole(joined(path), theirs, str(other.path))
+            left, right = whole(path, mine, str(first.path)), whole(path, theirs, str(other.path))
             same = left.same_values(right)
         else:
             same = type(mine) is type(theirs) and repr(mine) == repr(theirs)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.archive import storages_in
+from shardkit.core.checkpoint.memory import memory_of
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import Shapes
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import bytes_of, payloads
 from shardkit.legacy_fsdp_compat.migrate.trees import Path_, tree_of
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
@@ -76,7 +77,7 @@ class RankWriter:
         with file.open("r+b") as opened:
             for memory, first, last, value in content.padding:
                 opened.seek(offsets[_storage(memory)] + first * memory.element_size())
-                opened.write(bytes_of(torch.full((last - first,), value, dtype=memory.dtype)))
+                opened.write(memory_of(torch.full((last - first,), value, dtype=memory.dtype)))
 
     def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor into every file that has a part of it; returns its record."""
@@ -90,7 +91,7 @@ class RankWriter:
                     continue
                 with file.open("r+b") as opened:
                     opened.seek(offset + (start - place.start) * values.element_size())
-                    opened.write(bytes_of(values[start - low : stop - low]))
+                    opened.write(memory_of(values[start - low : stop - low]))
         return {}
 
     def finish(self) -> None:
@@ -115,7 +116,8 @@ def _targets(file: Path, content: Content) -> dict[Path_, tuple[Place, int]]:
 def _offsets(file: Path, content: Content) -> dict[Any, int]:
     """Byte in the file of each storage. torch.save numbers storages in the order in which it meets them."""
     storages = dict.fromkeys(_storage(tensor) for tensor in _tensors(tree_of(content.leaves)))
-    found = payloads(file)
+    with file.open("rb") as opened:
+        found = storages_in(opened, 0, file.stat().st_size, str(file))
     return {storage: found[str(number)][0] for number, storage in enumerate(storages)}
 
 

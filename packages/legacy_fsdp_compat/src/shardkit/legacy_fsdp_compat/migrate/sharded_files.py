@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, joined
 from shardkit.legacy_fsdp_compat.flat_layout import row_intervals
 from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place, RankWriter
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 __all__ = ["Ranks", "ShardedWriter", "check_count", "parameters_in_groups"]

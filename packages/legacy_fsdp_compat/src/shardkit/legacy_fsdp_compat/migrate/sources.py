@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.strided import whole
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
 from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.reading import whole
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, CheckpointError
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill, joined
+from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill
 
 __all__ = ["open_checkpoint", "shapes_of_checkpoint", "shapes_of_file"]
 
@@ -78,8 +79,7 @@ def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoi
     if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
         return _rank_files([path], shapes, left_out)
     stored = (
-        (key, whole(joined(key), leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
-        for key, leaf in leaves.items()
+        (key, whole(key, leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf) for key, leaf in leaves.items()
     )
     return fill(Checkpoint("FULL", [str(path)]), stored)
 

@@ -1,24 +1,18 @@
-"""Files written by torch.save, mapped into memory and loaded with weights_only=True and an allow-list.
+"""ShardedTensors in files of torch.save, read without a process group.
 
-ShardedTensors are read without a process group: classes of ours stand in for those that the file names, and keep what
-the file says. Everything else that the file might run is refused.
+Classes of ours stand in for those that the file names, and keep what it says. Everything else that it might run is
+refused.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import pickle
-import sys
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
-
-__all__ = ["ALLOWED", "StoredShards", "load_torch_file", "release_pages"]
+__all__ = ["ALLOWED", "StoredShards"]
 
 
 class _Record:
@@ -52,16 +46,20 @@ class StoredShards(torch.Tensor):
     nested: bool = False
 
     def __setstate__(self, state: Any) -> None:
-        """Takes what ShardedTensor pickles: parts, metadata, process group, sharding, RRefs."""
+        """Takes what ShardedTensor pickles: parts, metadata, process group, sharding, RRefs. Raises ValueError for
+        anything else.
+        """
         local, metadata = state[0], state[1]
         self.parts = [
-            (tuple(one.metadata.shard_offsets), one.tensor, _rank_of(one.metadata.placement)) for one in local
+            (_sizes(one.metadata.shard_offsets), one.tensor, _rank_of(one.metadata.placement)) for one in local
         ]
         self.boxes = [
-            (tuple(one.shard_offsets), tuple(one.shard_sizes), _rank_of(one.placement))
+            (_sizes(one.shard_offsets), _sizes(one.shard_sizes), _rank_of(one.placement))
             for one in metadata.shards_metadata
         ]
-        self.whole = tuple(metadata.size)
+        self.whole = _sizes(metadata.size)
+        if not all(isinstance(tensor, torch.Tensor) for _, tensor, _ in self.parts):
+            raise ValueError("a ShardedTensor whose parts are no tensors")
         inner = [(offsets, tensor) for offsets, tensor, _ in self.parts if isinstance(tensor, StoredShards)]
         if inner:
             self.nested = True
@@ -76,13 +74,24 @@ class StoredShards(torch.Tensor):
         raise NotImplementedError(f"{function} on a stored ShardedTensor")
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if any(type(one) is not int or not 0 <= one < 2**56 for one in sizes):
+        raise ValueError(f"{sizes!r:.80} where sizes or offsets should be")
+    return sizes
+
+
 def _moved(offsets: tuple[int, ...], by: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(sum, zip(offsets, by, strict=True)))
 
 
 def _rank_of(placement: Any) -> int:
     rank = placement.__dict__.get("_rank")
-    return -1 if rank is None else int(rank)
+    if rank is None:
+        return -1
+    if type(rank) is not int or not 0 <= rank < 2**31:
+        raise ValueError(f"the rank {rank!r:.40}")
+    return rank
 
 
 class _MemoryFormat(_Record):
@@ -120,37 +129,3 @@ ALLOWED: list[Any] = [
     (_nested_class, "__builtin__.getattr"),
     OrderedDict,
 ]
-
-
-def load_torch_file(path: Path) -> Any:
-    """The object in a file written by torch.save; its tensors are mapped, not read.
-
-    Raises:
-        CheckpointError: for a file that is no such file, is truncated, or asks for anything that is not allowed.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist")
-    try:
-        with torch.serialization.safe_globals(ALLOWED):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        lines = [line for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
-        raise CheckpointError(
-            f"{path} asks for more than tensors and plain containers, which is refused: {lines[0].strip()}"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole file of torch.save's zip format: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def release_pages(tensor: torch.Tensor) -> None:
-    """Lets the system take back the memory of a mapped tensor; it is read from the file again when it is needed."""
-    storage = tensor.untyped_storage()
-    if sys.platform != "linux" or storage.resizable():  # memory that is no file's would lose its values
-        return
-    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

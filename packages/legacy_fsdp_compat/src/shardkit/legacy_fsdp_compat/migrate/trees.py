@@ -9,30 +9,15 @@ from typing import Any
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate.stored import Checkpoint, StoredTensor
+from shardkit.core.checkpoint.leaves import At
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
 
-__all__ = ["Item", "Path_", "fill", "joined", "paths_of", "places_of", "tree_of"]
+__all__ = ["Path_", "fill", "paths_of", "places_of", "tree_of"]
 
 Path_ = tuple[Any, ...]
-"""The keys that lead to a leaf: keys of dicts as they are, also numbers, and an `Item` for each list."""
+"""The keys that lead to a leaf: keys of dicts as they are, also numbers, and an `At` for each list."""
 
 _SEQUENCES = {"list": list, "tuple": tuple}
-
-
-@dataclass(frozen=True)
-class Item:
-    """A step into a list or tuple. Only those that have tensors somewhere below are taken apart.
-
-    Attributes:
-        number: which item.
-        of: "list" or "tuple".
-    """
-
-    number: int
-    of: str = "list"
-
-    def __str__(self) -> str:
-        return str(self.number)
 
 
 def paths_of(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
@@ -44,7 +29,7 @@ def paths_of(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
             yield from paths_of(below, (*path, key))
     elif type(value) in (list, tuple) and _holds_tensors(value):
         for number, below in enumerate(value):
-            yield from paths_of(below, (*path, Item(number, type(value).__name__)))
+            yield from paths_of(below, (*path, At(number, type(value).__name__)))
     else:
         yield path, value
 
@@ -81,8 +66,8 @@ def tree_of(leaves: Mapping[Path_, Any]) -> dict[str, Any]:
 def _closed(level: Any) -> Any:
     if not isinstance(level, _Level):
         return level
-    if level and all(isinstance(key, Item) for key in level):
-        items = sorted(level, key=lambda item: item.number)
+    if level and all(isinstance(key, At) for key in level):
+        items = sorted(level, key=lambda item: item.at)
         return _SEQUENCES[items[0].of](_closed(level[item]) for item in items)
     return {key: _closed(below) for key, below in level.items()}
 
@@ -95,11 +80,6 @@ def fill(checkpoint: Checkpoint, leaves: Iterable[tuple[Path_, Any]]) -> Checkpo
         else:
             checkpoint.objects[path] = value
     return checkpoint
-
-
-def joined(path: Path_) -> str:
-    """A path as one name."""
-    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True)

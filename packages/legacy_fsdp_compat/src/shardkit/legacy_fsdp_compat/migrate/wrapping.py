@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, aligned_numel
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError
 
 __all__ = [
     "ParamDtypes",

@@ -1,27 +1,29 @@
-"""Reads ranges of tensors that lie in files, mapped or not, in any order in memory that torch.save keeps."""
+"""Tensors as they lie in memory or in a file, in any order of dims, read by ranges in row-major order."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from shardkit.legacy_fsdp_compat.migrate import stored as chunks
-from shardkit.legacy_fsdp_compat.migrate.raw_bytes import Region, read_range
-from shardkit.legacy_fsdp_compat.migrate.stored import CheckpointError, Part, Read, StoredTensor
-from shardkit.legacy_fsdp_compat.migrate.torch_files import release_pages
+from shardkit.core.checkpoint import stored as chunks
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.stored import Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.torch_files import release_pages
 
-__all__ = ["mapped_reader", "region_reader", "whole"]
+__all__ = ["Memory", "mapped_reader", "row_major_strides", "whole"]
 
 
-def whole(name: str, tensor: torch.Tensor, file: str) -> StoredTensor:
+def whole(path: tuple[Any, ...], tensor: torch.Tensor, file: str) -> StoredTensor:
     """A stored tensor that is one mapped tensor of one file."""
     numel = tensor.numel()
-    part = Part(0, numel, mapped_reader(name, tensor, 0, file), file)
-    return StoredTensor(name, tensor.dtype, tuple(tensor.shape), (part,) if numel else ())
+    part = Part(0, numel, mapped_reader(joined(path), tensor, 0, file), file)
+    return StoredTensor(path, tensor.dtype, tuple(tensor.shape), (part,) if numel else ())
 
 
 def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Read:
@@ -31,32 +33,17 @@ def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Rea
         CheckpointError: for anything but a plain dense tensor in memory.
     """
     _check_plain(name, tensor, file)
-    memory = tensor.detach()
-    first = memory.storage_offset()
-    found = _Memory(
-        tuple(memory.shape),
-        memory.stride(),
-        memory.dtype,
-        lambda low, high: memory.as_strided((high - low,), (1,), first + low),
-        lambda: release_pages(memory),
-    )
-    return lambda low, high: found.read(low - start, high - start)
+    memory, first = tensor.detach(), tensor.storage_offset()
 
+    def fetch(low: int, high: int) -> torch.Tensor:
+        return memory.as_strided((high - low,), (1,), first + low).resolve_conj().resolve_neg()
 
-def region_reader(path: Path, start: int, region: Region) -> Read:
-    """Reads ranges of a tensor in a file, not mapped, whose first element is number `start` of the whole."""
-    found = _Memory(
-        region.shape,
-        region.strides,
-        region.dtype,
-        lambda low, high: read_range(path, region.offset + low * region.dtype.itemsize, high - low, region.dtype),
-        lambda: None,
-    )
+    found = Memory(tuple(memory.shape), memory.stride(), memory.dtype, fetch, lambda: release_pages(memory))
     return lambda low, high: found.read(low - start, high - start)
 
 
 @dataclass(frozen=True)
-class _Memory:
+class Memory:
     """A tensor's elements in the order in which they lie in memory.
 
     Attributes:
@@ -77,19 +64,22 @@ class _Memory:
             copy = self.fetch(low, high).clone()
             self.done()
             return copy
-        row = math.prod(self.shape[1:])
+        row = self.row
         first, last = low // row, -(-high // row)
-        return self._rows(first, last).view(-1)[low - first * row : high - first * row]
+        return self.rows(first, last).view(-1)[low - first * row : high - first * row]
+
+    @property
+    def row(self) -> int:
+        """Elements of one index of dim 0."""
+        return math.prod(self.shape[1:])
 
     def _is_row_major(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size > 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        expected = row_major_strides(self.shape)
+        return all(
+            size < 2 or seen == needed for size, seen, needed in zip(self.shape, self.strides, expected, strict=True)
+        )
 
-    def _rows(self, first: int, last: int) -> torch.Tensor:
+    def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows in row-major order, fetched in pieces along the dim whose neighbours lie farthest apart in memory: each
         piece is then a range of memory of about CHUNK_BYTES.
         """
@@ -107,6 +97,11 @@ class _Memory:
         return rows
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
+
+
 def _check_plain(name: str, tensor: torch.Tensor, file: str) -> None:
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
@@ -114,7 +109,8 @@ def _check_plain(name: str, tensor: torch.Tensor, file: str) -> None:
             f"'{name}' in {file} is a {kind.__name__}, which is not converted; load it where it was saved, and save it "
             "with torch.distributed.checkpoint"
         )
-    odd = tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized
-    if odd or tensor.is_conj() or tensor.is_neg():
-        kinds = f"{tensor.layout} on {tensor.device}" + (", conjugated or negated" if not odd else "")
-        raise CheckpointError(f"'{name}' in {file} is a tensor of {kinds}; only dense tensors in memory are converted")
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise CheckpointError(
+            f"'{name}' in {file} is a tensor of {tensor.layout} on {tensor.device}; only dense tensors in memory are "
+            "converted"
+        )
