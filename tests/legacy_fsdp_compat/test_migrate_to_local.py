@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.core.checkpoint.archive import storages_in
 from shardkit.legacy_fsdp_compat.migrate import (
     CheckpointError,
     LocalRanks,

@@ -133,7 +133,9 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
         )
     try:
         return _index(directory, metadata, left_out)
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{directory / METADATA}: {error}") from error
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DamagedCheckpointError(f"{directory / METADATA} is not put together as metadata: {error!r}") from error
 
 

@@ -1,0 +1,237 @@
+"""Files of others that `migrate` reads: every one is read, or refused by `CheckpointError` in one line with its place.
+
+Bytes are changed anywhere, and values where they stand: opcodes of pickles, values of JSON. `INPUTS` counts what was
+tried; `SHARDKIT_FUZZ` multiplies the number of examples.
+"""
+
+import io
+import json
+import os
+import pickletools
+import random
+import resource
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.legacy_fsdp_compat.migrate import (
+    CheckpointError,
+    LocalRanks,
+    Ranks,
+    Wrapping,
+    convert,
+    open_checkpoint,
+    shapes_of_file,
+    wrapping_of_file,
+)
+from tests.support import run_ranks
+from tests.support.meshes import rank_mesh
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
+FORMATS = ("full", "sharded", "dtensors", "local", "distributed", "safetensors")
+INPUTS = dict.fromkeys((*FORMATS, "json"), 0)
+REFUSED = dict.fromkeys(INPUTS, 0)
+SHAPES = {"a": (6, 3), "b": (4,), "c": (5, 2)}
+fuzzed = settings(
+    max_examples=int(300 * FACTOR),
+    deadline=None,
+    database=None,
+    derandomize=FACTOR == 1,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def write_dtensors(rank: int, world_size: int, directory: Path) -> None:
+    mesh = rank_mesh((2,), ("dp",))
+    model = {name: DTensor.from_local(torch.randn(2, 3), mesh, (Shard(0),), run_check=False) for name in ("a", "b")}
+    torch.save({"model": model, "step": 3}, directory / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("written")
+    model = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    optim = {"state": {name: {"exp_avg": one} for name, one in model.items()}}
+    state = {"model": model, "optim": {**optim, "param_groups": [{"params": list(model), "lr": 0.1}]}, "step": [1, 2]}
+    (root / "full").mkdir()
+    torch.save({**state, "seen": {3: (1, "x")}}, root / "full" / "state.pt")
+    dcp.save(state, checkpoint_id=root / "distributed", no_dist=True)
+    (root / "dtensors").mkdir()
+    run_ranks(2, write_dtensors, root / "dtensors")
+    wrapping = Wrapping(SHAPES, {"": (None,)}, frozenset(), use_orig_params=True)
+    torch.save(state, root / "state.pt")
+    checkpoint = open_checkpoint(root / "state.pt")
+    convert(checkpoint, root / "sharded", "sharded", ranks=Ranks(2, set(SHAPES)))
+    convert(checkpoint, root / "local", "local", ranks=LocalRanks(2, wrapping))
+    convert(checkpoint, root / "safetensors", "safetensors")
+    (root / "config.json").write_text(json.dumps(wrapping.as_config()))
+    return {one.name: one for one in root.iterdir()}
+
+
+def read_all(path: Path) -> int:
+    """Reads every value; the bytes that they took."""
+    checkpoint = open_checkpoint(path, SHAPES if path.name == "local" else None)
+    repr(checkpoint.objects)
+    return sum(slab.nbytes for one in checkpoint.tensors.values() for slab in one.slabs())
+
+
+def check(kind: str, path: Path, read: Callable[[Path], object] = read_all) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    INPUTS[kind] += 1
+    try:
+        read(path)
+        text = None
+    except CheckpointError as error:
+        REFUSED[kind] += 1
+        text = str(error)
+    assert text is None or ("\n" not in text and str(path) in text), text
+    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert rise < 64 << 10, f"took {rise >> 10} MiB for a few kilobytes"
+
+
+# -- what is changed ---------------------------------------------------------------------------------------------------
+
+
+def with_bytes(data: bytes, generator: random.Random) -> bytes:
+    found = bytearray(data)
+    for _ in range(generator.randint(1, 4)):
+        at = generator.randrange(len(found) + 1)
+        cut = generator.choice((0, 1, 1, 4, 40))
+        new = generator.randbytes(generator.choice((cut, cut, generator.randint(0, 12))))
+        found[at : at + cut] = new
+    return bytes(found)
+
+
+def with_opcodes(data: bytes, generator: random.Random) -> bytes:
+    """A pickle whose opcodes are dropped, doubled, swapped, or have other arguments."""
+    places = [place for _, _, place in pickletools.genops(data)]
+    codes = [data[start:end] for start, end in zip(places, [*places[1:], len(data)], strict=True)]
+    numbers = (
+        b"K\x00",
+        b"K\xff",
+        b"J\xff\xff\xff\xff",
+        b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+        b"J\x00\x00\x00\x7f",
+        b"N",
+    )
+    for _ in range(generator.randint(1, 4)):
+        at = generator.randrange(1, len(codes))
+        change = generator.randrange(6)
+        if change == 0:
+            del codes[at]
+        elif change == 1:
+            codes.insert(at, generator.choice(codes))
+        elif change == 2:
+            other = generator.randrange(1, len(codes))
+            codes[at], codes[other] = codes[other], codes[at]
+        elif change == 3:
+            codes[at] = generator.choice(
+                (b"R", b"b", b"\x81", b"]", b"}", b")", b"(", b"t", b"u", b"e", b"h\x02", b"2")
+            )
+        else:
+            chosen = [number for number, code in enumerate(codes) if code[:1] in (b"K", b"M", b"J", b"\x88", b"\x89")]
+            codes[generator.choice(chosen or [at])] = generator.choice(numbers)
+    return b"".join(codes)
+
+
+def with_values(value: Any, generator: random.Random) -> Any:
+    """JSON in which one value is another one."""
+    wrong: list[Any] = [None, -1, 0, 1, 2**62, 2**70, 1.5, "", "\x1b[2J", "../x", [], {}, [[]], [-1, 4], True]
+    if isinstance(value, dict) and value and generator.random() < 0.85:
+        key = generator.choice(list(value))
+        return {**value, key: with_values(value[key], generator)}
+    if isinstance(value, list) and value and generator.random() < 0.85:
+        at = generator.randrange(len(value))
+        return [*value[:at], with_values(value[at], generator), *value[at + 1 :]]
+    return generator.choice(wrong)
+
+
+def with_structure(path: Path, generator: random.Random) -> bytes:
+    data = path.read_bytes()
+    if path.name == ".metadata":
+        return with_opcodes(data, generator)
+    if path.suffix == ".pt":
+        packed = io.BytesIO()
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+            for one in old.infolist():
+                opened = old.open(one)
+                opened._expected_crc = None  # those that were filled in later have none
+                content = opened.read()
+                is_pickle = one.filename.endswith(".pkl")
+                new.writestr(one.filename, with_opcodes(content, generator) if is_pickle else content)
+        return packed.getvalue()
+    if path.suffix == ".safetensors":
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        notes = header["__metadata__"]
+        if generator.random() < 0.5:
+            name = generator.choice([name for name in notes if name.startswith("shardkit")])
+            notes[name] = json.dumps(with_values(json.loads(notes[name]), generator))
+        else:
+            header = with_values(header, generator)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    if path.suffix == ".json":
+        return json.dumps(with_values(json.loads(data), generator)).encode()
+    return with_bytes(data, generator)
+
+
+def changed(path: Path, generator: random.Random) -> bytes:
+    change = generator.random()
+    data = path.read_bytes()
+    if change < 0.1:
+        return data[: generator.randrange(len(data))]
+    return with_bytes(data, generator) if change < 0.5 else with_structure(path, generator)
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_changed_files(written: dict[str, Path], tmp_path: Path, kind: str):
+    target = tmp_path / kind
+
+    @fuzzed
+    @given(st.integers(0, 2**63))
+    def run(seed: int) -> None:
+        generator = random.Random(seed)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(written[kind], target)
+        files = [one for one in target.iterdir() if one.name != "migration.json"]
+        victim = generator.choice(sorted(files))
+        victim.write_bytes(changed(victim, generator))
+        check(kind, target)
+
+    run()
+    assert 0 < REFUSED[kind] < INPUTS[kind], "some are refused, some say the same as before"
+
+
+def test_changed_json(written: dict[str, Path], tmp_path: Path):
+    path = tmp_path / "config.json"
+
+    @fuzzed
+    @given(st.integers(0, 2**63))
+    def run(seed: int) -> None:
+        shutil.copy(written["config.json"], path)
+        path.write_bytes(changed(path, random.Random(seed)))
+        check("json", path, wrapping_of_file)
+        check("json", path, lambda one: open_checkpoint(written["local"], shapes_of_file(one)))
+
+    run()
+
+
+def test_the_number_of_inputs():
+    """Printed for the documentation; runs last in this file."""
+    print(INPUTS, REFUSED)
+    assert all(count == 0 or count >= int(300 * FACTOR) for count in INPUTS.values())
