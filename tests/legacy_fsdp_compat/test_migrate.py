@@ -469,12 +469,12 @@ def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.Capt
     assert main([source, str(tmp_path / "out"), "--to", "sharded", "--ranks", "2", "--no-progress"]) == 0
     assert open_checkpoint(tmp_path / "out").world_size == 2
     for wrong in (["--to", "sharded"], ["--to", "dcp", "--ranks", "2"]):
-        assert main([source, str(tmp_path / "no"), *wrong]) == 1
+        assert main([source, str(tmp_path / "no"), *wrong]) == 2
         assert "need a number, others none" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), "--to", "sharded", "--ranks", "1"]) == 1
+    assert main([source, str(tmp_path / "no"), "--to", "sharded", "--ranks", "1"]) == 2
     assert "a single rank's state dicts are whole; convert to 'full'" in capsys.readouterr().err
     weights_only = [source, str(tmp_path / "w"), "--to", "sharded", "--ranks", "2", "--without", "optim"]
-    assert main(weights_only) == 1
+    assert main(weights_only) == 2
     assert "tells parameters, which are cut, from buffers" in capsys.readouterr().err
     assert main([*weights_only, "--model", "tests.legacy_fsdp_compat.both:Model", "--no-progress"]) == 0
     leaves = leaves_of_file(tmp_path / "w" / "rank0.pt")
@@ -506,7 +506,7 @@ def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
     assert "wrote and verified" in capsys.readouterr().err
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "error:" in capsys.readouterr().err
     by_model = [*files, str(tmp_path / "again"), "--model", "tests.legacy_fsdp_compat.both:Model"]
     assert main(by_model) == 0  # with a progress bar

@@ -166,5 +166,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["script", str(script), "--write"]) == 0
     assert script.read_text().startswith("from shardkit.legacy_fsdp_compat import StateDictType\n")
     script.write_text("def broken(:\n")
-    assert main(["script", str(script)]) == 1
+    assert main(["script", str(script)]) == 2
     assert "error:" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_what_stock_cannot_run_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert run_ranks(2, no_forward)
     torch.save(build()[0].state_dict(), tmp_path / "full.pt")
     local = [str(tmp_path / "full.pt"), str(tmp_path / "out"), "--to", "local", "--ranks", "2", "--model"]
-    assert main([*local, f"{__name__}:with_original_parameters"]) == 1
+    assert main([*local, f"{__name__}:with_original_parameters"]) == 2
     assert "with use_orig_params=True FSDP1's forward fails then" in capsys.readouterr().err
 
 

@@ -299,15 +299,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     back = torch.load(tmp_path / "back" / "checkpoint.pt", weights_only=True)["model"]
     assert all(torch.equal(back[name], value) for name, value in build("tied", 0).state_dict().items())
     capsys.readouterr()
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3"]) == 1
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3"]) == 2
     assert "LOCAL files depend on how the model is wrapped" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--config", str(config)]) == 1
+    assert main([source, str(tmp_path / "no"), *local, "--config", str(config)]) == 2
     assert "'local' need a number" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "1", "--config", str(config)]) == 1
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "1", "--config", str(config)]) == 2
     assert "a single rank's state dicts are whole" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), "--to", "dcp", "--like", str(tmp_path / "a")]) == 1
+    assert main([source, str(tmp_path / "no"), "--to", "dcp", "--like", str(tmp_path / "a")]) == 2
     assert "only 'local' depends on the wrapping" in capsys.readouterr().err
-    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 1
+    assert main([source, str(tmp_path / "no"), *local, "--ranks", "3", "--like", source]) == 2
     assert "does not show how the model is wrapped" in capsys.readouterr().err
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
 
@@ -322,7 +322,7 @@ def test_no_arguments_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([source, str(tmp_path / "b"), *local, "--model", f"{__name__}:by_default"]) == 0
     for rank in range(2):
         assert records(tmp_path / "a" / f"rank{rank}.pt") == records(tmp_path / "b" / f"rank{rank}.pt")
-    assert main([source, str(tmp_path / "no"), *local, "--model", f"{__name__}:Tied"]) == 1
+    assert main([source, str(tmp_path / "no"), *local, "--model", f"{__name__}:Tied"]) == 2
     assert "that returns the model and the arguments" in capsys.readouterr().err
 
 

@@ -240,7 +240,7 @@ def test_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert main([*map(str, arguments), "--no-progress"]) == 1
+    assert main([*map(str, arguments), "--no-progress"]) == 2
     return capsys.readouterr().err.rpartition("error: ")[2]
 
 

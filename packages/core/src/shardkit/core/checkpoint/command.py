@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardkit.core.checkpoint.comparing import differences
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, printable
 from shardkit.core.checkpoint.exporting import export_safetensors, export_torch, renamed
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.manifest import MANIFEST, dtype_name
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except (CheckpointError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(printable(f"error: {error}") + "\n")
         return 2
     return status
 
@@ -93,7 +93,7 @@ def _positive(text: str) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(printable(line) + "\n")
 
 
 def _open(path: Path) -> tuple[Path, Index]:

@@ -6,8 +6,8 @@ __all__ = ["CheckpointError", "DamagedCheckpointError", "printable"]
 
 
 def printable(text: str) -> str:
-    """Text with its control characters and lone surrogates escaped, but for tabs and newlines."""
-    return "".join(one if one in "\t\n" or one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    """Text with its control characters and lone surrogates escaped, but for tabs: one line for a terminal."""
+    return "".join(one if one == "\t" or one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class CheckpointError(RuntimeError):

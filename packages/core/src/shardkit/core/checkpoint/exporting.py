@@ -104,6 +104,7 @@ def export_torch(target: Path, tensors: Sequence[StoredTensor], objects: Mapping
         # Memory that is never touched is never there: these tensors only have sizes.
         empty = {one.path: torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in tensors}
         state = unflatten(about.in_order({**empty, **objects}), about.empties)
+        path.open("xb").close()  # a file or link that is there already belongs to someone else
         with torch.serialization.skip_data():
             torch.save(state, path)
         with path.open("r+b") as file:

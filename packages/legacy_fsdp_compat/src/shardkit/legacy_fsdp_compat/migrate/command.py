@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, printable
 from shardkit.core.checkpoint.stored import Checkpoint, joined
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
@@ -46,16 +46,16 @@ where it stopped when it is started again. `migrate script FILE` rewrites a trai
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, or 1 after an error, which is printed to stderr."""
+    """Runs the command; returns the exit status: 0, or 2 after an error, which is printed to stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["script"]:
         return rewrite_script(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ImportError) as error:
         _say(f"error: {error}")
-        return 1
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     shapes.add_argument(
         "--model",
-        help="instead: MODULE:FUNCTION that builds the model (on the meta device), or returns it and FSDP's arguments",
+        help="instead: MODULE:FUNCTION that builds the model (on the meta device), or returns it and FSDP's arguments. "
+        "This imports MODULE, also from the current directory, and runs its code: name only code that you trust",
     )
     shapes.add_argument(
         "--config",
@@ -132,9 +133,9 @@ def _run(options: argparse.Namespace) -> int:
         )
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
-            sys.stdout.write(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}\n")
+            sys.stdout.write(printable(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}") + "\n")
         for path in checkpoint.objects:
-            sys.stdout.write(f"{joined(path)}\t(object)\n")
+            sys.stdout.write(printable(f"{joined(path)}\t(object)") + "\n")
         _say(f"would write {options.to} to {options.target}; nothing was written")
         return 0
     with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
@@ -223,7 +224,7 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
 
 
 class _Progress:

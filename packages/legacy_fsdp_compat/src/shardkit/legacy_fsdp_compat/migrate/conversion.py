@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ def convert(
     _check_place(checkpoint, target)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
+    _check_own(partial)
     with _alone(partial):
         described = f"{to} for {_described(ranks)}"
         writer = make(partial, checkpoint)  # raises for what it cannot write, before anything is noted
@@ -180,6 +182,13 @@ def _check_place(checkpoint: Checkpoint, target: Path) -> None:
             raise CheckpointError(f"{target} lies in the source {source}; choose a place outside of it")
 
 
+def _check_own(partial: Path) -> None:
+    """In a directory that others may write to, they could have made it, to have something else overwritten."""
+    seen = partial.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
+        raise CheckpointError(f"{partial} is a link, or belongs to another user; remove it, or choose another place")
+
+
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
     """Holds a lock on the directory; it goes with the process, however that ends."""
@@ -254,8 +263,8 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
     parts = (part for one in checkpoint.tensors.values() for part in one.parts)
     for name in sorted({file for part in parts for file in (part.file, *part.others)}):
-        stat = Path(name).stat()
-        described.append([name, stat.st_size, stat.st_mtime_ns])
+        found = Path(name).stat()
+        described.append([name, found.st_size, found.st_mtime_ns])
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
@@ -277,7 +286,10 @@ class _Journal:
             raise CheckpointError(
                 f"{path.parent} is left from a conversion of another source, or to another format; remove it first"
             )
-        self.records = {entry["name"]: entry for entry in whole[1:]}
+        try:
+            self.records = {str(entry["name"]): {**entry, "sha256": str(entry["sha256"])} for entry in whole[1:]}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}; remove {path.parent} and start anew") from error
         path.write_text("".join(json.dumps(entry) + "\n" for entry in [fingerprint, *whole[1:]]))
 
     def forget(self) -> dict[str, Any]:

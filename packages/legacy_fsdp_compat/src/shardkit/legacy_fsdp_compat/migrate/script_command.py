@@ -26,9 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         source = options.file.read_text()
         result = rewrite(source)
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
         sys.stderr.write(f"error: {options.file}: {error}\n")
-        return 1
+        return 2
     name = str(options.file)
     before, after = source.splitlines(keepends=True), result.source.splitlines(keepends=True)
     sys.stdout.writelines(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))

@@ -63,6 +63,11 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
     if (path / METADATA).exists():
         return read_dcp(path, left_out)
     files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")
+    for one in files:
+        if one.is_symlink() and not one.resolve().is_relative_to(path.resolve()):
+            raise CheckpointError(
+                f"{one} is a link that leads out of its directory; name the file itself, if it is meant"
+            )
     if not files:
         found = sorted(one.name for one in path.iterdir())[:8]
         raise CheckpointError(
