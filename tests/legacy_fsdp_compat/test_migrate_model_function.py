@@ -130,7 +130,7 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
 )
 def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     status, said = converted(local_files, tmp_path / "out", f"{__name__}:{name}", "dcp", capsys)
-    assert status == 1
+    assert status == 2
     assert re.search(f"^error: .*{message}", said), said
 
 
@@ -166,7 +166,7 @@ def test_modules(
     monkeypatch.syspath_prepend(theirs)
     monkeypatch.syspath_prepend(tmp_path)
     status, said = converted(local_files, tmp_path / "out", module, "dcp", capsys)
-    assert status == 1
+    assert status == 2
     assert re.search(f"^error: .*{message}", said), said
 
 
@@ -245,7 +245,7 @@ def test_arguments(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     torch.save(model.state_dict(), tmp_path / "full.pt")
     monkeypatch.setattr(f"{__name__}.A_MODULE", lambda: build_with(case))
     status, said = converted(tmp_path / "full.pt", tmp_path / "out", f"{__name__}:A_MODULE", "local", capsys)
-    assert status == 1
+    assert status == 2
     assert re.search(f"^error: .*{ARGUMENTS[case][1]}", said), said
 
 

@@ -299,3 +299,54 @@ def test_places_that_are_not_written_or_read(tmp_path: Path):
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"file name '../dcp/.*expected a plain name inside the checkpoint"):
         open_checkpoint(source)
+
+
+def test_links_that_lead_elsewhere(tmp_path: Path):
+    """Neither is one read that lies in a directory of files, nor one written through that was there before."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "secret.pt")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank0.pt").symlink_to(tmp_path / "secret.pt")
+    with pytest.raises(CheckpointError, match=r"rank0.pt is a link that leads out of its directory"):
+        open_checkpoint(tmp_path / "ranks")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match=r"out.partial is a link, or belongs to another user"):
+        convert(open_checkpoint(tmp_path / "secret.pt"), tmp_path / "out", "full")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_permissions_follow_the_umask(to: str, tmp_path: Path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "state.pt")
+    before = os.umask(0o077)
+    try:
+        convert(open_checkpoint(tmp_path / "state.pt"), tmp_path / "out", to)
+    finally:
+        os.umask(before)
+    made = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(made) > 2 and not any(one.stat().st_mode & 0o077 for one in made)
+
+
+def test_control_characters_stay_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.save({"a\x1b[2J\n": torch.ones(2), "b\x9b": 3}, tmp_path / "state.pt")
+    assert main([str(tmp_path / "state.pt"), str(tmp_path / "out"), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "a\\x1b[2J\\n\t(2,)" in shown.out
+    assert not {"\x1b", "\x9b"} & set(shown.out + shown.err)
+    said = refused(capsys, tmp_path / "state.pt", tmp_path / "out", "--without", "\x1b[1m")
+    assert "\x1b" not in said and "\\x1b[1m" in said
+
+
+def test_a_journal_that_is_damaged(tmp_path: Path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "state.pt")
+    checkpoint = open_checkpoint(tmp_path / "state.pt")
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(checkpoint, tmp_path / "out", "full", progress=interrupt)
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    journal.write_text(journal.read_text().splitlines()[0] + "\n[3]\n")
+    with pytest.raises(CheckpointError, match=r"journal.jsonl is damaged"):
+        convert(checkpoint, tmp_path / "out", "full")

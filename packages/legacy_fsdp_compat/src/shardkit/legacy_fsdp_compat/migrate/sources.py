@@ -65,9 +65,7 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
     files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")
     for one in files:
         if one.is_symlink() and not one.resolve().is_relative_to(path.resolve()):
-            raise CheckpointError(
-                f"{one} is a link that leads out of its directory; name the file itself, if it is meant"
-            )
+            raise CheckpointError(f"{one} is a link that leads out of its directory; name the file if it is meant")
     if not files:
         found = sorted(one.name for one in path.iterdir())[:8]
         raise CheckpointError(
@@ -130,7 +128,7 @@ def _base_of_model(checkpoint: Checkpoint) -> Path_:
 def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
     try:
         found = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")

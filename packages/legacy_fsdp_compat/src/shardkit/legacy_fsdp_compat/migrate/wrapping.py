@@ -207,14 +207,17 @@ def shapes_of_config(path: Path) -> tuple[Shapes, list[str]]:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
 
 
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
     """What `wrapping_of_file` reads, as it is in Python; `file` is for messages."""
     shapes, units, buffers, use_orig_params = _parts(config, file)
-    return with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
+    try:
+        return with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[str], bool]:
@@ -234,6 +237,9 @@ def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[s
     if unknown:
         raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes")
     shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
+    odd = [one for one in (*shapes, *units, *buffers) if not isinstance(one, str)]
+    if odd:
+        raise CheckpointError(f"{file} has {odd[0]!r} where a name should be")
     return shapes, units, buffers, flag
 
 
