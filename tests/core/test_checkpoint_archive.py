@@ -76,9 +76,17 @@ def elsewhere(data: bytearray, entry: int, header: int) -> None:
     data[header : header + 4] = b"PK\x05\x06"
 
 
+def before(data: bytearray, entry: int, header: int) -> None:
+    """Python takes what is missing from the directory's place for missing bytes before the archive."""
+    for mark, place, size in ((b"PK\x05\x06", 16, "<I"), (b"PK\x06\x06", 48, "<Q")):
+        if (at := data.rfind(mark)) >= 0:
+            struct.pack_into(size, data, at + place, struct.unpack_from(size, data, at + place)[0] + header + 100)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (before, "f: bytes 7 to .* hold no storage where their directory says"),
         (longer, "f: bytes 7 to .*: the storage inside claims 1000000 bytes"),
         (elsewhere, "f: bytes 7 to .* hold no storage where their directory says"),
     ],

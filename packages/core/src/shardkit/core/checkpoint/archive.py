@@ -151,8 +151,11 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
 def _place(file: IO[bytes], offset: int, length: int, entry: zipfile.ZipInfo, where: str) -> tuple[int, int]:
     if entry.compress_type != zipfile.ZIP_STORED:
         raise DamagedCheckpointError(f"{where} hold a compressed storage, which torch.save never writes")
-    file.seek(offset + entry.header_offset)
-    header = file.read(_LOCAL_HEADER)
+    # zipfile corrects offsets by what it takes for bytes before the archive: damaged ones become negative.
+    header = b""
+    if 0 <= entry.header_offset <= length - _LOCAL_HEADER:
+        file.seek(offset + entry.header_offset)
+        header = file.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise DamagedCheckpointError(f"{where} hold no storage where their directory says")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
