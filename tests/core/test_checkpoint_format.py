@@ -382,3 +382,12 @@ def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
     shutil.copy(inside / "__0_0.distcp", tmp_path / "outside.distcp")
     with pytest.raises(CheckpointError, match=f"file name '{name}': expected a plain name"):
         open_index(inside)
+
+
+def test_names_that_are_none(tmp_path: Path):
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata = {False: metadata.state_dict_metadata["a"]}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="False where a name should be"):
+        open_index(tmp_path)

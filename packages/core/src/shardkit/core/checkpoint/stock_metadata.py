@@ -140,7 +140,9 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
 
 
 def _index(directory: Path, metadata: Metadata, left_out: Callable[[LeafPath], bool]) -> Index:
-    paths = {str(name): _leaf_path(name, metadata.planner_data) for name in metadata.state_dict_metadata}
+    if odd := [name for name in metadata.state_dict_metadata if not isinstance(name, str)]:
+        raise DamagedCheckpointError(f"{odd[0]!r} where a name should be")
+    paths = {name: _leaf_path(name, metadata.planner_data) for name in metadata.state_dict_metadata}
     paths = {name: path for name, path in paths.items() if not left_out(path)}
     infos: dict[str, dict[Any, Any]] = {}
     for where, info in (metadata.storage_data or {}).items():
