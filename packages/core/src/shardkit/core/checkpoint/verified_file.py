@@ -77,6 +77,9 @@ class VerifiedFile:
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fills `target` (bytes) from `offset` on."""
+        if self._file.blocks is None:  # nothing to compare, so blocks do not matter
+            self._read(offset, target)
+            return
         done = 0
         while done < len(target):
             number, skip = divmod(offset + done, BLOCK_BYTES)
@@ -102,7 +105,16 @@ class VerifiedFile:
 
     def _fetch(self, number: int, block: memoryview) -> None:
         """Reads a whole block and verifies it."""
-        start, seen = number * BLOCK_BYTES, 0
+        start = number * BLOCK_BYTES
+        self._read(start, block)
+        if self._file.blocks is not None and checksum(block) != self._file.blocks[number]:
+            raise DamagedCheckpointError(
+                f"{self.path} is damaged: bytes {start} to {start + len(block)} do not have the checksum that was "
+                "written with them"
+            )
+
+    def _read(self, start: int, block: memoryview) -> None:
+        seen = 0
         while seen < len(block):
             try:
                 count = os.preadv(self.descriptor, [block[seen:]], start + seen)
@@ -113,11 +125,6 @@ class VerifiedFile:
             if count == 0:
                 raise DamagedCheckpointError(f"{self.path} ends at byte {start + seen}: it was truncated")
             seen += count
-        if self._file.blocks is not None and checksum(block) != self._file.blocks[number]:
-            raise DamagedCheckpointError(
-                f"{self.path} is damaged: bytes {start} to {start + len(block)} do not have the checksum that was "
-                "written with them"
-            )
 
     def close(self) -> None:
         """Closes the file."""
