@@ -1,7 +1,7 @@
 """Lists of shapes that the runtime's tests gather and reduce, and single-process answers for them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,28 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes, dims to cut and dtypes; one entry for each item."""
+    """Shapes, dims to cut and dtypes; one entry for each item.
+
+    An item in `owners` lies on that rank (of those there are, counted round); one in `units` is cut at multiples.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    owners: Mapping[int, int] = field(default_factory=dict)
+    units: Mapping[int, int] = field(default_factory=dict)
 
     def layouts(self, world_size: int) -> list[ChunkLayout]:
-        return [ChunkLayout(shape, dim, world_size) for shape, dim in zip(self.shapes, self.dims, strict=True)]
+        return [
+            ChunkLayout(
+                shape,
+                dim,
+                world_size,
+                unit=self.units.get(i, 1),
+                owner=self.owners[i] % world_size if i in self.owners else None,
+            )
+            for i, (shape, dim) in enumerate(zip(self.shapes, self.dims, strict=True))
+        ]
 
 
 def case(*items: tuple[tuple[int, ...], int, torch.dtype]) -> Case:
@@ -63,6 +77,14 @@ CASES: dict[str, Case] = {
         ((9,), 0, F32),
     ),
     "bfloat16": case(((241, 250), 0, BF16), ((11,), 0, BF16), ((3, 9), 1, BF16)),
+    "owned": replace(
+        case(((241, 250), 0, F32), ((13,), 0, F32), ((240, 200), 0, F32), ((9, 5), 1, F32), ((3, 2), 0, F32)),
+        owners={0: 1, 1: 2, 2: 3, 4: 1},
+    ),
+    "blocks": replace(
+        case(((241, 250), 0, F32), ((60250,), 0, F32), ((9, 5), 0, F32), ((7,), 0, F32), ((3, 400), 1, F32)),
+        units={0: 64, 1: 256, 2: 4, 3: 16, 4: 128},
+    ),
     "float8": case(((400, 300), 0, torch.float8_e4m3fn), ((11,), 0, torch.float8_e4m3fn)),
 }
 
@@ -110,7 +132,7 @@ def flats_for(plan: GatherPlan) -> list[torch.Tensor]:
     """Poisoned flats: what a gather does not write shows."""
     flats = []
     for item in plan.items:
-        numel = item.layout.padded_numel if item.layout.dim == 0 else item.layout.numel
+        numel = item.layout.flat_numel if item.layout.dim == 0 else item.layout.numel
         flats.append(torch.full((numel,), 77, dtype=torch.float32).to(item.dtype))
     return flats
 

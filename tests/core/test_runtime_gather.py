@@ -62,7 +62,7 @@ def _overlaps(rank: int, world_size: int, kind: str) -> None:
         plan = gather_plan(case, over, name)
         full = [whole(shape, torch.float32, 10 * seed + i) for i, shape in enumerate(case.shapes)]
         sources = [chunk_of(t, item.layout, rank) for t, item in zip(full, plan.items, strict=True)]
-        sizes = [i.layout.padded_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
+        sizes = [i.layout.flat_numel if i.layout.dim == 0 else i.layout.numel for i in plan.items]
         flats = [torch.empty(size) for size in sizes]
         running.append((lane.start(plan.transport.gather(plan, placed(kind, sources), flats), name), flats, full))
     for ticket, flats, full in reversed(running):

@@ -23,7 +23,17 @@ from tests.core.runtime_cases import (
 from tests.support import run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
-NAMES = ["large_even", "large_uneven", "small", "empty_chunks", "only_empty", "other_dims", "mixed_dims"]
+NAMES = [
+    "large_even",
+    "large_uneven",
+    "small",
+    "empty_chunks",
+    "only_empty",
+    "other_dims",
+    "mixed_dims",
+    "owned",
+    "blocks",
+]
 
 
 def _grads(name: str, dtype: torch.dtype, rank: int, *, strided: bool = False) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """`ChunkLayout` against `torch.chunk`, and against itself: chunks partition the dim."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,15 @@ def test_chunks_are_torch_chunks(layout: ChunkLayout) -> None:
             assert ours.numel() == 0
 
 
-@given(layouts())
+@st.composite
+def uneven_layouts(draw: st.DrawFn) -> ChunkLayout:
+    even = draw(layouts())
+    if draw(st.booleans()):
+        return replace(even, owner=draw(st.integers(0, even.world_size - 1)))
+    return replace(even, unit=draw(st.integers(1, 12)))
+
+
+@given(layouts() | uneven_layouts())
 def test_chunks_partition_the_tensor(layout: ChunkLayout) -> None:
     end = 0
     for rank in range(layout.world_size):
@@ -38,6 +47,25 @@ def test_chunks_partition_the_tensor(layout: ChunkLayout) -> None:
         end += layout.length(rank)
     assert end == layout.shape[layout.dim]
     assert sum(layout.local_numel(rank) for rank in range(layout.world_size)) == layout.numel
+
+
+@given(uneven_layouts())
+def test_cuts_lie_at_multiples_and_owned_tensors_are_whole(layout: ChunkLayout) -> None:
+    for rank in range(layout.world_size):
+        if layout.owner is not None:
+            assert layout.local_shape(rank) == layout.shape if rank == layout.owner else not layout.length(rank)
+        elif layout.length(rank):
+            assert layout.offset(rank) % layout.unit == 0
+    assert layout.lengths() == tuple(layout.length(rank) for rank in range(layout.world_size))
+    runs = [(rank, run.length) for run in layout.runs for rank in range(run.first, run.first + run.ranks)]
+    assert runs == list(enumerate(layout.lengths()))
+    assert layout.numel <= layout.flat_numel < layout.numel + layout.world_size * max(1, layout.numel)
+    assert layout.flat_numel % layout.world_size == 0
+
+
+def test_blocks_are_shared_out_evenly() -> None:
+    assert ChunkLayout((100, 3), 0, 3, unit=32).lengths() == (64, 36, 0)
+    assert ChunkLayout((1000,), 0, 4, unit=256).lengths() == (256, 256, 256, 232)
 
 
 @given(layouts())

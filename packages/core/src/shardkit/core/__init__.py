@@ -7,6 +7,8 @@ from shardkit.core.fully_shard import fully_shard
 from shardkit.core.install import install, uninstall
 from shardkit.core.materialize import materialize
 from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardkit.core.ownership import newton_schulz_flops, plan_owners
+from shardkit.core.placements import Blocks, Owned
 from shardkit.core.policies import (
     AllGather,
     CompressionPolicy,
@@ -21,12 +23,14 @@ from shardkit.core.version import __version__
 
 __all__ = [
     "AllGather",
+    "Blocks",
     "CPUOffloadPolicy",
     "CompressionPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Owned",
     "ReduceScatter",
     "UnshardHandle",
     "__version__",
@@ -38,7 +42,9 @@ __all__ = [
     "install",
     "load_full_state_dict",
     "materialize",
+    "newton_schulz_flops",
     "optimizer_step_on_shards",
+    "plan_owners",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

@@ -31,8 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.placed import PlacedTensor
+from shardkit.core.placements import Blocks, Owned, is_ours
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.torch_compat import PARAMETER_FLAG, new_dtensor, wraps_tensors
+from shardkit.core.torch_compat import PARAMETER_FLAG, local_of, new_dtensor, wraps_tensors
 
 __all__ = [
     "ADAPTERS",
@@ -116,12 +118,13 @@ class _PlainForm:
     shape: torch.Size
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    kind: type[DTensor]
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter
 
     def sharded(self, shard: torch.Tensor) -> DTensor:
-        return new_dtensor(shard, self.mesh, self.placements, self.shape)
+        return new_dtensor(shard, self.mesh, self.placements, self.shape, kind=self.kind)
 
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         return shard
@@ -136,17 +139,34 @@ class _PlainForm:
         return gradient
 
 
+class _OwnedForm:
+    """The form of a DTensor parameter, its tensor-parallel shard whole on one rank: `inner` is that of a replica."""
+
+    def __init__(self, inner: ParameterForm, axis: int, placement: Owned) -> None:
+        self.inner = inner
+        self.shape = inner.shape
+        self.mesh = inner.mesh
+        self.placements = tuple(placement if number == axis else one for number, one in enumerate(inner.placements))
+        self.plain, self.local, self.shard = inner.plain, inner.local, inner.shard
+        self.unsharded, self.gradient = inner.unsharded, inner.gradient
+
+    def sharded(self, shard: torch.Tensor) -> DTensor:
+        return new_dtensor(shard, self.mesh, self.placements, self.shape, kind=PlacedTensor)
+
+
 def form_of(
-    parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
+    parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, placement: Placement | None, holders: Sequence[Holder]
 ) -> ParameterForm:
-    """The form of a parameter that is cut on tensor dim `dim` over `mesh`; None: replicated on it.
+    """The form of a parameter that is cut by `placement` over `mesh`; None: replicated on it.
 
     Raises:
         TypeError: for a DTensor while no adapter is installed, with the FQN, its placements and the package to install.
         ValueError, TypeError: from the adapter.
+        NotImplementedError: for a DTensor on a placement that it cannot have, with the FQN and what would work.
     """
     if not isinstance(parameter, DTensor):
-        return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(dim))
+        kind = PlacedTensor if is_ours(placement) else DTensor
+        return _PlainForm(parameter.shape, mesh.mesh, mesh.placements(placement), kind)
     adapter = _dtensor_adapter()
     if adapter is None:
         raise TypeError(
@@ -154,7 +174,42 @@ def form_of(
             f"{parameter.device_mesh}; shardkit-core shards plain tensors. Tensor-parallel parameters need the package "
             "shardkit-tp-adapter; a parameter that fully_shard has sharded before cannot be sharded again"
         )
-    return adapter.form(parameter, fqn, mesh, dim, holders)
+    if isinstance(placement, Owned):
+        return _owned_form(adapter, parameter, fqn, mesh, placement, holders)
+    if isinstance(placement, Blocks):
+        raise NotImplementedError(
+            f"parameter '{fqn}' is a DTensor with placements {tuple(parameter.placements)}, so {placement} cannot cut "
+            "it: blocks count from the start of the whole tensor. Use Shard(dim), or Owned() to keep each rank's "
+            "tensor-parallel shard whole"
+        )
+    return adapter.form(parameter, fqn, mesh, None if placement is None else placement.dim, holders)  # type: ignore[attr-defined]
+
+
+def _owned_form(
+    adapter: DTensorAdapter,
+    parameter: DTensor,
+    fqn: str,
+    mesh: DataParallelMesh,
+    placement: Owned,
+    holders: Sequence[Holder],
+) -> ParameterForm:
+    inner = adapter.form(parameter, fqn, mesh.fully_replicated, None, holders)
+    local = local_of(parameter)
+    if inner.local(local) is not local:
+        raise NotImplementedError(
+            f"parameter '{fqn}' is a fused weight whose shard lies in several places, so {placement} cannot describe "
+            "it. Use Shard(dim) for it, or keep its parts as parameters of their own"
+        )
+    ranks = mesh.mesh.mesh.movedim(mesh.shard_axis or 0, -1).reshape(-1, mesh.shard_size)
+    along = {tuple(row) for row in ranks.tolist()}
+    for axis in range(inner.mesh.ndim):
+        rows = inner.mesh.mesh.movedim(axis, -1).reshape(-1, inner.mesh.size(axis))
+        if along <= {tuple(row) for row in rows.tolist()} and inner.placements[axis].is_replicate():
+            return _OwnedForm(inner, axis, placement)
+    raise NotImplementedError(
+        f"parameter '{fqn}' with placements {tuple(parameter.placements)} on {parameter.device_mesh}: no axis of it is "
+        f"the one that fully_shard shards over, {mesh.mesh}; {placement} needs one. Use Shard(dim)"
+    )
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement
 
 from shardkit.core.adapters import form_of
 from shardkit.core.managed import (
@@ -17,6 +17,7 @@ from shardkit.core.managed import (
     modules_of_argument,
     move_buffers,
     placement_of,
+    with_owners,
 )
 from shardkit.core.mesh import (
     DataParallelMesh,
@@ -46,7 +47,7 @@ from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Placement | None]
 
 
 @overload
@@ -104,7 +105,9 @@ def fully_shard(
         reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
             them; an int keeps them sharded over that many neighbouring ranks, which must divide the shard axis; None
             means True, except for the root.
-        shard_placement_fn: chooses the dim of each parameter to shard on; None means dim 0. Any dim may be uneven.
+        shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, of which any dim may be uneven,
+            `Owned()` to keep it whole on one rank, `Blocks(...)` to cut it only between blocks; None means `Shard(0)`.
+            `placements_for(model, optimizer_class)` makes one. 0-dim parameters are replicated.
         mp_policy: dtypes of computation, reduction and output.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave alone.
@@ -134,11 +137,12 @@ def fully_shard(
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placements = [placement_of(one, choose(one.parameter)) for one in managed.parameters]
     check_subclasses(managed)
+    placements = with_owners(managed.parameters, placements, data_parallel)
     replicated = data_parallel.fully_replicated
     forms = [
         form_of(one.parameter, one.fqn, replicated, None, one.holders)
         if placement is None
-        else form_of(one.parameter, one.fqn, data_parallel, placement.dim, one.holders)
+        else form_of(one.parameter, one.fqn, data_parallel, placement, one.holders)
         for one, placement in zip(managed.parameters, placements, strict=True)
     ]
     _check_ties(managed, data_parallel, policy, offload, compression_policy)

@@ -13,6 +13,7 @@ from shardkit.core import events
 from shardkit.core.managed import STATE
 from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.placements import is_ours
 from shardkit.core.schedule import RootedState
 from shardkit.core.torch_compat import outside_transforms
 
@@ -20,8 +21,8 @@ __all__ = ["initialise_root"]
 
 _T = TypeVar("_T")
 
-_Entry: TypeAlias = tuple[str, tuple[int, ...], str, int, bool]
-"""A parameter as all ranks must have it: FQN, shape, dtype, dim that is cut, requires_grad."""
+_Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool]
+"""A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad."""
 
 
 @outside_transforms
@@ -124,7 +125,7 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
                 param.fqn if same_names else "",
                 tuple(param.shape),
                 str(param.orig_dtype),
-                param.layout.dim,
+                f"on {param.placement}" if is_ours(param.placement) else f"sharded on dim {param.layout.dim}",
                 param.sharded_param.requires_grad,
             )
             for param in group.params
@@ -197,5 +198,5 @@ def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.d
 def _describe(entry: _Entry | None) -> str:
     if entry is None:
         return "no further parameter"
-    fqn, shape, dtype, dim, requires_grad = entry
-    return f"'{fqn}' of shape {shape}, {dtype}, sharded on dim {dim}, requires_grad={requires_grad}"
+    fqn, shape, dtype, cut, requires_grad = entry
+    return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}"

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardkit.core.adapters import Holder, SubclassGather
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.ownership import owners_for
 from shardkit.core.param import FSDPParam, Slot, sharded_counterpart
-from shardkit.core.torch_compat import is_replicated, local_of, stock_engine_of
+from shardkit.core.placements import Blocks, Owned
+from shardkit.core.torch_compat import is_plain, is_replicated, local_of, stock_engine_of
 
 __all__ = [
     "STATE",
@@ -23,6 +26,7 @@ __all__ = [
     "modules_of_argument",
     "move_buffers",
     "placement_of",
+    "with_owners",
 ]
 
 STATE = "_shardkit_state"
@@ -212,21 +216,32 @@ def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
             buffer.data = buffer.to(device)
 
 
-def placement_of(managed: ManagedParameter, chosen: object | None) -> Shard | None:
+def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
     """The placement of one parameter from what `shard_placement_fn` returned for it; None for a 0-dim parameter.
 
     Raises:
         ValueError: for a dim that the parameter does not have.
-        TypeError: for anything but a `Shard` or None.
+        TypeError: for anything but a `Shard`, an `Owned`, a `Blocks` or None, or a placement that a tensor subclass
+            cannot have.
     """
     shape = tuple(managed.parameter.shape)
     if not shape:
         return None
     if chosen is None:
         return Shard(0)
+    if isinstance(chosen, Owned | Blocks):
+        plain = managed.parameter.detach()
+        plain = local_of(plain) if isinstance(plain, DTensor) else plain
+        if not is_plain(plain):
+            raise TypeError(
+                f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', which is a "
+                f"{type(plain).__name__}: such tensors are cut by their own operators. Return Shard(dim) for it"
+            )
+        return chosen
     if not isinstance(chosen, Shard):
         raise TypeError(
-            f"shard_placement_fn returned {chosen!r} for parameter '{managed.fqn}'; expected Shard(dim) or None"
+            f"shard_placement_fn returned {chosen!r} for parameter '{managed.fqn}'; expected Shard(dim), Owned(), "
+            "Blocks(rows=...), Blocks(elements=...) or None"
         )
     dim = chosen.dim + len(shape) if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < len(shape):
@@ -235,3 +250,25 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Shard | No
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
         )
     return Shard(dim)
+
+
+def with_owners(
+    managed: Sequence[ManagedParameter], placements: Sequence[Placement | None], mesh: DataParallelMesh
+) -> list[Placement | None]:
+    """The placements with a rank for every `Owned()` that names none. The same on all ranks; not collective.
+
+    Raises:
+        ValueError: for an owner that is not a rank of the shard group, with the FQN.
+    """
+    for one, placement in zip(managed, placements, strict=True):
+        if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= mesh.shard_size:
+            raise ValueError(
+                f"shard_placement_fn returned {placement} for parameter '{one.fqn}', but the shard group has "
+                f"{mesh.shard_size} ranks; expected a rank of the group, in [0, {mesh.shard_size - 1}]"
+            )
+    open_ones = [index for index, one in enumerate(placements) if isinstance(one, Owned) and one.rank is None]
+    chosen = owners_for([(managed[i].parameter, getattr(placements[i], "plan", None)) for i in open_ones], mesh)
+    resolved = list(placements)
+    for index, rank in zip(open_ones, chosen, strict=True):
+        resolved[index] = Owned(rank)
+    return resolved

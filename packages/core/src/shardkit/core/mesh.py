@@ -79,10 +79,12 @@ class DataParallelMesh:
         """Number of data-parallel ranks: what gradients are averaged over."""
         return self.mesh.size()
 
-    def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Placements of a parameter sharded on tensor dim `dim`; None: replicated on every axis (0-dim parameters)."""
+    def placements(self, cut: int | Placement | None) -> tuple[Placement, ...]:
+        """Placements of a parameter cut on tensor dim `cut`, or by it; None: replicated on every axis (0-dim ones)."""
+        placement = Shard(cut) if isinstance(cut, int) else cut
         return tuple(
-            Shard(dim) if axis == self.shard_axis and dim is not None else Replicate() for axis in range(self.mesh.ndim)
+            placement if axis == self.shard_axis and placement is not None else Replicate()
+            for axis in range(self.mesh.ndim)
         )
 
     @property

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.whole_steps import after_step, before_step
 
 __all__ = ["watch_optimizers"]
 
@@ -85,4 +86,6 @@ def watch_optimizers() -> None:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(refuse_stale_optimizer)
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
     register_optimizer_step_post_hook(_note_step)

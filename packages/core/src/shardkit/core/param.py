@@ -26,12 +26,13 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
 from shardkit.core.lost_writes import is_lost, lost_gradient, lost_parameter, lost_while_unsharded, mark_gradient
 from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.placements import layout_for
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
@@ -105,7 +106,7 @@ class FSDPParam:
         fqn: its name, for messages; refined when the root module is known.
         slots: every module attribute that holds it.
         mesh: the data-parallel mesh.
-        placement: the dim to shard on; None for a 0-dim parameter, which is replicated.
+        placement: how it is cut; None for a 0-dim parameter, which is replicated.
         form: what the parameter is around the plain tensor that is cut.
         device: where the unsharded parameter lives.
     """
@@ -116,7 +117,7 @@ class FSDPParam:
         fqn: str,
         slots: tuple[Slot, ...],
         mesh: DataParallelMesh,
-        placement: Shard | None,
+        placement: Placement | None,
         form: ParameterForm,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
@@ -133,8 +134,8 @@ class FSDPParam:
         self.form = form
         plain = form.plain(original.detach())
         self.shape = plain.shape
-        dim = 0 if placement is None else placement.dim
-        self.layout = ChunkLayout(tuple(self.shape) or (1,), dim, mesh.shard_size)
+        self.placement = placement
+        self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
@@ -314,6 +315,8 @@ class FSDPParam:
 
     def _shard(self, full: torch.Tensor) -> torch.Tensor:
         world, rank, dim = self.mesh.shard_size, self.mesh.shard_rank, self.layout.dim
+        if self.shape and tuple(self.shape) != self.layout.shape:  # cut between elements
+            full = full.reshape(self.layout.shape)
         chunk = full
         if world > 1 and is_plain(full):
             chunk = full.narrow(dim, self.layout.offset(rank), self.layout.length(rank))
@@ -404,6 +407,7 @@ class FSDPParam:
                 tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
         elif self.unsharded_param is None:
             tensor = self._local if self.aliased else self._view_of_storage()
+            tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
         else:
             tensor = None
         if tensor is not None:
@@ -554,9 +558,9 @@ class FSDPParam:
             gradient = self.form.gradient(gradient)
         elif zeros_if_unused and parameter.requires_grad:
             gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if gradient is None or self.shape:
+        if gradient is None or tuple(gradient.shape) == self.layout.shape:
             return gradient
-        return gradient.view(1)
+        return gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in the original dtype, the sharded gradient, or adds it to the one that is there.

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.placements import Blocks, Owned, layout_for
+
 Run = tuple[int, int]
 """Indices [start, stop) of one dim."""
 
@@ -81,6 +83,66 @@ class Region:
         return view if view.is_contiguous() else None
 
 
+@dataclass(frozen=True)
+class FlatRegion(Region):
+    """Elements `start` to `stop` (exclusive) of a tensor of shape `whole`, in memory order; the rank's piece is 1-D.
+
+    They are several boxes where they begin or end within a row.
+    """
+
+    whole_shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, whole_shape: Sequence[int], start: int, stop: int) -> FlatRegion:
+        """The region; an empty one is equal to any other empty one."""
+        start, stop = (start, stop) if start < stop else (0, 0)
+        return cls((), tuple(whole_shape), start, stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start,)
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        offset = 0
+        for runs in _boxes_of_range(self.whole_shape, self.start, self.stop):
+            numel = math.prod(stop - start for start, stop in runs)
+            yield tuple(slice(start, stop) for start, stop in runs), (slice(offset, offset + numel),)
+            offset += numel
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        return full.reshape(-1)[self.start : self.stop]
+
+    def put(self, full: torch.Tensor, piece: torch.Tensor) -> None:
+        for in_full, in_piece in self.boxes():
+            target = full[in_full]
+            target.copy_(piece[in_piece].view(target.shape))
+
+    def window(self, full: torch.Tensor) -> torch.Tensor | None:
+        return full.view(-1)[self.start : self.stop] if full.is_contiguous() else None
+
+
+def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Run, ...]]:
+    """The boxes that elements `start` to `stop` of a tensor of `shape` make up, in memory order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield ((start, stop),)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if start < first * row:
+        partial = first - 1
+        for inner in _boxes_of_range(shape[1:], start - partial * row, min(row, stop - partial * row)):
+            yield ((partial, partial + 1), *inner)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if last >= first:
+        for inner in _boxes_of_range(shape[1:], 0, stop - last * row):
+            yield ((last, last + 1), *inner)
+
+
 def region_of(name: str, tensor: torch.Tensor) -> Region:
     """The region of this rank's local tensor; a plain tensor is whole, and a rank outside the mesh holds nothing.
 
@@ -102,9 +164,15 @@ def region_at(
     coordinate: Sequence[int],
 ) -> Region:
     """The region of the rank at `coordinate` of a mesh; placements cut from left to right, as DTensor defines it."""
+    flat = _flat_cut(name, shape, placements, mesh_shape)
+    if flat is not None:
+        return flat[coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())]]
     dims: list[tuple[Run, ...]] = [((0, size),) if size else () for size in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
+            continue
+        if isinstance(placement, Owned | Blocks):
+            dims[0] = _placed(name, placement, dims[0], shape, size, position)
             continue
         dim = getattr(placement, "dim", None)
         if dim is None:
@@ -125,10 +193,21 @@ def regions_of_mesh(
 
     Every rank comes to the same list, so that nobody has to ask. Linear in the size of the mesh.
     """
+    flat = _flat_cut(name, shape, placements, mesh_shape)
+    if flat is not None:
+        axis = next(axis for axis, one in enumerate(placements) if not one.is_replicate())
+        return [flat[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
     found: list[tuple[tuple[Run, ...], ...]] = [tuple(((0, size),) if size else () for size in shape)]
     for placement, size in zip(placements, mesh_shape, strict=True):
         if placement.is_replicate():
             found = [dims for dims in found for _ in range(size)]
+            continue
+        if isinstance(placement, Owned | Blocks):
+            found = [
+                (_placed(name, placement, dims[0], shape, size, position), *dims[1:])
+                for dims in found
+                for position in range(size)
+            ]
             continue
         dim = getattr(placement, "dim", None)
         if dim is None:
@@ -143,6 +222,33 @@ def regions_of_mesh(
                 cut.append((*dims[:dim], runs, *dims[dim + 1 :]))
         found = cut
     return [Region(dims) for dims in found]
+
+
+def _placed(
+    name: str, placement: Owned | Blocks, rows: tuple[Run, ...], shape: Sequence[int], size: int, position: int
+) -> tuple[Run, ...]:
+    """What of the rows that placements before it leave the rank at `position` of `size` holds."""
+    if isinstance(placement, Owned):
+        return rows if position == placement.rank else ()
+    if rows != ((0, shape[0]),) and shape[0]:
+        raise ValueError(f"{name}: {placement} counts rows of the whole tensor, but another axis cuts them too")
+    layout = layout_for(placement, tuple(shape), size)
+    first = layout.offset(position)
+    return ((first, first + layout.length(position)),) if layout.length(position) else ()
+
+
+def _flat_cut(
+    name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> list[FlatRegion] | None:
+    """The region of each rank of the axis that cuts between elements, None if no axis does."""
+    cutting = [(one, size) for one, size in zip(placements, mesh_shape, strict=True) if not one.is_replicate()]
+    if not any(isinstance(one, Blocks) and one.elements is not None for one, _ in cutting):
+        return None
+    if len(cutting) > 1:
+        raise ValueError(f"{name}: {cutting[0][0]} counts elements of the whole tensor, but another axis cuts it too")
+    placement, size = cutting[0]
+    layout = layout_for(placement, tuple(shape), size)
+    return [FlatRegion.of(shape, layout.offset(r), layout.offset(r) + layout.length(r)) for r in range(size)]
 
 
 def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:

@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.adapters import user_attributes
+from shardkit.core.placements import Owned
 from shardkit.core.torch_compat import like_dtensor, local_of
 
-__all__ = ["optimizer_step_on_shards"]
+__all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
 
 _ELEMENTWISE = (
     torch.optim.ASGD,
@@ -41,6 +43,11 @@ _ELEMENTWISE = (
 _NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
+def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's that update each element by itself; a subclass may do anything."""
+    return type(optimizer) in _ELEMENTWISE or type(optimizer) is torch.optim.AdamW
+
+
 def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """From now on `optimizer.step()` updates the plain shards of its DTensor parameters, at the cost of plain tensors.
 
@@ -51,7 +58,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TypeError: for any other optimizer, subclasses of torch's included: they may do anything.
     """
-    if type(optimizer) not in _ELEMENTWISE and type(optimizer) is not torch.optim.AdamW:
+    if not steps_by_element(optimizer):
         names = ", ".join(sorted({kind.__name__ for kind in _ELEMENTWISE} | {"AdamW"}))
         raise TypeError(
             f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
@@ -60,7 +67,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     if optimizer in _prepared:
         return
     _prepared.add(optimizer)
-    steps = _ShardSteps()
+    steps = ShardSteps()
     optimizer.register_step_pre_hook(steps.begin)
     optimizer.register_step_post_hook(steps.end)
     optimizer.register_load_state_dict_pre_hook(steps.forget)
@@ -70,7 +77,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
 _prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _restore_after_errors(optimizer: torch.optim.Optimizer, steps: _ShardSteps) -> None:
+def _restore_after_errors(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None:
     """A step that raises runs no post-hook."""
     inner = optimizer.step
 
@@ -90,8 +97,23 @@ class _Twin:
     def __init__(self, parameter: DTensor) -> None:
         self.parameter = parameter
         self.local = local_of(parameter)
-        self.plain = nn.Parameter(self.local, requires_grad=False)
+        self.plain = nn.Parameter(self.local, requires_grad=parameter.requires_grad)
+        self.plain.__dict__.update(user_attributes(parameter))
         self.pairs: dict[str, tuple[Any, Any]] = {}
+
+    def take_gradient(self) -> None:
+        """Gives the twin the gradient of the parameter, unless another rank owns it: then it is to be passed over."""
+        gradient = self.parameter.grad
+        if gradient is None or _is_elsewhere(self.parameter):
+            self.plain.grad = None
+        else:
+            self.plain.grad = _local_gradient(self.parameter, cast(DTensor, gradient))
+
+    def give_gradient_back(self) -> None:
+        """After the step; an optimizer that has dropped the gradient has dropped that of the parameter."""
+        if self.plain.grad is None and not _is_elsewhere(self.parameter):
+            self.parameter.grad = None
+        self.plain.grad = None
 
     def lend_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors."""
@@ -116,6 +138,10 @@ class _Twin:
         return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
 
 
+def _is_elsewhere(parameter: DTensor) -> bool:
+    return any(isinstance(one, Owned) for one in parameter.placements) and not local_of(parameter).numel()
+
+
 def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
     if gradient.placements is not parameter.placements and tuple(gradient.placements) != tuple(parameter.placements):
         raise RuntimeError(
@@ -126,7 +152,7 @@ def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
     return local_of(gradient)
 
 
-class _ShardSteps:
+class ShardSteps:
     """What is put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
 
     def __init__(self) -> None:
@@ -134,33 +160,45 @@ class _ShardSteps:
         self._params: list[list[torch.Tensor]] | None = None
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
 
-    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
+        """Whether the optimizer is to see a plain twin of this parameter."""
+        return True
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook: the optimizer sees plain tensors, unless a closure is to run forward and backward."""
         if (args and args[-1] is not None and callable(args[-1])) or kwargs.get("closure") is not None:
-            return
+            return None
+        self.lend(optimizer)
+        return None
+
+    def lend(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the plain twins, with their state, in the place of the parameters."""
         self._params = [group["params"] for group in optimizer.param_groups]
         self._state = optimizer.state
         used: dict[int, _Twin] = {}
         lent: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
-            group["params"] = [self._lend(parameter, used, lent) for parameter in params]
+            group["params"] = [self._twin_of(optimizer, parameter, used) for parameter in params]
+        for key, state in self._state.items():
+            twin = used.get(id(key))
+            if twin is None:
+                lent[key] = state
+            elif state:
+                lent[twin.plain] = twin.lend_state(state)
         self._twins = used
         optimizer.state = lent
 
-    def _lend(self, parameter: torch.Tensor, used: dict[int, _Twin], lent: dict[torch.Tensor, Any]) -> torch.Tensor:
-        if not isinstance(parameter, DTensor):
-            if parameter in self._state:
-                lent[parameter] = self._state[parameter]
+    def _twin_of(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, _Twin]
+    ) -> torch.Tensor:
+        if not isinstance(parameter, DTensor) or not self.wants(optimizer, parameter):
             return parameter
         key = id(parameter)
         twin = self._twins.get(key)
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             twin = _Twin(parameter)
         used[key] = twin
-        gradient = parameter.grad
-        twin.plain.grad = None if gradient is None else _local_gradient(parameter, cast(DTensor, gradient))
-        if state := self._state.get(parameter):
-            lent[twin.plain] = twin.lend_state(state)
+        twin.take_gradient()
         return twin.plain
 
     def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -172,15 +210,16 @@ class _ShardSteps:
         if self._params is None:
             return
         lent, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state
+        twins = {id(twin.plain): twin for twin in self._twins.values()}
+        for key, state in lent.items():
+            twin = twins.get(id(key))
+            if twin is None:
+                self._state[key] = state
+            else:
+                twin.take_state(self._state[twin.parameter], state)
+        for twin in twins.values():
+            twin.give_gradient_back()
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
-            for plain, parameter in zip(group["params"], params, strict=True):
-                if plain in lent:
-                    if plain is parameter:
-                        self._state[parameter] = lent[parameter]
-                    else:
-                        self._twins[id(parameter)].take_state(self._state[parameter], lent[plain])
-                if plain is not parameter:
-                    plain.grad = None
             group["params"] = params
         self._params = None
         self._state = defaultdict(dict)

@@ -30,14 +30,23 @@ class ChunkLayout:
 
     On dim 0 the padding is one tail behind the real elements, so the unpadded tensor is a prefix of the padded one.
 
+    With `unit` the dim is cut only at multiples of `unit` indices, and `chunk` is the smallest multiple that is enough.
+    With `owner` one rank holds all of it. Either way the ranks' slots have no padding between them::
+
+        unit = 4      rows   0 1 2 3 | 4 5 6 7 | 8 9 |
+        owner = 2     rows           |         | 0 1 2 3 4 5 6 7 8 9 |
+
     Everything is computed in closed form: a layout takes the same memory for 8 ranks and for 8,000.
 
-    Raises `ValueError` for a shape without dims, a negative size, a dim out of range or a world size below one.
+    Raises `ValueError` for a shape without dims, a negative size, a dim out of range, a world size or unit below one,
+    or an owner that is not one of the ranks.
     """
 
     shape: tuple[int, ...]
     dim: int
     world_size: int
+    unit: int = 1
+    owner: int | None = None
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -50,6 +59,13 @@ class ChunkLayout:
             )
         if self.world_size < 1:
             raise ValueError(f"cannot cut shape {self.shape} over {self.world_size} ranks: expected at least 1")
+        if self.unit < 1:
+            raise ValueError(f"cannot cut shape {self.shape} at multiples of {self.unit}: expected at least 1")
+        if self.owner is not None and not 0 <= self.owner < self.world_size:
+            raise ValueError(
+                f"rank {self.owner} cannot own a tensor of shape {self.shape}: expected a rank in "
+                f"[0, {self.world_size - 1}]"
+            )
 
     @cached_property
     def numel(self) -> int:
@@ -58,8 +74,11 @@ class ChunkLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Indices of the dim that a full rank holds: `ceil(shape[dim] / world_size)`."""
-        return -(-self.shape[self.dim] // self.world_size)
+        """Indices of the dim that a full rank holds: `ceil(shape[dim] / world_size)`, up to a multiple of `unit`."""
+        size = self.shape[self.dim]
+        if self.owner is not None:
+            return size
+        return -(-size // (self.world_size * self.unit)) * self.unit
 
     @cached_property
     def padded_local_shape(self) -> tuple[int, ...]:
@@ -74,7 +93,7 @@ class ChunkLayout:
     @cached_property
     def flat_numel(self) -> int:
         """Elements of the flat tensor behind an unsharded one."""
-        if self.dim == 0:
+        if self.dim == 0 and self.unit == 1 and self.owner is None:
             return self.padded_numel
         # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
         return -(-self.numel // self.world_size) * self.world_size
@@ -84,10 +103,19 @@ class ChunkLayout:
         """Elements of all ranks' padded chunks together: `world_size * padded_local_numel`."""
         return self.world_size * self.padded_local_numel
 
+    @property
+    def has_equal_slots(self) -> bool:
+        """Whether the flat tensor is one padded slot for each rank, so that a collective can gather into it."""
+        return self.dim == 0 and self.flat_numel == self.padded_numel
+
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The ranks in order, those side by side with chunks of one length taken together: at most three runs."""
         size, chunk = self.shape[self.dim], self.chunk
+        if self.owner is not None:
+            after = self.world_size - self.owner - 1
+            owned = (Run(0, self.owner, 0), Run(self.owner, 1, size), Run(self.owner + 1, after, 0))
+            return tuple(run for run in owned if run.ranks)
         full = size // chunk if chunk else self.world_size
         runs = [Run(0, full, chunk)]
         if full < self.world_size and full * chunk < size:
@@ -98,11 +126,19 @@ class ChunkLayout:
 
     def length(self, rank: int) -> int:
         """Indices of the dim that `rank` holds; 0 when its chunk is empty."""
+        if self.owner is not None:
+            return self.chunk if rank == self.owner else 0
         return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
 
     def offset(self, rank: int) -> int:
         """First index of the dim that `rank` holds, clamped to the dim's size for an empty chunk."""
+        if self.owner is not None:
+            return self.chunk if rank > self.owner else 0
         return min(rank * self.chunk, self.shape[self.dim])
+
+    def lengths(self) -> tuple[int, ...]:
+        """Indices of the dim that each rank holds, for one `split_with_sizes` call; as long as the group is large."""
+        return tuple(run.length for run in self.runs for _ in range(run.ranks))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of `rank`'s chunk, without padding."""

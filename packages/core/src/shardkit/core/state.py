@@ -53,6 +53,7 @@ from shardkit.core.torch_compat import (
     unwrapped,
 )
 from shardkit.core.transforms import watch_each, watch_together
+from shardkit.core.whole_steps import restore_interrupted_steps
 
 __all__ = ["FSDPState", "state_of"]
 
@@ -135,6 +136,8 @@ class FSDPState:
         if self.is_root is None:
             initialise_root(self)
         outermost = self.schedule.begin_forward(self)
+        if outermost:
+            restore_interrupted_steps()
         self._depth += 1  # from here on post_forward undoes what was done
         if self._depth == 1:
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception

@@ -160,19 +160,21 @@ def new_dtensor(
     placements: Sequence[Placement],
     shape: torch.Size,
     left_to_right: bool = False,
+    kind: type[DTensor] = DTensor,
 ) -> DTensor:
     """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd.
 
     `local` stays on its device. `DTensor.from_local` would move it to the mesh's, and so undo CPU offloading.
 
     torch takes a strided placement for an order of cuts, as stock fully_shard with tensor parallelism means it: the
-    axes that it stands before have cut first. With `left_to_right` strided placements cut where they stand.
+    axes that it stands before have cut first. With `left_to_right` strided placements cut where they stand. `kind` is
+    the class, for placements that torch's operators do not know.
     """
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
     as_order = False if left_to_right else None  # None: wherever a placement is strided
     spec = DTensorSpec(mesh, tuple(placements), meta, use_strided_shard_as_shard_order=as_order)
-    return DTensor(local.detach(), spec, requires_grad=False)
+    return kind.__new__(kind, local.detach(), spec, requires_grad=False)
 
 
 def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -184,11 +186,12 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     again and do nothing.
     """
     spec = like._spec
+    kind = type(like)
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         as_order = spec.use_strided_shard_as_shard_order
-        return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order)
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order, kind=kind)
+    return kind.__new__(kind, local, spec, requires_grad=False)
 
 
 def take_meaning(dtensor: DTensor, of: DTensor) -> None:

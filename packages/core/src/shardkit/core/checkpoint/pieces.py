@@ -109,7 +109,8 @@ def boxes_of(path: Path, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch
     if place.number is None:
         return []
     boxes = _boxes_of_mesh(tuple(tensor.shape), _checked(path, tensor), place.mesh_shape)[place.number]
-    return [(offsets, sizes, local[in_local]) for offsets, sizes, in_local in boxes]
+    # A piece that is cut between elements is 1-D; its boxes are not.
+    return [(offsets, sizes, local[in_local].view(sizes)) for offsets, sizes, in_local in boxes]
 
 
 @dataclass(frozen=True)

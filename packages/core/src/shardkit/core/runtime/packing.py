@@ -116,7 +116,8 @@ class Packing:
 
     `items` are the indices of the packed items, `slots` the rows. `columns` are (item, elements) of each item in a row
     if the buffer is a matrix with a row for each rank and every item is cut on dim 0, so that torch's operators for
-    such buffers apply; otherwise it is empty.
+    such buffers apply; otherwise it is empty. In a `ragged` buffer rows of one size have no columns: each holds its
+    rank's chunks one behind the other, because a column for a tensor that one rank owns would be empty in all others.
     """
 
     items: tuple[int, ...]
@@ -124,6 +125,7 @@ class Packing:
     gaps: tuple[Gap, ...]
     slots: Slots
     columns: tuple[tuple[int, int], ...]
+    ragged: bool = False
 
     @property
     def numel(self) -> int:
@@ -213,10 +215,12 @@ def _pack(
     filled = [item for item in items if layouts[item].numel]
     if not filled:
         return None
+    ragged = padded and any(layouts[item].owner is not None for item in filled)
+    equal = padded and not ragged
 
     def room(item: int, rank: int) -> int:
         layout = layouts[item]
-        numel = (layout.padded_local_numel if padded else layout.local_numel(rank)) * widths[item]
+        numel = (layout.padded_local_numel if equal else layout.local_numel(rank)) * widths[item]
         return -(-numel // _ALIGNMENT) * _ALIGNMENT if aligned else numel
 
     blocks: list[Block] = []
@@ -231,23 +235,29 @@ def _pack(
             gaps.append(Gap((count, unused), (row, 1), at + used))
 
     world = layouts[filled[0]].world_size
-    if padded:
+    if equal:
         *columns, row = itertools.accumulate((room(item, 0) for item in filled), initial=0)
         for item, column in zip(filled, columns, strict=True):
             for run in layouts[item].runs:
                 lay(item, run.first, run.ranks, row, column + run.first * row)
-        dense = not aligned and all(layouts[item].dim == 0 for item in filled)
+        dense = not aligned and all(layouts[item].has_equal_slots for item in filled)
         sizes = tuple((item, room(item, 0)) for item in filled) if dense else ()
         return Packing(items, tuple(blocks), tuple(gaps), Slots(((world, row),)), sizes)
     rows: list[tuple[int, int]] = []
     start = 0
-    for first, count in runs_together([layouts[item] for item in filled]):
-        *columns, row = itertools.accumulate((room(item, first) for item in filled), initial=0)
+    runs = runs_together([layouts[item] for item in filled])
+    widest = max(sum(room(item, first) for item in filled) for first, _ in runs)
+    for first, count in runs:
+        *columns, used = itertools.accumulate((room(item, first) for item in filled), initial=0)
+        row = widest if ragged else used
         for item, column in zip(filled, columns, strict=True):
             lay(item, first, count, row, start + column)
+        if row > used:
+            gaps.append(Gap((count, row - used), (row, 1), start + used))
         rows.append((count, row))
         start += count * row
-    return Packing(items, tuple(blocks), tuple(gaps), Slots(tuple(rows)), ())
+    slots = Slots(((world, widest),)) if ragged else Slots(tuple(rows))
+    return Packing(items, tuple(blocks), tuple(gaps), slots, (), ragged)
 
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:

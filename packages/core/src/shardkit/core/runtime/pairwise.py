@@ -131,9 +131,11 @@ def _rows_by_rank(
     """For each rank, its non-empty rows of the direct gradients and its packed row, flat, in the output's order."""
     rows: list[list[torch.Tensor]] = [[] for _ in range(plan.transport.world_size)]
     for i in plan.direct:
-        full = plan.items[i].layout.padded_local_numel
-        for rank, piece in enumerate(flat_gradient(plan, grads[i], None).split(full)):  # the last ranks may have none
-            rows[rank].append(piece)
+        layout = plan.items[i].layout
+        sizes = [layout.local_numel(run.first) for run in layout.runs for _ in range(run.ranks)]
+        for rank, piece in enumerate(flat_gradient(plan, grads[i], None).split_with_sizes(sizes)):
+            if piece.numel():
+                rows[rank].append(piece)
     if packed is not None:
         assert plan.packing is not None
         plan.packing.fill(packed, grads)

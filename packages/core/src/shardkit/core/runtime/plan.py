@@ -81,7 +81,7 @@ class Transport(ABC):
 
         `sources[i]` is this rank's chunk, of shape `items[i].layout.local_shape(rank)`, of any dtype (cast when
         written) and on any device. `flats[i]` is a 1-D tensor of `items[i].dtype` on the group's device, allocated, of
-        `padded_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
+        `layout.flat_numel` elements if the item is cut on dim 0 and of `numel` if not. When the program is done,
         `flats[i][:numel].view(shape)` is the unsharded tensor; elements behind it are undefined.
 
         Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
@@ -234,7 +234,7 @@ class GatherPlan:
     def padding_nbytes(self) -> int:
         """Bytes behind the unsharded tensors, and in the packed buffer, that hold no element."""
         behind = [
-            (item.layout.padded_numel - item.layout.numel) * item.dtype.itemsize
+            (item.layout.flat_numel - item.layout.numel) * item.dtype.itemsize
             for item in self.items
             if item.layout.dim == 0
         ]
@@ -418,7 +418,7 @@ def plan_reduce(
     ]
     packed = [i for i in range(len(items)) if i not in set(direct)]
     packing = pack(layouts, packed, [1] * len(items), padded=transport.padded, aligned=False) if packed else None
-    sizes, places = _output_order(layouts, direct, packed, rank, padded=transport.padded)
+    sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.padded)
     return ReducePlan(
         items=tuple(items),
         transport=transport,
@@ -456,7 +456,8 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
     if not transport.packs:
         return True
-    return transport.direct and layout.dim == 0 and layout.padded_local_numel * itemsize >= SMALL_BYTES
+    in_place = layout.has_equal_slots if transport.padded else layout.dim == 0
+    return transport.direct and in_place and layout.padded_local_numel * itemsize >= SMALL_BYTES
 
 
 def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, transport: Transport) -> bool:
@@ -470,20 +471,29 @@ def _gather_slots(layout: ChunkLayout, *, padded: bool) -> Slots:
     if padded:
         return Slots(((layout.world_size, layout.padded_local_numel),))
     runs = tuple((run.ranks, layout.local_numel(run.first)) for run in layout.runs)
-    return Slots(runs, layout.padded_numel - layout.numel)
+    return Slots(runs, layout.flat_numel - layout.numel)
 
 
 def _output_order(
-    layouts: Sequence[ChunkLayout], direct: Sequence[int], packed: Sequence[int], rank: int, *, padded: bool
+    layouts: Sequence[ChunkLayout],
+    direct: Sequence[int],
+    packed: Sequence[int],
+    packing: Packing | None,
+    rank: int,
+    *,
+    padded: bool,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
     """Sizes of the output's consecutive pieces, and for each item the index and shape of its piece."""
     sizes: list[int] = []
     places: dict[int, tuple[int, tuple[int, ...]]] = {}
+    ragged = packing is not None and packing.ragged
     for i in (*direct, *packed):
         layout = layouts[i]
         used = layout.local_numel(rank)
         places[i] = (len(sizes), layout.local_shape(rank))
         sizes.append(used)
-        if padded and layout.padded_local_numel > used:
+        if padded and layout.padded_local_numel > used and not (ragged and i in packed):
             sizes.append(layout.padded_local_numel - used)
+    if packing is not None and ragged:
+        sizes.append(packing.slots.slot_numel(rank) - sum(layouts[i].local_numel(rank) for i in packed))
     return tuple(sizes), tuple(places[i] for i in range(len(layouts)))

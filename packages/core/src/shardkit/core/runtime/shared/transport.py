@@ -195,7 +195,8 @@ def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
 def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
     """Each rank's part of an unsharded tensor, on whatever dim it is cut; the last ranks may have none."""
     layout = plan.items[i].layout
-    parts: tuple[torch.Tensor, ...] = flat[: layout.numel].view(layout.shape).split(layout.chunk, layout.dim)
+    whole = flat[: layout.numel].view(layout.shape)
+    parts: tuple[torch.Tensor, ...] = whole.split_with_sizes(layout.lengths(), layout.dim)
     return parts
 
 
@@ -314,7 +315,7 @@ class SharedTransport(Transport):
         pieces = [row.split_with_sizes(sizes) for row, sizes in zip(rows, plan.piece_sizes, strict=True)]
         for i, (item, grad) in enumerate(zip(plan.items, grads, strict=True)):
             layout = item.layout
-            for rank, chunk in enumerate(grad.split(layout.chunk, layout.dim)):
+            for rank, chunk in enumerate(grad.split_with_sizes(layout.lengths(), layout.dim)):
                 if chunk.numel():
                     targets.append(pieces[rank][i].view(chunk.shape))
                     chunks.append(chunk)

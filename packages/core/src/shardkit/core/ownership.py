@@ -1,0 +1,162 @@
+"""Which rank owns which parameter: plans that balance the work of an optimizer step, made without communication.
+
+Note [Balance]
+The slowest rank decides how long a step takes. Parameters are given out in the order of falling cost, each to the rank
+with the least to do so far; of ranks with equally much, to the one with the fewest bytes, then the lowest. Every rank
+computes the same from shapes alone. Doing so for a whole model at once (`plan_owners`) balances better than for one
+`fully_shard` call after the other, because a large matrix of a late call finds no rank that was kept free for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.placements import Owned
+from shardkit.core.torch_compat import local_of
+
+__all__ = ["Cost", "OwnerPlan", "PlannedPlacements", "newton_schulz_flops", "owners_for", "plan_owners"]
+
+Cost = Callable[[torch.Tensor], float]
+"""What one step costs the owner of a parameter, in any unit. It may look at shape and dtype only."""
+
+
+def newton_schulz_flops(parameter: torch.Tensor) -> float:
+    """Floating-point operations of one iteration of Muon's Newton-Schulz on a matrix `(..., rows, columns)`.
+
+    With `m <= n` the sides: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update. What is
+    not a matrix counts one operation an element.
+    """
+    shape = _own_shape(parameter)
+    if len(shape) < 2:
+        return float(math.prod(shape))
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def _own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of what an owner holds: of a tensor-parallel parameter, this rank's shard."""
+    return tuple(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
+
+
+Weight = tuple[float, int]
+"""(cost, bytes) of one parameter, or of all that a rank owns."""
+
+
+def _give_out(weights: Sequence[Weight], loads: list[Weight]) -> list[int]:
+    """The owner of each parameter, added to the ranks' `loads`; see Note [Balance]."""
+    ranks = [(*load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(ranks)
+    owners = [0] * len(weights)
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i][0], -weights[i][1], i)):
+        cost, nbytes, rank = heapq.heappop(ranks)
+        loads[rank] = cost + weights[index][0], nbytes + weights[index][1]
+        heapq.heappush(ranks, (*loads[rank], rank))
+        owners[index] = rank
+    return owners
+
+
+class OwnerPlan:
+    """Owners for the parameters of one model, for any number of ranks.
+
+    Args:
+        named: the parameters that are to be owned, with their FQNs; they are held weakly.
+        cost: what one step costs the owner of each.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], cost: Cost) -> None:
+        self.names = tuple(name for name, _ in named)
+        self.weights: tuple[Weight, ...] = tuple(_weigh(one, cost) for _, one in named)
+        self._numbers = WeakTensorKeyDictionary()
+        for number, (_, one) in enumerate(named):
+            self._numbers[one] = number
+        self._owners: dict[int, list[int]] = {}
+
+    def owners(self, world_size: int) -> list[int]:
+        """The owner of each parameter of `names` among `world_size` ranks."""
+        if world_size not in self._owners:
+            self._owners[world_size] = _give_out(self.weights, [(0.0, 0)] * world_size)
+        return self._owners[world_size]
+
+    def owner(self, parameter: torch.Tensor, world_size: int) -> int | None:
+        """The owner of one parameter; None for one that the plan was not made for."""
+        number = self._numbers.get(parameter)
+        return None if number is None else self.owners(world_size)[number]
+
+    def loads(self, world_size: int) -> list[Weight]:
+        """What each rank owns: (cost, bytes)."""
+        loads = [(0.0, 0)] * world_size
+        for rank, (cost, nbytes) in zip(self.owners(world_size), self.weights, strict=True):
+            loads[rank] = loads[rank][0] + cost, loads[rank][1] + nbytes
+        return loads
+
+    def imbalance(self, world_size: int) -> float:
+        """Largest over mean cost of a rank: 1 is perfect. Computed, not measured."""
+        costs = [cost for cost, _ in self.loads(world_size)]
+        return max(costs) * world_size / sum(costs) if sum(costs) else 1.0
+
+
+def _weigh(parameter: torch.Tensor, cost: Cost) -> Weight:
+    return float(cost(parameter)), math.prod(_own_shape(parameter)) * parameter.element_size()
+
+
+class PlannedPlacements:
+    """A `shard_placement_fn` with a plan of owners for a whole model; what `plan_owners` makes.
+
+    Attributes:
+        plan: the owners; `plan.imbalance(world_size)` says how even they are.
+    """
+
+    def __init__(self, model: nn.Module, choose: Callable[[nn.Parameter], Placement | None], cost: Cost) -> None:
+        self._choose = choose
+        chosen = ((name, one, choose(one)) for name, one in model.named_parameters() if one.ndim)
+        owned = [(name, one) for name, one, at in chosen if isinstance(at, Owned) and at.rank is None]
+        self.plan = OwnerPlan(owned, cost)
+
+    def __call__(self, parameter: nn.Parameter) -> Placement | None:
+        """The placement of one parameter."""
+        placement = self._choose(parameter)
+        if isinstance(placement, Owned) and placement.rank is None:
+            return Owned(plan=self.plan)
+        return placement
+
+
+def plan_owners(
+    model: nn.Module,
+    choose: Callable[[nn.Parameter], Placement | None] = lambda parameter: Owned() if parameter.ndim == 2 else None,
+    *,
+    cost: Cost = newton_schulz_flops,
+) -> PlannedPlacements:
+    """A `shard_placement_fn` whose owners are balanced over all of a model. Not collective; needs no mesh yet.
+
+    Call it before the first `fully_shard`, and pass what it returns to every call. All ranks must make the same calls.
+
+    Args:
+        model: the whole model, also one on the meta device.
+        choose: the placement of each parameter; by default matrices are owned and everything else is `Shard(0)`.
+        cost: what one step costs the owner of a parameter, from its shape and dtype, in any unit.
+    """
+    return PlannedPlacements(model, choose, cost)
+
+
+# What the ranks of each shard group own, of parameters whose owner no plan has chosen.
+_loads: WeakKeyDictionary[dist.ProcessGroup, list[Weight]] = WeakKeyDictionary()
+
+
+def owners_for(parameters: Sequence[tuple[torch.Tensor, OwnerPlan | None]], mesh: DataParallelMesh) -> list[int]:
+    """The owner of each parameter within the shard group, by its plan or else by what the ranks own so far."""
+    group, world = mesh.shard_group, mesh.shard_size
+    planned = [None if plan is None else plan.owner(one, world) for one, plan in parameters]
+    loads = [(0.0, 0)] * world if group is None else _loads.setdefault(group, [(0.0, 0)] * world)
+    unplanned = [one for (one, _), rank in zip(parameters, planned, strict=True) if rank is None]
+    chosen = iter(_give_out([_weigh(one, newton_schulz_flops) for one in unplanned], loads))
+    return [next(chosen) if rank is None else rank for rank in planned]

@@ -1,0 +1,299 @@
+"""`PlacedTensor`: a DTensor on one of our own placements.
+
+Note [Operators on our placements]
+torch's operators know `Shard`, `Replicate` and `Partial`; with another placement they would guess, or gather with
+sizes that are wrong. So a `PlacedTensor` runs operators itself. What acts on each element by itself runs on the local
+tensors, without communication. Norms add up over the ranks, because clipping and loggers of others need them.
+Everything else raises and says what to do. An optimizer never comes here with an owned parameter: it steps on plain
+tensors (`whole_steps.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from shardkit.core.placements import is_ours
+from shardkit.core.region import region_at, region_of
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
+
+__all__ = ["PlacedTensor"]
+
+# Operators that keep each element in its place and carry no tag that says so.
+_IN_PLACE = frozenset(
+    {
+        "_pin_memory",
+        "_to_copy",
+        "alias",
+        "clone",
+        "copy_",
+        "detach",
+        "empty_like",
+        "fill_",
+        "full_like",
+        "is_pinned",
+        "lift_fresh",
+        "ones_like",
+        "zero_",
+        "zeros_like",
+    }
+)
+_NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class PlacedTensor(DTensor):
+    """A DTensor with `Owned` or `Blocks` on one axis of its mesh. See Note [Operators on our placements]."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a C function that is called like this one
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func).split(".")[1]
+        if name == "copy_" and args[0].shape == args[1].shape and not _alike(args[0], args[1]):
+            return _copy_between(args[0], args[1])
+        if name == "linalg_vector_norm":
+            return _norm(func, *args, **kwargs)
+        if name == "_foreach_norm":
+            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in args[0]]
+        if name == _UNSCALE:
+            return _unscale(func, args[0], *args[1:])
+        if name in _NEW:
+            return _new(func, *args, **kwargs)
+        if name in _IN_PLACE or name.startswith("_foreach_") or torch.Tag.pointwise in func.tags:
+            return _elementwise(func, args, kwargs)
+        raise _refusal(func, _first(args))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, plain, on every rank of the mesh. Collective; carries no gradient."""
+        return self._gathered().full_tensor()
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """A DTensor with torch's placements. Collective; carries no gradient.
+
+        Raises:
+            ValueError: for another mesh, or for a placement that torch does not know.
+        """
+        wanted = tuple(self.placements if placements is None else placements)
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(f"{self._described()} cannot be redistributed to another mesh, {device_mesh}")
+        if wanted == tuple(self.placements):
+            return self
+        if any(is_ours(one) for one in wanted):
+            raise ValueError(
+                f"{self._described()} cannot be redistributed to {wanted}; shard the model again, or save a checkpoint "
+                "and load it into a model with the other placements"
+            )
+        return self._gathered().redistribute(placements=wanted)
+
+    def _gathered(self) -> DTensor:
+        """The same values with our placement replaced by Replicate: one broadcast for each rank that holds a part."""
+        mesh, shape = self.device_mesh, tuple(self.shape)
+        axis = next(number for number, one in enumerate(self.placements) if is_ours(one))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, self._described()
+        others = [Replicate() if number == axis else one for number, one in enumerate(self.placements)]
+        mine = local_of(self).detach()
+        whole = mine.new_empty(region_at("", shape, others, mesh.mesh.shape, coordinate).shape)
+        for rank in range(mesh.size(axis)):
+            at = [*coordinate[:axis], rank, *coordinate[axis + 1 :]]
+            part = region_at("", shape, self.placements, mesh.mesh.shape, at)
+            # An owner holds all that the other axes leave; blocks are cut by no other axis.
+            target = whole if part.numel == whole.numel() else part.window(whole)
+            if not part.numel or target is None:
+                continue
+            piece = mine.contiguous() if rank == coordinate[axis] else mine.new_empty(part.shape)
+            on_wire = piece.to(mesh.device_type)
+            dist.broadcast(on_wire, group=mesh.get_group(axis), group_src=rank)
+            target.copy_(on_wire.view(target.shape))
+        return new_dtensor(whole, mesh, others, self.shape)
+
+    def _described(self) -> str:
+        return f"a tensor of shape {tuple(self.shape)} with placements {tuple(self.placements)}"
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PlacedTensor(local_tensor={local_of(self)}, placements={tuple(self.placements)})"
+
+    # -- the questions of torch.distributed.checkpoint ----------------------------------------------------------------
+
+    def _boxes(self) -> list[tuple[torch.Size, torch.Size, Any]]:
+        return [
+            (torch.Size(one.start for one in where), torch.Size(one.stop - one.start for one in where), in_local)
+            for where, in_local in region_of("a tensor", self).boxes()
+            if math.prod(one.stop - one.start for one in where)
+        ]
+
+    def __create_write_items__(self, fqn: str, owner: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local_of(self))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offset),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offset, size), properties, self.shape),
+            )
+            for offset, size, _ in self._boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offset, size) for offset, size, _ in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for offset, size, in_local in self._boxes():
+            if offset == index.offset:
+                return local_of(self).detach()[in_local].view(size)
+        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset} of {self._described()}")
+
+
+def _first(args: Sequence[Any]) -> PlacedTensor:
+    for one in args:
+        for tensor in one if isinstance(one, list | tuple) else (one,):
+            if isinstance(tensor, PlacedTensor):
+                return tensor
+    raise AssertionError("an operator without a PlacedTensor came to PlacedTensor")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two tensors lie in the same places."""
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.device_mesh != other.device_mesh:
+        return False
+    return one.shape == other.shape and tuple(one.placements) == tuple(other.placements)
+
+
+def _refusal(func: Any, tensor: PlacedTensor, because: str = "is not known to act on each element by itself") -> Any:
+    return NotImplementedError(
+        f"{func} {because}, and was called with {tensor._described()}. Use full_tensor() (collective), or to_local() "
+        "for what this rank holds; clip with shardkit.core.clip_grad_norm_. An optimizer that needs whole matrices "
+        "takes parameters on Owned()"
+    )
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on the local tensors and wraps what has their shape."""
+    like = _first(args)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(local(one) for one in value)
+        if not isinstance(value, torch.Tensor) or (not isinstance(value, DTensor) and not value.ndim):
+            return value
+        if isinstance(value, DTensor):
+            if not value.ndim:
+                return value.full_tensor()
+            in_list = str(func).split(".")[1].startswith("_foreach_")
+            if in_list or _alike(value, like):
+                return local_of(value)
+        raise _refusal(
+            func,
+            like,
+            f"got {type(value).__name__} of shape {tuple(value.shape)} with placements "
+            f"{tuple(getattr(value, 'placements', ('plain',)))}, which lies in other places",
+        )
+
+    if str(func).split(".")[1].startswith("_foreach_"):
+        _refuse_mixed_lists(func, args, like)
+    results = func(*[local(one) for one in args], **{key: local(value) for key, value in kwargs.items()})
+    return _wrapped(results, args[0])
+
+
+def _refuse_mixed_lists(func: Any, args: tuple[Any, ...], like: PlacedTensor) -> None:
+    """Lists of a foreach operator may hold tensors of several placements, if those side by side are alike."""
+    lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], torch.Tensor)]
+    for side_by_side in zip(*lists, strict=False):
+        full = [one for one in side_by_side if one.ndim]
+        if any(not _alike(full[0], one) for one in full[1:]) or any(not isinstance(one, DTensor) for one in full):
+            raise _refusal(func, like, "got tensors side by side that lie in different places")
+
+
+def _wrapped(result: Any, source: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(one, like) for one, like in zip(result, source, strict=True))
+    if not isinstance(result, torch.Tensor) or not isinstance(source, DTensor):
+        return result
+    if result is local_of(source):
+        return source
+    assert result.shape == local_of(source).shape, (result.shape, source)
+    return like_dtensor(result, source)
+
+
+def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """`new_empty` and its kin: of this tensor's shape it lies in the same places; of no dims it is plain."""
+    local = local_of(like)
+    if tuple(size) == tuple(like.shape):
+        return like_dtensor(func(local, local.shape, *args, **kwargs), like)
+    if tuple(size) == ():
+        return func(local, size, *args, **kwargs)
+    raise _refusal(func, like, f"was asked for shape {tuple(size)}")
+
+
+def _copy_between(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`copy_` from a tensor of the whole shape that lies elsewhere (collective, unless it is plain)."""
+    full = source.full_tensor() if isinstance(source, DTensor) else source
+    if isinstance(target, DTensor):
+        local_of(target).copy_(region_of("the target of copy_", target).take(full))
+    else:
+        target.copy_(full)
+    return target
+
+
+def _groups(tensor: DTensor) -> list[dist.ProcessGroup]:
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(axis)
+        for axis, one in enumerate(tensor.placements)
+        if not one.is_replicate() and mesh.size(axis) > 1
+    ]
+
+
+def _norm(
+    func: Any,
+    tensor: PlacedTensor,
+    order: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    """The norm of all elements, on every rank of the mesh (collective)."""
+    if dim is not None or keepdim or order <= 0:
+        raise _refusal(func, tensor, "is known for the norm of all elements and orders above 0")
+    local = local_of(tensor)
+    numbers = local if local.numel() else local.new_zeros(1)
+    part = cast(torch.Tensor, func(numbers, order, dtype=dtype))
+    total = part.double().to(tensor.device_mesh.device_type)
+    op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
+    total = total if math.isinf(order) else total.pow(order)
+    for group in _groups(tensor):
+        dist.all_reduce(total, op, group=group)
+    total = total if math.isinf(order) else total.pow(1 / order)
+    replicated = [Replicate() for _ in tensor.placements]
+    return new_dtensor(total.to(part.dtype), tensor.device_mesh, replicated, torch.Size(()))
+
+
+def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
+    """What a GradScaler does to gradients; a nan on one rank is found on all (collective)."""
+    plain = [local_of(one) if isinstance(one, DTensor) else one for one in gradients]
+    seen, factor = (one.full_tensor() if isinstance(one, DTensor) else one for one in (found, scale))
+    func([one for one in plain if one.numel()], seen, factor)
+    groups = {id(group): group for one in gradients if isinstance(one, DTensor) for group in _groups(one)}
+    for group in groups.values():
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    if seen is not found:
+        found.copy_(seen)

@@ -1,0 +1,126 @@
+"""Placements beside `Shard`: a parameter that lies whole on one rank, or is cut only between blocks.
+
+Note [Where the bytes lie]
+A weight of 6 rows on 3 ranks; a digit says which rank holds the element::
+
+    Shard(0)     Owned(rank=1)    Blocks(rows=4)    Blocks(elements=8), rows of 5
+    0 0 0 0 0     1 1 1 1 1         0 0 0 0 0          0 0 0 0 0
+    0 0 0 0 0     1 1 1 1 1         0 0 0 0 0          0 0 0 0 0
+    1 1 1 1 1     1 1 1 1 1         0 0 0 0 0          0 0 0 0 0
+    1 1 1 1 1     1 1 1 1 1         0 0 0 0 0          0 1 1 1 1
+    2 2 2 2 2     1 1 1 1 1         1 1 1 1 1          1 1 1 1 1
+    2 2 2 2 2     1 1 1 1 1         1 1 1 1 1          1 1 1 1 1
+
+They say what every rank holds, as `Shard` does, so a checkpoint needs no communication to write or read it. torch's own
+operators do not know them: see `placed.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import Placement
+
+from shardkit.core.sharding import ChunkLayout
+
+if TYPE_CHECKING:
+    from shardkit.core.ownership import OwnerPlan
+
+__all__ = ["Blocks", "Owned", "is_ours", "layout_for"]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Owned(Placement):
+    """The whole parameter, its gradient and its optimizer state lie on one rank of the shard group.
+
+    For optimizers that need a whole matrix. Their step sees plain tensors on the owner; on the other ranks the
+    parameter has no gradient, so it is passed over, and nothing is communicated.
+
+    Args:
+        rank: the owner's place in the shard group. None: `fully_shard` chooses the rank with the least to do so far.
+        plan: chooses the rank instead, knowing all parameters of a model (`shardkit.core.plan_owners`).
+    """
+
+    rank: int | None = None
+
+    def __init__(self, rank: int | None = None, *, plan: OwnerPlan | None = None) -> None:
+        super().__init__()
+        if rank is not None and (not isinstance(rank, int) or rank < 0):
+            raise ValueError(f"Owned(rank={rank!r}): expected a rank of the shard group, counted from 0, or None")
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "plan", plan)
+
+    def __reduce__(self) -> Any:
+        return Owned, (self.rank,)
+
+    def __repr__(self) -> str:
+        return "Owned()" if self.rank is None else f"Owned(rank={self.rank})"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Blocks(Placement):
+    """Like `Shard(0)`, but cut only at multiples of `rows`, or of `elements` in memory.
+
+    Multiples are counted from the start of the whole tensor, so an optimizer that quantizes its state in blocks has the
+    same blocks on any number of ranks. Each rank holds `ceil(blocks / ranks)` of them, the last ranks fewer or none.
+    With `elements` the local tensor is 1-D.
+
+    Raises:
+        ValueError: unless exactly one of the two is given, and at least 1.
+    """
+
+    rows: int | None = None
+    elements: int | None = None
+
+    def __init__(self, *, rows: int | None = None, elements: int | None = None) -> None:
+        super().__init__()
+        if (rows is None) == (elements is None):
+            raise ValueError(f"Blocks(rows={rows}, elements={elements}): give either rows or elements")
+        size = elements if rows is None else rows
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"Blocks: a block has {size!r} {'elements' if rows is None else 'rows'}; expected >= 1")
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "elements", elements)
+
+    def __reduce__(self) -> Any:
+        return _blocks, (self.rows, self.elements)
+
+    def __repr__(self) -> str:
+        return f"Blocks(elements={self.elements})" if self.rows is None else f"Blocks(rows={self.rows})"
+
+    __str__ = __repr__
+
+
+def _blocks(rows: int | None, elements: int | None) -> Blocks:
+    return Blocks(rows=rows, elements=elements)
+
+
+def is_ours(placement: Placement | None) -> bool:
+    """Whether a placement is one that torch's operators do not know."""
+    return isinstance(placement, Owned | Blocks)
+
+
+def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: int) -> ChunkLayout:
+    """How a placement cuts a tensor of `shape`; None replicates, as one tensor of at least one dim.
+
+    With `Blocks(elements=...)` the layout is that of the flat tensor.
+    """
+    if isinstance(placement, Owned):
+        return ChunkLayout(shape, 0, world_size, owner=placement.rank)
+    if isinstance(placement, Blocks):
+        if placement.elements is not None:
+            numel = 1
+            for size in shape:
+                numel *= size
+            return ChunkLayout((numel,), 0, world_size, unit=placement.elements)
+        assert placement.rows is not None
+        return ChunkLayout(shape, 0, world_size, unit=placement.rows)
+    dim = 0 if placement is None else placement.dim  # type: ignore[attr-defined]
+    return ChunkLayout(shape or (1,), dim, world_size)
+
+
+torch.serialization.add_safe_globals([Owned, Blocks, _blocks])  # for torch.load(weights_only=True)

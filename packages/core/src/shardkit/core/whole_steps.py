@@ -1,0 +1,108 @@
+"""Optimizer steps on what a rank owns, as plain tensors, for optimizers that know nothing of DTensors.
+
+Note [Steps on whole matrices]
+While any optimizer of the process steps, its parameters on `Owned` are plain tensors: the whole matrix on the owner, an
+empty tensor without a gradient on all other ranks, which every optimizer passes over. So Muon, Shampoo and the like run
+unmodified, with any operator, and nothing is communicated. Parameters on `Blocks` are plain tensors too, for optimizers
+that treat each element, or each block of elements in memory, by itself; others get the DTensor, whose operators refuse
+what blocks cannot give. State of the parameter's own shape is a DTensor between the steps, so that checkpoints know
+where it lies; any other state stays as the optimizer made it. See Note [Two views of one state] in `shard_steps.py`.
+
+A step that raises runs no post-hook. The next step, state dict or forward of a root puts everything back first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.placements import Blocks, Owned
+from shardkit.core.shard_steps import ShardSteps, steps_by_element
+
+__all__ = ["after_step", "before_step", "restore_interrupted_steps"]
+
+# Their 8-bit and 4-bit optimizers scale each block of consecutive elements by itself.
+_BLOCKWISE = ("bitsandbytes", "torchao")
+
+
+def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether the optimizer is to see a plain tensor in the place of this parameter."""
+    for one in parameter.placements if isinstance(parameter, DTensor) else ():
+        if isinstance(one, Owned):
+            return True
+        if isinstance(one, Blocks):
+            return steps_by_element(optimizer) or type(optimizer).__module__.split(".")[0] in _BLOCKWISE
+    return False
+
+
+class _WholeSteps(ShardSteps):
+    def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
+        return _steps_plainly(optimizer, parameter)
+
+    @property
+    def is_lent(self) -> bool:
+        return self._params is not None
+
+
+_steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionary()
+_lent: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Step pre-hook of every optimizer: see Note [Steps on whole matrices]."""
+    steps = _steps.get(optimizer)
+    if steps is not None and steps.is_lent:
+        _restore(optimizer)
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(_steps_plainly(optimizer, one) for one in params):
+        return None
+    if steps is None:
+        steps = _steps[optimizer] = _WholeSteps()
+        optimizer.register_load_state_dict_pre_hook(steps.forget)
+        optimizer.register_state_dict_pre_hook(_restore)
+    args, kwargs = _with_closure(optimizer, steps, args, kwargs)
+    steps.lend(optimizer)
+    _lent.add(optimizer)
+    return args, kwargs
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Step post-hook of every optimizer."""
+    _restore(optimizer)
+
+
+def restore_interrupted_steps() -> None:
+    """Ends steps that have raised. At most a look at an empty set."""
+    for optimizer in list(_lent):
+        _restore(optimizer)
+
+
+def _restore(optimizer: torch.optim.Optimizer) -> None:
+    steps = _steps.get(optimizer)
+    if steps is not None:
+        steps.end(optimizer, (), {})
+    _lent.discard(optimizer)
+
+
+def _with_closure(optimizer: torch.optim.Optimizer, steps: _WholeSteps, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a step, with a closure that sees the parameters themselves while it runs."""
+
+    def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            steps.end(optimizer, (), {})
+            try:
+                return closure()
+            finally:
+                steps.lend(optimizer)
+
+        return run
+
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": around(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], around(args[1]), *args[2:]), kwargs
+    return args, kwargs

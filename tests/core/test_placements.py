@@ -1,0 +1,223 @@
+"""Parameters on `Owned` and `Blocks`: where their bytes lie, and training against a single process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardkit.core import Blocks, Owned, clip_grad_norm_, events, fully_shard, grad_norm
+from shardkit.core.placements import layout_for
+from shardkit.core.torch_compat import local_of
+from tests.support import networked_mesh, rank_mesh, run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+PLACEMENTS: dict[str, Callable[[nn.Parameter], object]] = {
+    "owned": lambda p: Owned() if p.ndim == 2 else None,
+    "all_owned": lambda p: Owned(),
+    "rows": lambda p: Blocks(rows=4),
+    "elements": lambda p: Blocks(elements=16),
+    "mixed": lambda p: {(7, 10): Blocks(rows=2), (30, 10): Owned(), (10, 30): Shard(1)}.get(
+        tuple(p.shape), Blocks(elements=8)
+    ),
+}
+
+
+def build(width: int = 10) -> Net:
+    torch.manual_seed(3)
+    return Net(width)
+
+
+def shard(model: Net, mesh: object, placement: str, **options: object) -> Net:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, shard_placement_fn=PLACEMENTS[placement], **options)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=PLACEMENTS[placement], **options)
+
+
+def batch(rank: int, step: int, width: int = 10) -> torch.Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def alone(world_size: int, steps: int, optimizer: Callable[..., torch.optim.Optimizer]) -> Net:
+    """One process that is given the mean of all ranks' gradients, added in rank order as the owner does."""
+    model = build()
+    opt = optimizer(model.parameters())
+    for step in range(steps):
+        sums: list[torch.Tensor] | None = None
+        for rank in range(world_size):
+            model(batch(rank, step)).square().mean().backward()
+            grads = [p.grad for p in model.parameters()]
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
+            opt.zero_grad()
+        assert sums is not None
+        for p, total in zip(model.parameters(), sums, strict=True):
+            p.grad = total / world_size
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _trains(rank: int, world_size: int, placement: str, networked: bool) -> None:
+    make = networked_mesh if networked else rank_mesh
+    model = shard(build(), make((world_size,)), placement)
+    opt = sgd(model.parameters())
+    for step in range(3):
+        model(batch(rank, step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    expected = dict(alone(world_size, 3, sgd).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(parameter.full_tensor(), expected[name], msg=name)
+        if world_size <= 2 or parameter.ndim:
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+@pytest.mark.parametrize("networked", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_trains_as_one_process(world_size: int, placement: str, networked: bool) -> None:
+    run_ranks(world_size, _trains, placement, networked)
+
+
+def _lies(rank: int, world_size: int) -> None:
+    original = {name: p.detach().clone() for name, p in build().named_parameters()}
+    mesh = rank_mesh((world_size,))
+    for placement in PLACEMENTS:
+        for name, parameter in shard(build(), mesh, placement).named_parameters():
+            one = parameter.placements[0]
+            local = local_of(parameter)
+            if not isinstance(one, Owned | Blocks):
+                continue
+            layout = layout_for(one, tuple(parameter.shape), world_size)
+            flat = original[name].reshape(layout.shape)
+            expected = flat.narrow(0, layout.offset(rank), layout.length(rank))
+            assert torch.equal(local, expected), name
+            if isinstance(one, Owned):
+                assert local.numel() == (parameter.numel() if rank == one.rank else 0)
+            else:
+                size = one.rows or one.elements
+                assert layout.offset(rank) % size == 0 or not local.numel()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bytes_lie_where_the_placement_says(world_size: int) -> None:
+    run_ranks(world_size, _lies)
+
+
+def _counts(rank: int, world_size: int) -> dict[str, int]:
+    """Bytes that this rank sends in one step, by placement."""
+    sent: dict[str, int] = {}
+    for placement in ("shard", "owned", "all_owned"):
+        model = build(16)
+        if placement == "shard":
+            for block in model.blocks:
+                fully_shard(block, mesh=networked_mesh((world_size,)))
+            fully_shard(model, mesh=networked_mesh((world_size,)))
+        else:
+            shard(model, networked_mesh((world_size,)), placement)
+        total = 0
+
+        def listen(event: object) -> None:
+            nonlocal total
+            if isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
+                total += event.wire_bytes
+
+        with events.subscribe(listen):
+            model(batch(rank, 0, 16)).square().mean().backward()
+        sent[placement] = total
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_sends_no_more_than_with_shard(world_size: int) -> None:
+    by_rank = run_ranks(world_size, _counts)
+    totals = {name: sum(sent[name] for sent in by_rank) for name in by_rank[0]}
+    assert totals["shard"] > 0
+    assert totals["owned"] == totals["all_owned"] == totals["shard"]
+
+
+def _clips(rank: int, world_size: int) -> None:
+    mesh = rank_mesh((world_size,))
+    norms = []
+    for placement in PLACEMENTS:
+        model = shard(build(), mesh, placement)
+        model(batch(rank, 0)).square().mean().backward()
+        before = grad_norm(model.parameters())
+        stock = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(stock.full_tensor(), before)
+        norms.append(clip_grad_norm_(model.parameters(), 0.01))
+        torch.testing.assert_close(grad_norm(model.parameters()), torch.tensor(0.01), rtol=1e-3, atol=0)
+        stock = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+        torch.testing.assert_close(grad_norm(model.parameters()), torch.tensor(0.005), rtol=1e-3, atol=0)
+    for norm in norms[1:]:
+        torch.testing.assert_close(norm, norms[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping_counts_every_rank(world_size: int) -> None:
+    run_ranks(world_size, _clips)
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
+    "owner": (lambda p: Owned(rank=2), r"Owned\(rank=2\) for parameter 'norm.weight', but the shard group has 2 ranks"),
+    "kind": (lambda p: "whole", r"'whole' for parameter 'norm.weight'; expected Shard\(dim\), Owned\(\), Blocks"),
+}
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    for choose, message in REFUSED.values():
+        with pytest.raises((ValueError, TypeError), match=message):
+            fully_shard(Block(8), mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
+    model = shard(build(), rank_mesh((world_size,)), "rows")
+    with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=4\).*full_tensor"):
+        model.head.weight.detach() @ torch.ones(10, 2)
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    run_ranks(2, _refuses)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Blocks, "give either rows or elements"),
+        (lambda: Blocks(rows=2, elements=3), "give either rows or elements"),
+        (lambda: Blocks(rows=0), "0 rows"),
+        (lambda: Owned(rank=-1), "expected a rank of the shard group"),
+    ],
+)
+def test_placements_check_their_arguments(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
