@@ -7,7 +7,7 @@ from shardkit.core.fully_shard import fully_shard
 from shardkit.core.install import install, uninstall
 from shardkit.core.materialize import materialize
 from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from shardkit.core.ownership import newton_schulz_flops, plan_owners
+from shardkit.core.ownership import newton_schulz_flops, placements_for, plan_owners
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.policies import (
     AllGather,
@@ -44,6 +44,7 @@ __all__ = [
     "materialize",
     "newton_schulz_flops",
     "optimizer_step_on_shards",
+    "placements_for",
     "plan_owners",
     "register_fsdp_forward_method",
     "share_comm_ctx",

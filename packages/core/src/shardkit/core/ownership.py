@@ -21,10 +21,18 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.placements import Owned
+from shardkit.core.placements import Blocks, Owned
 from shardkit.core.torch_compat import local_of
 
-__all__ = ["Cost", "OwnerPlan", "PlannedPlacements", "newton_schulz_flops", "owners_for", "plan_owners"]
+__all__ = [
+    "Cost",
+    "OwnerPlan",
+    "PlannedPlacements",
+    "newton_schulz_flops",
+    "owners_for",
+    "placements_for",
+    "plan_owners",
+]
 
 Cost = Callable[[torch.Tensor], float]
 """What one step costs the owner of a parameter, in any unit. It may look at shape and dtype only."""
@@ -146,6 +154,51 @@ def plan_owners(
         cost: what one step costs the owner of a parameter, from its shape and dtype, in any unit.
     """
     return PlannedPlacements(model, choose, cost)
+
+
+# Optimizers that step on whole matrices, by class name: torch's, and those of packages that many use.
+_MATRIX_OPTIMIZERS = ("muon", "shampoo", "soap", "psgd", "kron", "scion", "solp", "ortho", "adafactor")
+# Optimizers whose state is quantized in blocks of consecutive elements.
+_BLOCK_OPTIMIZERS = ("8bit", "4bit", "fp8")
+_BLOCK = 4096
+"""Elements: a multiple of every block size, and the least that torchao and bitsandbytes quantize at all."""
+
+
+def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]) -> PlannedPlacements:
+    """A `shard_placement_fn` that suits an optimizer, for all `fully_shard` calls of a model. Not collective.
+
+    - Optimizers that need whole matrices (Muon, Shampoo, SOAP and kin, by the name of the class): weights of two dims
+      are owned, but for those of `nn.Embedding` and of a linear layer whose output is as wide as an embedding is long
+      (the head); these, and vectors, are `Shard(0)` for an optimizer of their own.
+    - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` where the parameter has a
+      multiple of that; others are owned, since they would quantize a part where they would not quantize the whole.
+    - Every other optimizer updates each element by itself, or is not known: `Shard(0)`.
+
+    Call it before the first `fully_shard`. Parameters that are DTensors get `Owned()` in place of `Blocks`.
+
+    Raises:
+        TypeError: for anything but a class.
+    """
+    if not isinstance(optimizer_class, type):
+        raise TypeError(f"placements_for takes the class of an optimizer, got {optimizer_class!r}")
+    name = optimizer_class.__name__.lower()
+    if any(part in name for part in _BLOCK_OPTIMIZERS):
+        return plan_owners(model, _in_blocks, cost=lambda parameter: math.prod(_own_shape(parameter)))
+    if not any(part in name for part in _MATRIX_OPTIMIZERS):
+        return plan_owners(model, lambda parameter: None)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends = WeakTensorKeyDictionary()
+    rows = {table.num_embeddings for table in tables}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and module.out_features in rows):
+            ends[module.weight] = True
+    return plan_owners(model, lambda parameter: Owned() if parameter.ndim == 2 and parameter not in ends else None)
+
+
+def _in_blocks(parameter: nn.Parameter) -> Placement:
+    if isinstance(parameter, DTensor) or parameter.numel() % _BLOCK:
+        return Owned()
+    return Blocks(elements=_BLOCK)
 
 
 # What the ranks of each shard group own, of parameters whose owner no plan has chosen.
