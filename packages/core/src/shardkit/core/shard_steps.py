@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.adapters import user_attributes
-from shardkit.core.placements import Owned
 from shardkit.core.torch_compat import like_dtensor, local_of
 
 __all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
@@ -101,17 +100,15 @@ class _Twin:
         self.plain.__dict__.update(user_attributes(parameter))
         self.pairs: dict[str, tuple[Any, Any]] = {}
 
-    def take_gradient(self) -> None:
-        """Gives the twin the gradient of the parameter, unless another rank owns it: then it is to be passed over."""
-        gradient = self.parameter.grad
-        if gradient is None or _is_elsewhere(self.parameter):
-            self.plain.grad = None
-        else:
-            self.plain.grad = _local_gradient(self.parameter, cast(DTensor, gradient))
+    def take_gradient(self, passed_over: bool) -> None:
+        """Gives the twin the gradient of the parameter, or none if the optimizer is to pass it over."""
+        gradient = None if passed_over else self.parameter.grad
+        self.plain.grad = None if gradient is None else _local_gradient(self.parameter, cast(DTensor, gradient))
+        self._had_gradient = gradient is not None
 
     def give_gradient_back(self) -> None:
         """After the step; an optimizer that has dropped the gradient has dropped that of the parameter."""
-        if self.plain.grad is None and not _is_elsewhere(self.parameter):
+        if self._had_gradient and self.plain.grad is None:
             self.parameter.grad = None
         self.plain.grad = None
 
@@ -138,10 +135,6 @@ class _Twin:
         return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
 
 
-def _is_elsewhere(parameter: DTensor) -> bool:
-    return any(isinstance(one, Owned) for one in parameter.placements) and not local_of(parameter).numel()
-
-
 def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
     if gradient.placements is not parameter.placements and tuple(gradient.placements) != tuple(parameter.placements):
         raise RuntimeError(
@@ -163,6 +156,10 @@ class ShardSteps:
     def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
         """Whether the optimizer is to see a plain twin of this parameter."""
         return True
+
+    def passes_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
+        """Whether the twin is to have no gradient, and no state."""
+        return False
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook: the optimizer sees plain tensors, unless a closure is to run forward and backward."""
@@ -198,7 +195,10 @@ class ShardSteps:
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             twin = _Twin(parameter)
         used[key] = twin
-        twin.take_gradient()
+        passed_over = self.passes_over(optimizer, parameter)
+        if passed_over:
+            self._state.pop(parameter, None)  # as it was when another rank began to change it
+        twin.take_gradient(passed_over)
         return twin.plain
 
     def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -3,10 +3,13 @@
 Note [Steps on whole matrices]
 While any optimizer of the process steps, its parameters on `Owned` are plain tensors: the whole matrix on the owner, an
 empty tensor without a gradient on all other ranks, which every optimizer passes over. So Muon, Shampoo and the like run
-unmodified, with any operator, and nothing is communicated. Parameters on `Blocks` are plain tensors too, for optimizers
-that treat each element, or each block of elements in memory, by itself; others get the DTensor, whose operators refuse
-what blocks cannot give. State of the parameter's own shape is a DTensor between the steps, so that checkpoints know
-where it lies; any other state stays as the optimizer made it. See Note [Two views of one state] in `shard_steps.py`.
+unmodified, with any operator, and nothing is communicated. Optimizers of torch that are known to step on empty tensors
+do so: then all ranks have state for every parameter, as stock's `set_optimizer_state_dict` demands.
+
+Parameters on `Blocks` are plain tensors too, for optimizers that treat each element, or each block of elements in
+memory, by itself; others get the DTensor, whose operators refuse what blocks cannot give. State of the parameter's own
+shape is a DTensor between the steps, so that checkpoints know where it lies; any other state stays as the optimizer
+made it, on the owner alone. See Note [Two views of one state] in `shard_steps.py`.
 
 A step that raises runs no post-hook. The next step, state dict or forward of a root puts everything back first.
 """
@@ -22,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
+from shardkit.core.torch_compat import local_of
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
@@ -42,6 +46,11 @@ def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) ->
 class _WholeSteps(ShardSteps):
     def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
         return _steps_plainly(optimizer, parameter)
+
+    def passes_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
+        if local_of(parameter).numel() or steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon:
+            return False
+        return any(isinstance(one, Owned) for one in parameter.placements)
 
     @property
     def is_lent(self) -> bool:

@@ -122,7 +122,9 @@ def _gather(
 ) -> torch.Tensor | None:
     """The full tensor, a copy, on rank 0 or everywhere. Collective."""
     if owners in ((), (0,)) and (peers.size == 1 or not everywhere):
-        return local.clone(memory_format=torch.contiguous_format) if peers.rank == 0 else None
+        if peers.rank:
+            return None
+        return local.clone(memory_format=torch.contiguous_format).view(slot.shape)  # it may be cut between elements
     wire = peers.device_for(slot.device_type)
     full: torch.Tensor | None = None
     if peers.rank == 0 or everywhere:

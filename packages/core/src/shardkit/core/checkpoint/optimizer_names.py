@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.placements import Owned
 
 __all__ = ["OptimizerNames"]
 
@@ -89,6 +91,8 @@ class OptimizerNames:
             return torch.zeros((), dtype=dtype, device="cpu")
         if tuple(parameter.shape) == shape:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if _is_owned(parameter):
+            return torch.empty(shape, dtype=dtype, device="cpu")  # a plain tensor of its owner
         raise CheckpointError(
             f"optimizer.state.{name}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}: take a step, "
             "so that the optimizer has state to read into, then restore"
@@ -97,7 +101,7 @@ class OptimizerNames:
     def nested_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The same for an entry deeper down, which can be of any shape: then it is read whole."""
         _, parameter = self._by_name[name]
-        if tuple(parameter.shape) == shape:
+        if tuple(parameter.shape) == shape and not _is_owned(parameter):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -133,6 +137,11 @@ class OptimizerNames:
             loads.append((optimizer, options))
         for optimizer, options in loads:
             _load(optimizer, state, options)
+
+
+def _is_owned(parameter: torch.Tensor) -> bool:
+    """Whether one rank steps on it as a plain tensor: its nested state is plain."""
+    return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
 
 
 def _load(optimizer: Optimizer, state: Mapping[str, Any], options: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.checkpoint.leaves import Path, name_of
+from shardkit.core.placements import is_ours
 from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
 
@@ -133,7 +134,7 @@ def _place(mesh: DeviceMesh) -> _Place:
 def _checked(path: Path, tensor: DTensor) -> tuple[Placement, ...]:
     placements = tuple(tensor.placements)
     for placement in placements:
-        if not placement.is_replicate() and getattr(placement, "dim", None) is None:
+        if not placement.is_replicate() and getattr(placement, "dim", None) is None and not is_ours(placement):
             raise ValueError(
                 f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
             )

@@ -1,0 +1,261 @@
+"""State dicts and checkpoints of `Owned` and `Blocks`: by stock DCP and ours, from and into any layout and world."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import Shard
+
+from shardkit.core import Blocks, Owned, full_state_dict, fully_shard, load_full_state_dict, plan_owners
+from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.torch_compat import local_of
+from tests.support import rank_mesh, run_ranks
+
+LAYOUTS = ["shard", "owned", "rows", "elements"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 10)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.cube = nn.Parameter(torch.randn(3, 5, 2))
+        self.register_buffer("counts", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.table(x)
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return y.sum() * self.cube.square().sum()
+
+
+def choose_for(layout: str, model: nn.Module) -> Any:
+    return {
+        "shard": lambda p: Shard(0),
+        "owned": plan_owners(model, lambda p: Owned() if p.ndim > 1 else None),
+        "rows": lambda p: Blocks(rows=3),
+        "elements": lambda p: Blocks(elements=7),
+    }[layout]
+
+
+def build(layout: str, world_size: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Net()
+    mesh, choose = rank_mesh((world_size,)), choose_for(layout, model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, shard_placement_fn=choose)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=choose)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        x = torch.randint(11, (4,), generator=torch.Generator().manual_seed(step))
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().clone()
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything as whole tensors, by way of the parameters: an owner's state is sent to all."""
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state.get(parameter, {}).get(key)
+            found[f"{name}.{key}"] = whole(torch.zeros_like(parameter) if value is None else value)
+    return found
+
+
+def same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(seen[name], value), name
+
+
+def _stock_save(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 1)
+    optimizer = adamw(model)
+    train(model, optimizer, 3)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    return contents(model, optimizer)
+
+
+def _stock_load(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 2)
+    optimizer = adamw(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found = contents(model, optimizer)
+    train(model, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_stock_checkpoints_go_from_any_layout_to_any(tmp_path: Path, world_size: int, layout: str) -> None:
+    expected = run_ranks(world_size, _stock_save, layout, tmp_path)[0]
+    for other, loaded in ((4 // world_size, "shard"), (world_size, "owned"), (3, layout)):
+        for seen in run_ranks(other, _stock_load, loaded, tmp_path):
+            same(seen, expected)
+
+
+def _manager_save(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 1)
+    optimizer = adamw(model)
+    train(model, optimizer, 3)
+    with CheckpointManager(path) as manager:
+        manager.save(3, TrainingState(model, optimizer))
+    return contents(model, optimizer)
+
+
+def _manager_load(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 2)
+    optimizer = adamw(model)
+    assert CheckpointManager(path).restore(TrainingState(model, optimizer)) is not None
+    found = contents(model, optimizer)
+    train(model, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_our_checkpoints_go_from_any_layout_to_any(tmp_path: Path, world_size: int, layout: str) -> None:
+    expected = run_ranks(world_size, _manager_save, layout, tmp_path)[0]
+    for other, loaded in ((2, "shard"), (world_size, "owned"), (3, layout)):
+        for seen in run_ranks(other, _manager_load, loaded, tmp_path):
+            same(seen, expected)
+
+
+def _moves(rank: int, world_size: int, path: Path) -> None:
+    """AdamW on Shard, then Muon on Owned for the matrices, then AdamW on Shard again."""
+    model = build("shard", world_size, 1)
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    with CheckpointManager(path / "a") as manager:
+        manager.save(2, TrainingState(model, optimizer))
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    model = build("owned", world_size, 2)
+    CheckpointManager(path / "a").restore(TrainingState(model))
+    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
+    optimizers = [
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=0.01),
+    ]
+    for optimizer in optimizers:
+        train(model, optimizer, 1)
+    with CheckpointManager(path / "b") as manager:
+        manager.save(3, TrainingState(model, optimizers))
+    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    model = build("shard", world_size, 3)
+    CheckpointManager(path / "b").restore(TrainingState(model))
+    same({name: whole(value) for name, value in model.state_dict().items()}, expected)
+    train(model, adamw(model), 1)
+
+
+def test_a_run_moves_from_adamw_to_muon_and_back(tmp_path: Path) -> None:
+    run_ranks(3, _moves, tmp_path)
+
+
+def _full(rank: int, world_size: int, path: Path) -> None:
+    expected = {name: value.detach().clone() for name, value in build("shard", world_size, 1).state_dict().items()}
+    expected = {name: whole(value) for name, value in expected.items()}
+    for layout in LAYOUTS:
+        model = build(layout, world_size, 1)
+        same(full_state_dict(model, rank0_only=False), expected)
+        stock = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        same(stock, expected)
+        other = build(layout, world_size, 2)
+        load_full_state_dict(other, expected if rank == 0 else None)
+        same({name: whole(value) for name, value in other.state_dict().items()}, expected)
+        if rank == 0:
+            save_file(expected, path / "whole.safetensors")
+        dist.barrier()
+        fresh = build(layout, world_size, 3)
+        load_full_state_dict(fresh, path / "whole.safetensors")
+        same({name: whole(value) for name, value in fresh.state_dict().items()}, expected)
+        load_full_state_dict(other, {k: v + 1 for k, v in expected.items()} if rank == 0 else None, assign=True)
+        same(
+            {name: whole(value) for name, value in other.state_dict().items()}, {k: v + 1 for k, v in expected.items()}
+        )
+        train(other, adamw(other), 1)
+        copied = copy.deepcopy(model.state_dict())
+        same({name: whole(value) for name, value in copied.items()}, expected)
+        other.load_state_dict(copied)
+        same({name: whole(value) for name, value in other.state_dict().items()}, expected)
+        torch.save(model.state_dict(), path / f"{layout}{rank}.pt")
+        loaded = torch.load(path / f"{layout}{rank}.pt", weights_only=False)
+        assert all(
+            torch.equal(local_of(v), local_of(loaded[k])) for k, v in model.state_dict().items() if k != "counts"
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_full_state_dicts(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, _full, tmp_path)
+
+
+def _async_saved(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
+    model = build("owned", world_size, 1)
+    optimizer = adamw(model)
+    train(model, optimizer, 1)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.async_save(state, checkpoint_id=path).result()
+    return contents(model, optimizer)
+
+
+def test_stock_asynchronous_saves(tmp_path: Path) -> None:
+    expected = run_ranks(2, _async_saved, tmp_path)[0]
+    for seen in run_ranks(2, _stock_load, "shard", tmp_path):
+        same(seen, expected)
+
+
+def soap(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return pytest.importorskip("pytorch_optimizer").SOAP(matrices, lr=0.01, precondition_frequency=2)
+
+
+def _preconditioned(rank: int, world_size: int, path: Path) -> None:
+    """A run that is saved and restored goes on as one that is not, twice: no rank saves what another has changed."""
+    model = build("owned", world_size, 1)
+    optimizer = soap(model)
+    train(model, optimizer, 3)
+    for step in range(2):
+        with CheckpointManager(path) as manager:
+            manager.save(step, TrainingState(model, optimizer))
+        other = build("owned", world_size, 2)
+        restored = soap(other)
+        assert CheckpointManager(path).restore(TrainingState(other, restored)) is not None
+        train(model, optimizer, 2)
+        train(other, restored, 2)
+        expected = {name: whole(value) for name, value in model.state_dict().items()}
+        same({name: whole(value) for name, value in other.state_dict().items()}, expected)
+        model, optimizer = other, restored
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_of_other_shapes_stays_with_the_owner(tmp_path: Path, world_size: int) -> None:
+    run_ranks(world_size, _preconditioned, tmp_path)
