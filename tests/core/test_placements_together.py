@@ -1,0 +1,166 @@
+"""`Owned` and `Blocks` together with what else a user may set: the gradients and weights that `Shard(0)` gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core import (
+    Blocks,
+    CompressionPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Owned,
+    clip_grad_norm_,
+    fully_shard,
+    materialize,
+)
+from tests.support import networked_mesh, rank_mesh, run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 48)
+        self.down = nn.Linear(48, 16, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """With a tied head, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(19, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 19, bias=False)
+        self.head.weight = self.table.weight
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.table(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y)
+
+
+CHOICES: dict[str, Callable[[nn.Parameter], object]] = {
+    "shard": lambda p: None,
+    "owned": lambda p: Owned(),
+    "rows": lambda p: Blocks(rows=5),
+    "elements": lambda p: Blocks(elements=24),
+}
+
+
+def build(choice: str, mesh: Any, device: str = "cpu", **options: Any) -> nn.Module:
+    torch.manual_seed(4)
+    with torch.device(device):
+        model = Net()
+    choose = CHOICES[choice]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, shard_placement_fn=choose, **options)
+    fully_shard(model.head, mesh=mesh, shard_placement_fn=choose, **options)  # the table is tied to it
+    return fully_shard(model, mesh=mesh, shard_placement_fn=choose, **options)
+
+
+def trained(model: nn.Module, rank: int, accumulate: bool = False) -> dict[str, torch.Tensor]:
+    """Gradients, norms and weights of three steps, as whole tensors."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        for part in range(2 if accumulate else 1):
+            if accumulate:
+                model.set_requires_gradient_sync(part == 1)
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+            x = torch.randint(19, (4, 6), generator=generator)
+            model(x).float().square().mean().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{step} {name}"] = parameter.grad.full_tensor()
+        found[f"{step} norm"] = clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.update((name, parameter.full_tensor().detach()) for name, parameter in model.named_parameters())
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed_precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "kept": {"reshard_after_forward": False},
+    "smaller_group": {"reshard_after_forward": 2},
+    "accumulated": {},
+    "budget": {},
+    "hsdp": {},
+    "materialized": {},
+}
+
+
+def _together(rank: int, world_size: int, setting: str, networked: bool) -> None:
+    make = networked_mesh if networked else rank_mesh
+    mesh = make((2, world_size // 2), ("replicate", "shard")) if setting == "hsdp" else make((world_size,))
+    expected: dict[str, torch.Tensor] | None = None
+    for choice in CHOICES:
+        meta = setting == "materialized"
+        model = build(choice, mesh, "meta" if meta else "cpu", **SETTINGS[setting])
+        if meta:
+            torch.manual_seed(9)
+            materialize(model)
+        if setting == "budget":
+            model.set_prefetch_budget(40_000)
+        seen = trained(model, rank, accumulate=setting == "accumulated")
+        if expected is None:
+            expected = seen
+            continue
+        assert seen.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(seen[name], value) or name.endswith("norm"), (choice, name)
+            torch.testing.assert_close(seen[name], value)
+
+
+@pytest.mark.parametrize("networked", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_same_bits_as_shard(setting: str, networked: bool) -> None:
+    run_ranks(4, _together, setting, networked)
+
+
+def _compressed(rank: int, world_size: int) -> None:
+    policy = CompressionPolicy(gather="bf16", reduce="bf16")
+    found = [
+        trained(build(choice, networked_mesh((world_size,)), compression_policy=policy), rank)
+        for choice in ("shard", "owned")
+    ]
+    # A rank's own gradient is not rounded, so the bits depend on where it lies.
+    for name, value in found[0].items():
+        if name.startswith("0 ") and "norm" not in name:
+            torch.testing.assert_close(found[1][name], value, rtol=0.05, atol=2e-3)
+
+
+def test_compression() -> None:
+    run_ranks(3, _compressed)
+
+
+def _moved(rank: int, world_size: int) -> None:
+    for choice in ("owned", "rows", "elements"):
+        model = build(choice, rank_mesh((world_size,)))
+        expected = {name: p.full_tensor() for name, p in model.named_parameters()}
+        model.double()
+        assert all(p.dtype is torch.float64 and isinstance(p, DTensor) for p in model.parameters())
+        model.float()
+        for name, p in model.named_parameters():
+            assert torch.equal(p.full_tensor(), expected[name])
+        model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+
+
+def test_module_to() -> None:
+    run_ranks(2, _moved)
