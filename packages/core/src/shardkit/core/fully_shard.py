@@ -12,8 +12,10 @@ from torch.distributed.tensor import Placement
 from shardkit.core.adapters import form_of
 from shardkit.core.managed import (
     Managed,
+    ManagedParameter,
     check_subclasses,
     manage,
+    mesh_of_parameter,
     modules_of_argument,
     move_buffers,
     placement_of,
@@ -47,7 +49,8 @@ from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
 
-PlacementFn = Callable[[nn.Parameter], Placement | None]
+# A placement, None, or a result with a placement and a mesh of its own.
+PlacementFn = Callable[[nn.Parameter], Any]
 
 
 @overload
@@ -107,7 +110,9 @@ def fully_shard(
             means True, except for the root.
         shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, of which any dim may be uneven,
             `Owned()` to keep it whole on one rank, `Blocks(...)` to cut it only between blocks; None means `Shard(0)`.
-            `placements_for(model, optimizer_class)` makes one. 0-dim parameters are replicated.
+            `placements_for(model, optimizer_class)` makes one. 0-dim parameters are replicated. A result with a
+            `mesh_info`, as stock's `ShardPlacementResult`, gives a parameter a mesh of its own: one call then makes one
+            group for each mesh, whose gradients are averaged over that mesh.
         mp_policy: dtypes of computation, reduction and output.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave alone.
@@ -131,33 +136,33 @@ def fully_shard(
     policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
-    reshard, smaller = _reshard_setting(reshard_after_forward, data_parallel)
     managed = manage(modules, ignored_params or set())
     # All that can refuse the input comes first: a call that raises leaves the module as it was.
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
-    placements = [placement_of(one, choose(one.parameter)) for one in managed.parameters]
-    check_subclasses(managed)
-    placements = with_owners(managed.parameters, placements, data_parallel)
-    replicated = data_parallel.fully_replicated
-    forms = [
-        form_of(one.parameter, one.fqn, replicated, None, one.holders)
-        if placement is None
-        else form_of(one.parameter, one.fqn, data_parallel, placement, one.holders)
-        for one, placement in zip(managed.parameters, placements, strict=True)
-    ]
+    placed = _placed(managed, choose, data_parallel)
+    settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
+    forms = {
+        one.fqn: form_of(
+            one.parameter, one.fqn, mesh if placement is not None else mesh.fully_replicated, placement, one.holders
+        )
+        for mesh, parameters in placed.items()
+        for one, placement in parameters
+    }
     _check_ties(managed, data_parallel, policy, offload, compression_policy)
     move_buffers(managed.buffers, device)
     state = FSDPState(modules, device, policy, auto_reshard=reshard_after_forward is None)
-    main: list[FSDPParam] = []
-    scalars: list[FSDPParam] = []
-    for one, placement, form in zip(managed.parameters, placements, forms, strict=True):
-        on = data_parallel if placement is not None else replicated
-        param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
-        (main if placement is not None else scalars).append(param)
-    if main:
-        state.add_group(FSDPParamGroup(main, data_parallel, device, policy, reshard, smaller, compression_policy))
-    if scalars:
-        state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
+    for mesh_of_group, parameters in placed.items():
+        replicated, (reshard, smaller) = mesh_of_group.fully_replicated, settings[mesh_of_group]
+        main: list[FSDPParam] = []
+        scalars: list[FSDPParam] = []
+        for one, placement in parameters:
+            on, form = mesh_of_group if placement is not None else replicated, forms[one.fqn]
+            param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
+            (main if placement is not None else scalars).append(param)
+        if main:
+            state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
+        if scalars:
+            state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
     _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
@@ -169,6 +174,22 @@ def fully_shard(
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _placed(
+    managed: Managed, choose: PlacementFn, default: DataParallelMesh
+) -> dict[DataParallelMesh, list[tuple[ManagedParameter, Placement | None]]]:
+    """The parameters with their placements, by mesh, in order of registration."""
+    by_mesh: dict[DataParallelMesh, list[tuple[ManagedParameter, Placement | None]]] = {}
+    for one in managed.parameters:
+        chosen = choose(one.parameter)
+        mesh = mesh_of_parameter(one, chosen, default)
+        by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
+    check_subclasses(managed)
+    for mesh, parameters in by_mesh.items():
+        ones, placements = zip(*parameters, strict=True)
+        by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
+    return by_mesh
 
 
 def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[bool, PostForwardMesh | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardkit.core.adapters import Holder, SubclassGather
@@ -23,6 +24,7 @@ __all__ = [
     "ManagedParameter",
     "check_subclasses",
     "manage",
+    "mesh_of_parameter",
     "modules_of_argument",
     "move_buffers",
     "placement_of",
@@ -227,6 +229,8 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
     shape = tuple(managed.parameter.shape)
     if not shape:
         return None
+    if hasattr(chosen, "mesh_info") and hasattr(chosen, "placement"):
+        chosen = chosen.placement
     if chosen is None:
         return Shard(0)
     if isinstance(chosen, Owned | Blocks):
@@ -250,6 +254,33 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
             f"expected a dim between {-len(shape)} and {len(shape) - 1}"
         )
     return Shard(dim)
+
+
+def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default: DataParallelMesh) -> DataParallelMesh:
+    """The mesh of one parameter from what `shard_placement_fn` returned for it: one of its own, or the call's.
+
+    A result with a mesh has attributes `placement` and `mesh_info`, as stock's `ShardPlacementResult` has them; the
+    latter's are `mesh`, `shard_mesh_dim` and `replicate_mesh_dim`, as those of stock's `FSDPMeshInfo`.
+
+    Raises:
+        TypeError: for a `mesh_info` without a mesh, or without an axis to shard over, with the FQN.
+    """
+    info = getattr(chosen, "mesh_info", None)
+    if info is None:
+        return default
+    mesh, shard = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
+    if not isinstance(mesh, DeviceMesh) or not isinstance(shard, int):
+        raise TypeError(
+            f"shard_placement_fn returned mesh_info={info!r} for parameter '{managed.fqn}'; expected one with a "
+            "DeviceMesh as mesh and the index of its axis to shard over as shard_mesh_dim, such as FSDPMeshInfo"
+        )
+    replicate = getattr(info, "replicate_mesh_dim", None)
+    axes = () if replicate is None else (replicate,)
+    if mesh == default.mesh and (shard, axes) == (default.shard_axis, default.replicate_axes):
+        return default
+    dims = getattr(info, "dp_mesh_dims", None)
+    named = frozenset(default.named) if dims is not None else frozenset()
+    return DataParallelMesh(mesh, shard, axes, named)
 
 
 def with_owners(

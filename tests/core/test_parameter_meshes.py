@@ -1,0 +1,103 @@
+"""A mesh of its own for a parameter, as trainers with expert parallelism give it: the gradients of stock."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as stock
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from shardkit.core import Owned, fully_shard
+from tests.support import rank_mesh, run_ranks
+
+
+class Moe(nn.Module):
+    """Experts `(experts, in, out)` beside a router."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, experts)
+        self.up = nn.Parameter(torch.randn(experts, 6, 10))
+        self.down = nn.Parameter(torch.randn(experts, 10, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        inner = torch.tanh(torch.einsum("bi,eio->ebo", x, self.up))
+        return x + torch.einsum("ebo,eoi,be->bi", inner, self.down, weights)
+
+
+def build(experts: int) -> nn.Module:
+    torch.manual_seed(8)
+    return nn.Sequential(Moe(experts), Moe(experts))
+
+
+def _gradients(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _as_stock(rank: int, world_size: int, experts: int) -> None:
+    whole = rank_mesh((2, world_size // 2), ("ep", "edp"))
+    flat, edp = rank_mesh((world_size,)), whole["edp"]
+    found: list[dict[str, torch.Tensor]] = []
+    for shard in (stock.fully_shard, fully_shard):
+        model = build(experts)
+        info, default = FSDPMeshInfo(mesh=edp, shard_mesh_dim=0), FSDPMeshInfo(mesh=flat, shard_mesh_dim=0)
+
+        def choose(p: nn.Parameter, info: Any = info, default: Any = default) -> Any:
+            return ShardPlacementResult(Shard(0), info if p.ndim == 3 else default)
+
+        for block in model:
+            shard(block, mesh=flat, shard_placement_fn=choose)
+        shard(model, mesh=flat)
+        for block in model:
+            block.set_gradient_divide_factor(world_size)
+            block.set_force_sum_reduction_for_comms(True)  # stock's other way needs an operation that gloo lacks
+        found.append(_gradients(model, rank))
+        for name, p in model.named_parameters():
+            assert p.device_mesh == (edp if p.ndim == 3 else flat), name
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, msg=name)
+
+
+@pytest.mark.parametrize("experts", [4, 3, 1])
+def test_one_group_a_mesh_as_stock_makes_them(experts: int) -> None:
+    run_ranks(4, _as_stock, experts)
+
+
+def _owned(rank: int, world_size: int) -> None:
+    """Experts owned within their mesh: the same gradients as cut over experts."""
+    edp = rank_mesh((2, world_size // 2), ("ep", "edp"))["edp"]
+    found = []
+    for placement in (Shard(0), Owned()):
+        model = build(3)
+        info = FSDPMeshInfo(mesh=edp, shard_mesh_dim=0)
+
+        def choose(p: nn.Parameter, info: Any = info, placement: Any = placement) -> Any:
+            return ShardPlacementResult(placement, info) if p.ndim == 3 else None
+
+        for block in model:
+            fully_shard(block, mesh=rank_mesh((world_size,)), shard_placement_fn=choose)
+        fully_shard(model, mesh=rank_mesh((world_size,)))
+        found.append(_gradients(model, rank))
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name
+
+
+def test_owners_within_the_mesh_of_the_parameter() -> None:
+    run_ranks(4, _owned)
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    class Result:
+        placement, mesh_info = None, "edp"
+
+    with pytest.raises(TypeError, match=r"mesh_info='edp' for parameter 'up'; expected one with a DeviceM"):
+        fully_shard(Moe(2), mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Result())
+
+
+def test_a_mesh_that_is_none_is_refused() -> None:
+    run_ranks(2, _refuses)
