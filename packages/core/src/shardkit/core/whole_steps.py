@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.param import sharded_counterpart
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
 from shardkit.core.torch_compat import local_of
@@ -33,13 +34,40 @@ __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 _BLOCKWISE = ("bitsandbytes", "torchao")
 
 
+def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """An owner holds its tensor-parallel shard, which an optimizer of matrices would take for the matrix.
+
+    Raises:
+        RuntimeError: with the FQN, the placements and what to do.
+    """
+    if not isinstance(parameter, DTensor) or steps_by_element(optimizer) or _is_blockwise(optimizer):
+        return
+    mesh, owned = parameter.device_mesh, any(isinstance(one, Owned) for one in parameter.placements)
+    cut = [
+        one
+        for axis, one in enumerate(parameter.placements)
+        if not one.is_replicate() and not isinstance(one, Owned) and mesh.size(axis) > 1
+    ]
+    if owned and cut:
+        param = sharded_counterpart(parameter)
+        raise RuntimeError(
+            f"parameter '{'?' if param is None else param.fqn}' of shape {tuple(parameter.shape)} has placements "
+            f"{tuple(parameter.placements)}: its owner holds one tensor-parallel shard, and {type(optimizer).__name__} "
+            "may need the whole matrix. Step on it with AdamW, or keep it out of tensor parallelism"
+        )
+
+
+def _is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.split(".")[0] in _BLOCKWISE
+
+
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Whether the optimizer is to see a plain tensor in the place of this parameter."""
     for one in parameter.placements if isinstance(parameter, DTensor) else ():
         if isinstance(one, Owned):
             return True
         if isinstance(one, Blocks):
-            return steps_by_element(optimizer) or type(optimizer).__module__.split(".")[0] in _BLOCKWISE
+            return steps_by_element(optimizer) or _is_blockwise(optimizer)
     return False
 
 
@@ -69,6 +97,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(_steps_plainly(optimizer, one) for one in params):
         return None
+    for parameter in params:
+        _refuse_part_of_matrix(optimizer, parameter)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
