@@ -61,7 +61,8 @@ class Gpt(nn.Module):
         self.table = nn.Embedding(64, 128)
         self.norm = nn.LayerNorm(128)
         self.hidden = nn.Linear(128, 32)
-        self.head = nn.Linear(32, 64, bias=False)
+        self.head = nn.Linear(128, 64, bias=False)
+        self.wide = nn.Linear(32, 64, bias=False)  # as wide as the head, and no head
 
 
 @pytest.mark.parametrize("kind", ["Muon", "SOAP", "HeavySOAP"])
@@ -69,7 +70,7 @@ def test_matrices_are_owned_but_for_embedding_and_head(kind: str) -> None:
     model = Gpt()
     choose = placements_for(model, type(kind, (torch.optim.SGD,), {}))
     assert isinstance(choose(model.hidden.weight), Owned)
-    assert choose.plan.names == ("hidden.weight",)
+    assert choose.plan.names == ("hidden.weight", "wide.weight")
     for other in (model.table.weight, model.norm.weight, model.hidden.bias, model.head.weight):
         assert choose(other) is None
 

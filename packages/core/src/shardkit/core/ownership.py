@@ -168,8 +168,8 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
     """A `shard_placement_fn` that suits an optimizer, for all `fully_shard` calls of a model. Not collective.
 
     - Optimizers that need whole matrices (Muon, Shampoo, SOAP and kin, by the name of the class): weights of two dims
-      are owned, but for those of `nn.Embedding` and of a linear layer whose output is as wide as an embedding is long
-      (the head); these, and vectors, are `Shard(0)` for an optimizer of their own.
+      are owned, but for those of `nn.Embedding` and of linear layers of the same shape (the head). These, and vectors,
+      are `Shard(0)`, for an optimizer of their own.
     - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` where the parameter has a
       multiple of that; others are owned, since they would quantize a part where they would not quantize the whole.
     - Every other optimizer updates each element by itself, or is not known: `Shard(0)`.
@@ -186,11 +186,10 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
         return plan_owners(model, _in_blocks, cost=lambda parameter: math.prod(_own_shape(parameter)))
     if not any(part in name for part in _MATRIX_OPTIMIZERS):
         return plan_owners(model, lambda parameter: None)
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Embedding)}
     ends = WeakTensorKeyDictionary()
-    rows = {table.num_embeddings for table in tables}
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and module.out_features in rows):
+        if isinstance(module, nn.Embedding | nn.Linear) and tuple(module.weight.shape) in tables:
             ends[module.weight] = True
     return plan_owners(model, lambda parameter: Owned() if parameter.ndim == 2 and parameter not in ends else None)
 
