@@ -18,15 +18,12 @@ operators do not know them: see `placed.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement
 
 from shardkit.core.sharding import ChunkLayout
-
-if TYPE_CHECKING:
-    from shardkit.core.ownership import OwnerPlan
 
 __all__ = ["Blocks", "Owned", "is_ours", "layout_for"]
 
@@ -45,7 +42,7 @@ class Owned(Placement):
 
     rank: int | None = None
 
-    def __init__(self, rank: int | None = None, *, plan: OwnerPlan | None = None) -> None:
+    def __init__(self, rank: int | None = None, *, plan: Any = None) -> None:
         super().__init__()
         if rank is not None and (not isinstance(rank, int) or rank < 0):
             raise ValueError(f"Owned(rank={rank!r}): expected a rank of the shard group, counted from 0, or None")
