@@ -6,7 +6,13 @@ from shardkit.core.clip import clip_grad_norm_, grad_norm
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.install import install, uninstall
 from shardkit.core.materialize import materialize
-from shardkit.core.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from shardkit.core.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardkit.core.ownership import newton_schulz_flops, placements_for, plan_owners
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.policies import (
@@ -28,6 +34,7 @@ __all__ = [
     "CompressionPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Owned",

@@ -42,12 +42,14 @@ class CommContext:
     Attributes:
         slots: how many groups may hold unsharded memory that forward is to free: `prefetch_depth + 1`.
         unsharded: how many of them are in use or being gathered.
+        finalization: whose reductions of a step, which a user has to wait for, are under way.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slots = DEFAULT_PREFETCH_DEPTH + 1
         self.unsharded = 0
+        self.finalization: object | None = None
         self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[Any, ...]] = {}
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()

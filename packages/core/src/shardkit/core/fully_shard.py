@@ -212,8 +212,9 @@ def _check_ties(
 ) -> None:
     """A tied parameter has one mesh and one set of policies, whichever of its modules runs."""
     for param, _ in managed.ties:
+        own = policy.for_parameter(param.sharded_param, param.fqn)
         theirs = (param.mesh.mesh, param.mp_policy.param_dtype, param.mp_policy.reduce_dtype, param.offload)
-        ours = (mesh.mesh, policy.param_dtype, policy.reduce_dtype, offload if param.offload else None)
+        ours = (mesh.mesh, own.param_dtype, own.reduce_dtype, offload if param.offload else None)
         if theirs != ours or (param.offload is None and isinstance(offload, CPUOffloadPolicy)):
             raise ValueError(
                 f"parameter '{param.fqn}' is tied to one that an earlier fully_shard call has sharded with (mesh, "

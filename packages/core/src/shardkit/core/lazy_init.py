@@ -46,6 +46,11 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     _set_names(states, module)
     for state in states:
         _check_prefetching(state, root, type(module).__name__)
+        if state is not root and state.schedule.manual_finalization:
+            raise RuntimeError(
+                f"set_manual_backward_finalization(True) was called on '{state.fqn}', below the root "
+                f"{type(module).__name__}; it is a setting of the root, call it there"
+            )
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root.fqn, same_names)

@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,17 @@ from shardkit.core.adapters import user_attributes
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.prefetch import Prefetch
+from shardkit.core.schedule import Finalization, Schedule
 from shardkit.core.state import FSDPState, state_of
-from shardkit.core.torch_compat import StockFSDPModule, StockUnshardHandle, no_dynamo, no_dynamo_frame
+from shardkit.core.torch_compat import (
+    StockFSDPModule,
+    StockGradientReductionHandle,
+    StockUnshardHandle,
+    no_dynamo,
+    no_dynamo_frame,
+)
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
 class UnshardHandle(StockUnshardHandle):
@@ -37,6 +44,24 @@ class UnshardHandle(StockUnshardHandle):
         for context in {group.context for group in self._groups}:
             context.settle_gathers()
         self._groups = ()
+
+
+class GradientReductionHandle(StockGradientReductionHandle):  # type: ignore[misc]
+    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+
+    def __init__(self, finalization: Finalization | None) -> None:
+        self._finalization = finalization
+
+    @no_dynamo
+    def wait(self) -> None:
+        """Waits for the reductions; afterwards the sharded gradients may be read. Idempotent.
+
+        Raises:
+            RuntimeError: if `reset_iter_state` has dropped the iteration.
+        """
+        if self._finalization is not None:
+            self._finalization.wait()
+        self._finalization = None
 
 
 class FSDPModule(StockFSDPModule):
@@ -105,18 +130,63 @@ class FSDPModule(StockFSDPModule):
         call `optimizer.zero_grad()`.
 
         Raises:
-            RuntimeError: on a module that is not the root.
+            RuntimeError: on a module that is not the root; while a finalization of another root, which shares the
+                communication context, has not been waited for.
         """
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError(f"reset_iter_state must be called on the root, '{state.fqn}' is below it")
-        state.schedule.reset()
+        self._root_schedule("reset_iter_state").reset()
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this step, whose end waits for all reductions. Call on the root."""
         self._get_fsdp_state().schedule.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether a step ends with `finalize_backward` rather than with its last backward. Call on the root.
+
+        `set_is_last_backward` has no effect meanwhile. For steps of several backwards, such as a pipeline's.
+
+        Raises:
+            RuntimeError: on a module below the root; during a backward; between a backward and its finalization.
+        """
+        self._root_schedule("set_manual_backward_finalization").set_manual_finalization(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    @no_dynamo
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Ends a step: reduces what waits, as the settings are now, and reshards (collective over the shard group).
+
+        Call it on the root after `set_manual_backward_finalization(True)` and all backwards of the step, not between a
+        forward and its backward. If there are several backwards, turn gradient sync off for them, and on before this.
+        Without a first forward it does nothing. A handle has to be waited for before gradients are read, and before
+        the next forward of this root, or of one that shares its communication context.
+
+        Raises:
+            RuntimeError: on a module below the root; without manual finalization; during a backward; while another
+                finalization of the communication context has not been waited for.
+        """
+        state = self._get_fsdp_state()
+        if state.is_root is None:
+            return GradientReductionHandle(None) if async_op else None
+        finalization = self._root_schedule("finalize_backward").finalize_backward()
+        if async_op:
+            return GradientReductionHandle(finalization)
+        finalization.wait()
+        return None
+
+    def _root_schedule(self, method: str) -> Schedule:
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it")
+        return state.schedule
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients at all; without, they accumulate unsharded in `reduce_dtype`."""
@@ -200,6 +270,14 @@ class FSDPModule(StockFSDPModule):
         """Whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
         for group in self._groups(recurse):
             group.change(reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether unsharded parameters keep their memory when they are resharded, and so their addresses, for ever.
+
+        For CUDA graphs; each gather writes to the same memory. A prefetch budget does not count what is kept.
+        """
+        for group in self._groups(recurse):
+            group.change(keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters at all (an embedding's does not)."""
@@ -320,14 +398,19 @@ class FSDPModule(StockFSDPModule):
                 param.zero_sharded_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters."""
+        """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters.
+
+        A gradient whose dtype was set with `grad_dtype` is moved and not cast.
+        """
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
+        gradients = [param.gradient_dtype.take_out(param.sharded_param) for param in params]
         # Past stock's own _apply, which reads stock's parameter groups.
         module = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for param, put in zip(params, attributes, strict=True):  # torch swaps a DTensor's for those of a new one
-            param.sharded_param.__dict__.update(put)
+        for param, put, gradient in zip(params, attributes, gradients, strict=True):
+            param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
+            param.gradient_dtype.put_back(param.sharded_param, gradient)
         return module
 
 

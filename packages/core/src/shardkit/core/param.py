@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -30,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
+from shardkit.core.gradient_dtype import GradientDtype
 from shardkit.core.lost_writes import is_lost, lost_gradient, lost_parameter, lost_while_unsharded, mark_gradient
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.placements import layout_for
@@ -37,6 +37,7 @@ from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.sharding import ChunkLayout
+from shardkit.core.slot import Slot
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from shardkit.core.torch_compat import (
@@ -50,7 +51,7 @@ from shardkit.core.torch_compat import (
 )
 from shardkit.core.waiting_gradient import StandIn
 
-__all__ = ["FSDPParam", "Slot", "sharded_counterpart"]
+__all__ = ["FSDPParam", "sharded_counterpart"]
 
 # What originals and unsharded parameters belong to. A note on the tensor itself would be pickled and copied with it.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -65,36 +66,6 @@ def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
         return param
     reference: Callable[[], FSDPParam | None] | None = _became.get(parameter)
     return None if reference is None else reference()
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place where a module holds a parameter. The module is held weakly: it owns us, not the other way round."""
-
-    module: weakref.ReferenceType[nn.Module]
-    name: str
-    plain: bool
-
-    @staticmethod
-    def of(module: nn.Module, name: str) -> Slot:
-        """The slot `module.name`; modules that override __setattr__ (nn.LSTM and kin) keep being told."""
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        return Slot(weakref.ref(module), name, plain)
-
-    def get(self) -> nn.Parameter | None:
-        """The parameter that is registered now, None if the module is gone or holds none."""
-        module = self.module()
-        return None if module is None else module._parameters.get(self.name)
-
-    def set(self, parameter: nn.Parameter) -> None:
-        """Registers `parameter` in this slot."""
-        module = self.module()
-        if module is None:
-            return
-        if self.plain:
-            module._parameters[self.name] = parameter
-        else:
-            setattr(module, self.name, parameter)
 
 
 @answers_stock_names("param")
@@ -128,7 +99,9 @@ class FSDPParam:
         self.group: weakref.ReferenceType[object] | None = None
         self.mesh = mesh
         self.device = device
-        self.mp_policy = mp_policy
+        self.mp_policy = mp_policy.for_parameter(original, fqn)
+        self.gradient_dtype = GradientDtype()
+        self.gradient_dtype.note(original)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
@@ -139,6 +112,7 @@ class FSDPParam:
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
+        self.gradient_dtype.put_on(self.sharded_param)
         self._unsharded_class = unsharded_class(original)
         _became[original] = weakref.ref(self)
         _sharded[id(self.sharded_param)] = self
@@ -229,6 +203,8 @@ class FSDPParam:
             )
         take_meaning(parameter, old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
+        self.gradient_dtype.note(parameter)
+        self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
         self._origin = parameter.untyped_storage()
         _sharded[id(parameter)] = self
@@ -290,15 +266,16 @@ class FSDPParam:
         waiting = self.unsharded_param.grad if self.unsharded_param is not None else None
         if waiting is not None:
             self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
-        self.mp_policy = policy
+        self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
         self._adopt_local(self._held)
 
     def check_ready(self) -> None:
-        """Raises if the shard is not where training needs it.
+        """Before the first gather: raises if the shard is not where training needs it.
 
         Raises:
             RuntimeError: with the FQN, the device seen, the device expected and what to do.
         """
+        self.gradient_dtype.note(self.sharded_param)
         expected = "cpu" if self.offload is not None else self.device.type
         seen = self._local.device.type
         if seen == "meta":
@@ -415,6 +392,7 @@ class FSDPParam:
                 cls = self._unsharded_class if self.subclass is None else nn.Parameter
                 self.unsharded_param = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
             self.unsharded_param.__dict__.update(user_attributes(self.sharded_param))
+            self.gradient_dtype.prepare(self.unsharded_param, self.sums_dtype)
             _became[self.unsharded_param] = weakref.ref(self)
             self._unsharded_origin = self.unsharded_param.untyped_storage()
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
@@ -518,8 +496,17 @@ class FSDPParam:
         """How this parameter's gradient is cut up for the reduction."""
         return ReduceItem(self.fqn, self.layout)
 
-    def accumulate_unsharded(self, reduce_dtype: torch.dtype | None) -> None:
-        """Keeps the gradient of a backward without sync until a later backward reduces it, in `reduce_dtype`."""
+    @property
+    def sums_dtype(self) -> torch.dtype | None:
+        """In which dtype gradients accumulate and are summed; None for that of each gradient."""
+        return self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
+
+    def delivered_dtype(self, reduced: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient that a sum of dtype `reduced` becomes."""
+        return self.gradient_dtype.of_shard(self.orig_dtype, reduced)
+
+    def accumulate_unsharded(self) -> None:
+        """Keeps the gradient of a backward without sync until a later backward reduces it, in `sums_dtype`."""
         parameter = self.unsharded_param
         if parameter is None or parameter.grad is None:
             return
@@ -527,12 +514,13 @@ class FSDPParam:
         if self.accumulated is not None:
             self.accumulated += parameter.grad
             parameter.grad = None
-        elif reduce_dtype is not None and reduce_dtype != parameter.grad.dtype:
-            self.accumulated = parameter.grad.to(reduce_dtype)
+        elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
+            self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
         waiting = parameter.grad if self.accumulated is None else self.accumulated
         assert waiting is not None
-        stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local)
+        dtype = self.delivered_dtype(waiting.dtype)
+        stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
         mark_gradient(stand_in)
 
     def drop_zeroed_gradient(self) -> None:
@@ -549,21 +537,24 @@ class FSDPParam:
         if parameter is None:
             return None
         gradient, self.accumulated = self.accumulated, None
+        fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
         if gradient is None:
             gradient, parameter.grad = parameter.grad, None
+            if zeros_if_unused and gradient is not None:  # other ranks may send zeros of that dtype
+                gradient = gradient.to(fresh)
         elif parameter.grad is not None:
             gradient += parameter.grad
             parameter.grad = None
         if gradient is not None:
-            gradient = self.form.gradient(gradient)
+            gradient = self.form.gradient(self.gradient_dtype.before_other_axes(gradient, self.sums_dtype))
         elif zeros_if_unused and parameter.requires_grad:
-            gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            gradient = torch.zeros(self.shape, dtype=fresh, device=self.device)
         if gradient is None or tuple(gradient.shape) == self.layout.shape:
             return gradient
         return gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
-        """Makes a reduced shard, in the original dtype, the sharded gradient, or adds it to the one that is there.
+        """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.
 
         Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
         waits for them.

@@ -146,6 +146,8 @@ class FSDPParamGroup(GroupGather):
     def change(self, **settings: Any) -> None:
         """Changes some of the settings, from the next gather or reduction on."""
         self.settings = replace(self.settings, **settings)
+        if "keep_unsharded_storage" in settings and not self.has_memory:  # it may have been kept so far
+            self._free_storage()
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""
@@ -337,8 +339,12 @@ class FSDPParamGroup(GroupGather):
         """The end of released memory, whose readers the gather lane waits for."""
         self.residence = Residence.KEPT if any(param.kept for param in self.params) else Residence.SHARDED
         self._gathered = None
-        for param in self.params:
-            param.free()
+        self._free_storage()
+
+    def _free_storage(self) -> None:
+        if not self.settings.keep_unsharded_storage:
+            for param in self.params:
+                param.free()
 
     def note_kept(self, tensor: torch.Tensor, keeper: str) -> None:
         """Notes a tensor that the module `keeper` keeps beyond its forward, if it is over a parameter's memory.
@@ -380,8 +386,7 @@ class FSDPParamGroup(GroupGather):
         for event in self._reader_events():
             self.context.gathers.wait_event(event)
         self._gathered = None
-        for param in self.params:
-            param.free()
+        self._free_storage()
 
     def _uncount(self) -> None:
         if self._counted_in is not None:
@@ -401,7 +406,7 @@ class FSDPParamGroup(GroupGather):
             if not self.settings.reduce_grads:
                 self._accumulating = True
                 for param in self.params:
-                    param.accumulate_unsharded(self.mp_policy.reduce_dtype)
+                    param.accumulate_unsharded()
                 self.reshard_after_use(keep=keep)
                 return
             if self._partial_in_flight:
@@ -411,13 +416,21 @@ class FSDPParamGroup(GroupGather):
                 gradient = param.take_gradient(self.settings.reduce_unused_params or self._reduction.has_partial(param))
                 if gradient is not None:
                     gradients.append((param, gradient))
-            if gradients and self._accumulating and (dtype := self.mp_policy.reduce_dtype) is not None:
-                # Some were accumulated in reduce_dtype and some are fresh, not alike on all ranks: make them alike.
-                gradients = [(param, gradient.to(dtype)) for param, gradient in gradients]
+            if gradients and self._accumulating and any(param.sums_dtype is not None for param, _ in gradients):
+                # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
+                gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
                 self._accumulating = False
             self.reshard_after_use(keep=keep)
             if gradients:
                 self._reduce(gradients)
+
+    def finalize_backward(self) -> None:
+        """After all backwards of a step: reduces what they left, if gradient sync is on by now, and reshards."""
+        if self._accumulating or self.has_gradients:
+            self.post_backward()
+            self.phase = Phase.IDLE
+        else:
+            self.reshard_after_use(keep=False)
 
     def reshard_after_use(self, *, keep: bool) -> None:
         """What backward does when it needs the parameters no more."""
@@ -437,6 +450,11 @@ class FSDPParamGroup(GroupGather):
         Raises:
             RuntimeError: with the FQN of a parameter whose gradient would be missing from the optimizer's step.
         """
+        if self.context.finalization is not None:
+            raise RuntimeError(
+                f"an optimizer steps while the gradients of '{self.label}' are being reduced; call wait() on the "
+                "handle of finalize_backward(async_op=True) first"
+            )
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         for param in self.params:
@@ -457,7 +475,6 @@ class FSDPParamGroup(GroupGather):
             gradients,
             label=self.label,
             transport=self._through.reduce,
-            reduce_dtype=self.mp_policy.reduce_dtype,
             settings=self.settings,
         )
         for program in programs:

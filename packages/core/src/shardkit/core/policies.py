@@ -7,12 +7,13 @@ object written for `torch.distributed.fsdp` works here unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardkit.core.torch_compat import (
     StockCPUOffloadPolicy,
@@ -43,22 +44,45 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: dtype of the unsharded parameters: of the all-gather and of forward and backward. None keeps the
             original dtype. The sharded parameters, and so the optimizer, always keep the original one.
-        reduce_dtype: dtype in which gradients are summed, and accumulated while gradient sync is off. None means the
-            dtype of the gradient.
+        reduce_dtype: dtype in which gradients are summed, and accumulated while gradient sync is off. None does as
+            stock does in the torch that is installed. From torch 2.15 on: the `grad_dtype` of the parameter if it is
+            set, else its original dtype; gradients of a group that differ in it are summed in the dtype that holds
+            both. Before: the `grad_dtype` if it is another dtype than the parameter's, else that of the gradient.
         output_dtype: floating-point outputs of the module's forward are cast to it. None leaves them alone.
         cast_forward_inputs: whether floating-point inputs of the module's forward are cast to `param_dtype`.
+        param_dtype_override_fn: called once with each parameter when it is sharded; returns its own dtype, which keeps
+            this parameter in it, or `param_dtype` or None, which change nothing. Alike on all ranks. Inputs are cast to
+            `param_dtype` all the same.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point dtype or None, got {dtype}")
+
+    def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
+        """The policy of one parameter: this one, or one with the `param_dtype` that `param_dtype_override_fn` gives it.
+
+        Raises:
+            ValueError: if that is neither `param_dtype` nor the parameter's own dtype, with the FQN.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        chosen = self.param_dtype_override_fn(parameter)
+        if chosen is not None and chosen not in (self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; expected {parameter.dtype}, which "
+                f"keeps the parameter's dtype, or None or {self.param_dtype}, which use param_dtype"
+            )
+        dtype = chosen if chosen is not None and chosen.is_floating_point else self.param_dtype
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +176,11 @@ def as_mixed_precision(policy: MixedPrecisionPolicy | StockMixedPrecisionPolicy)
         return policy
     if isinstance(policy, StockMixedPrecisionPolicy):
         return MixedPrecisionPolicy(
-            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+            policy.param_dtype,
+            policy.reduce_dtype,
+            policy.output_dtype,
+            policy.cast_forward_inputs,
+            param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),  # since torch 2.15
         )
     raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
 from shardkit.core.runtime.plan import ReducePlan, Transport, plan_reduce
 from shardkit.core.settings import GroupSettings
 from shardkit.core.storage import note_allocated, note_freed
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 __all__ = ["Division", "GradientReduction", "division_for"]
 
@@ -88,7 +90,6 @@ class GradientReduction:
         *,
         label: str,
         transport: Transport | None,
-        reduce_dtype: torch.dtype | None,
         settings: GroupSettings,
     ) -> list[Program]:
         """One program for each dtype among the gradients, in an order that is the same on all ranks.
@@ -96,8 +97,9 @@ class GradientReduction:
         Gradients that are reduced with nobody are delivered at once, without a program.
         """
         buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
+        common = self._common_dtype(gradients) if GRAD_DTYPE_DECIDES else None
         for param, gradient in gradients:
-            buckets[gradient.dtype, reduce_dtype or gradient.dtype].append((param, gradient))
+            buckets[gradient.dtype, common or param.sums_dtype or gradient.dtype].append((param, gradient))
         gradients.clear()
         programs = []
         for (grad_dtype, dtype), bucket in buckets.items():
@@ -110,6 +112,12 @@ class GradientReduction:
             scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
             programs.append(self._finish(scatter, label, division, settings))
         return programs
+
+    def _common_dtype(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.dtype:
+        """The dtype that holds the sums of all `gradients` of a group, and what waits for an all-reduce."""
+        dtypes = {param.sums_dtype or gradient.dtype for param, gradient in gradients}
+        dtypes.update(self._partial[param].dtype for param, _ in gradients if param in self._partial)
+        return functools.reduce(torch.promote_types, dtypes)
 
     def _scatter(
         self,
@@ -168,10 +176,11 @@ class GradientReduction:
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
-                if param in self._partial:
-                    self._partial[param].add_(view)
-                else:
-                    self._partial[param] = view
+                partial = self._partial.get(param)
+                if partial is not None and partial.dtype == view.dtype:
+                    partial.add_(view)
+                else:  # none yet, or a narrower one
+                    self._partial[param] = view if partial is None else view.add_(partial)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True):
             if (partial := self._partial.pop(param, None)) is not None:
@@ -209,8 +218,8 @@ class _Scattered:
 
 
 def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | None:
-    """Memory for the cast to the original dtype, allocated before the program runs: see runtime/lanes.py."""
-    dtypes = {param.orig_dtype for param in params}
+    """Memory for the cast to the dtype that is delivered, allocated before the program runs: see runtime/lanes.py."""
+    dtypes = {param.delivered_dtype(output.dtype) for param in params}
     if len(dtypes) > 1 or output.dtype in dtypes:
         return None
     return torch.empty_like(output, dtype=dtypes.pop())
@@ -245,7 +254,7 @@ def _deliver(scattered: _Scattered) -> None:
     if scattered.target is not None:
         scattered.target.copy_(scattered.output)
     for param, view in zip(scattered.params, scattered.targets, strict=True):
-        param.deliver(view.to(param.orig_dtype))
+        param.deliver(view.to(param.delivered_dtype(view.dtype)))
 
 
 def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> None:
@@ -255,4 +264,4 @@ def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torc
         reduced = gradient if gradient.dtype == dtype else gradient.to(dtype)
         for factor in factors:
             reduced = reduced / factor
-        param.deliver(reduced if reduced.dtype == param.orig_dtype else reduced.to(param.orig_dtype))
+        param.deliver(reduced.to(param.delivered_dtype(dtype)))

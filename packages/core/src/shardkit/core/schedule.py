@@ -33,7 +33,7 @@ from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.prefetch import Prefetch, PrefetchPolicy
 from shardkit.core.torch_compat import in_backward, outside_transforms, queue_end_of_backward, transforms_active
 
-__all__ = ["RootedState", "Schedule"]
+__all__ = ["Finalization", "RootedState", "Schedule"]
 
 
 class Schedule:
@@ -44,6 +44,7 @@ class Schedule:
         order: the recorded order of the states, and where in it the iteration is.
         innermost: the innermost state whose forward runs.
         is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
+        manual_finalization: whether `finalize_backward` does that instead.
         post_optim_event: user's event that the next forward's first gather waits for.
         builds_graph: whether the backward that runs, or ran last, makes a graph of its own (`create_graph=True`).
         backwards: how many backwards have ended.
@@ -54,6 +55,7 @@ class Schedule:
         self.order = Order()
         self.innermost: ScheduledState | None = None
         self.is_last_backward = True
+        self.manual_finalization = False
         self.post_optim_event: Any = None
         self.builds_graph = False
         self.backwards = 0
@@ -62,6 +64,7 @@ class Schedule:
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._caller: FrameType | None = None  # of the forward that runs
         self._thread = 0
+        self._unfinalized = False  # a backward has begun that `finalize_backward` is to end
 
     def set_states(self, states: Sequence[ScheduledState]) -> None:
         """All states below the root, root first, in the order of `named_modules`."""
@@ -99,6 +102,7 @@ class Schedule:
                 another thread runs a forward of the same root.
         """
         order = self.order
+        self._refuse_during_finalization(f"forward of '{state.fqn}' begins")
         if order.in_backward:
             if in_backward():  # activation checkpointing recomputes: end_backward sees to what end_forward would
                 return False
@@ -199,6 +203,7 @@ class Schedule:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self.order.in_backward:
             self.order.in_backward = True
+            self._unfinalized = self.manual_finalization
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
 
@@ -239,15 +244,62 @@ class Schedule:
         root = order.forward_root() if order.forward_root is not None else None
         if root is None or not root.in_forward:
             order.forward_root = self._caller = None
-        if self.is_last_backward:
-            order.forget_passes()
-            self._free_unused(in_backward=True)
-            self.context.free_released()
-            self.context.finish_reductions()
-            self._wait_for_host_copies()
+        is_last = self.is_last_backward and not self.manual_finalization
+        if is_last:
+            self._end_step()
+            self.finish_reductions()
         self.context.settle_gathers()
         if events.hub.active:
-            events.emit(events.BackwardEnded(self.is_last_backward))
+            events.emit(events.BackwardEnded(is_last))
+
+    def _end_step(self) -> None:
+        self.order.forget_passes()
+        self._free_unused(in_backward=True)
+        self.context.free_released()
+
+    def finish_reductions(self) -> None:
+        """Waits for all reductions: afterwards gradients may be read, on the host as well if they are offloaded."""
+        self.context.finish_reductions()
+        self._wait_for_host_copies()
+
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """Who ends a step: `finalize_backward`, or the last backward.
+
+        Raises:
+            RuntimeError: if the step that runs was begun in the other way.
+        """
+        if enabled != self.manual_finalization and (in_backward() or self._unfinalized):
+            raise RuntimeError(
+                f"set_manual_backward_finalization({enabled}) was called "
+                + ("during a backward" if in_backward() else "between a backward and its finalize_backward()")
+                + "; call it before the first forward of a step"
+            )
+        self.manual_finalization = enabled
+
+    @outside_transforms
+    def finalize_backward(self) -> Finalization:
+        """Reduces what waits and reshards, as the settings of the groups say; the gradients are there after a wait."""
+        if not (self.manual_finalization or self._unfinalized):
+            raise RuntimeError(
+                "finalize_backward was called while the end of the last backward finalizes by itself; call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        if self.order.in_backward or in_backward():
+            raise RuntimeError("finalize_backward was called during a backward; call it after the backward has ended")
+        self._refuse_during_finalization("finalize_backward was called")
+        for state in reversed(self.all_states):
+            for group in reversed(state.groups):
+                group.finalize_backward()
+        self._unfinalized = False
+        self._end_step()
+        return Finalization(self)
+
+    def _refuse_during_finalization(self, what: str) -> None:
+        if self.context.finalization is not None:
+            raise RuntimeError(
+                f"{what}, but the gradients of an earlier finalize_backward(async_op=True), of this root or of one "
+                "that shares its communication context, have not been waited for; call wait() on its handle first"
+            )
 
     def _wait_for_host_copies(self) -> None:
         """Gradients on their way to pinned memory: the optimizer reads them on the host."""
@@ -283,6 +335,11 @@ class Schedule:
 
     def reset(self) -> None:
         """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
+        finalization = self.context.finalization
+        if isinstance(finalization, Finalization) and not finalization.belongs_to(self):
+            self._refuse_during_finalization("reset_iter_state was called")
+        self.context.finalization = None
+        self._unfinalized = False
         self.context.settle_after_failure()
         self._caller = self.innermost = None
         self.order.reset()
@@ -291,6 +348,33 @@ class Schedule:
             for group in state.groups:
                 group.abandon()
             state.reset()
+
+
+class Finalization:
+    """Reductions that `finalize_backward` has started; while nobody has waited for them its context holds it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        schedule.context.finalization = self
+
+    def belongs_to(self, schedule: Schedule) -> bool:
+        """Whether it has finalized a step of that root."""
+        return self._schedule is schedule
+
+    def wait(self) -> None:
+        """Waits for the reductions.
+
+        Raises:
+            RuntimeError: if `reset_iter_state` was called meanwhile.
+        """
+        context = self._schedule.context
+        if context.finalization is not self:
+            raise RuntimeError(
+                "reset_iter_state() has dropped the gradients that this handle is for; run the iteration again"
+            )
+        self._schedule.finish_reductions()
+        context.settle_gathers()
+        context.finalization = None
 
 
 class RootedState(ScheduledState, Protocol):

@@ -17,6 +17,7 @@ class GroupSettings:
 
     Attributes:
         reshard_after_forward: whether forward frees the parameters.
+        keep_unsharded_storage: resharding leaves the unsharded storage its memory, so that its addresses never change.
         reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
         all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
         max_reduce_inputs: how many groups' unsharded gradients may be in reduction at once.
@@ -29,6 +30,7 @@ class GroupSettings:
     reshard_after_forward: bool
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    keep_unsharded_storage: bool = False
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reduce_unused_params: bool = False

@@ -29,11 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointStorageInfo",
+    "GRAD_DTYPE_DECIDES",
     "PARAMETER_FLAG",
     "STOCK_FUNCTIONS",
     "StockCPUOffloadPolicy",
     "StockDataParallelMeshDims",
     "StockFSDPModule",
+    "StockGradientReductionHandle",
     "StockMixedPrecisionPolicy",
     "StockOffloadPolicy",
     "StockUnshardHandle",
@@ -41,6 +43,7 @@ __all__ = [
     "apply_to_tensors",
     "base_of",
     "flattened_axis",
+    "grad_dtype_of",
     "in_backward",
     "is_leaf_or_view",
     "is_plain",
@@ -68,6 +71,7 @@ __all__ = [
     "register_with_stock",
     "replace_local",
     "runs_in_this_backward",
+    "set_grad_dtype",
     "take_meaning",
     "timeout_of",
     "transforms_active",
@@ -90,6 +94,11 @@ STOCK_FUNCTIONS: dict[str, Any] = {
 
 _STOCK_FSDP1: Any = getattr(stock_fsdp, "FullyShardedDataParallel", ())
 _STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
+
+# The class came with 2.15, and with it stock's rule for `reduce_dtype=None` (gradient_dtype.py).
+StockGradientReductionHandle: Any = getattr(stock_fsdp, "GradientReductionHandle", object)
+GRAD_DTYPE_DECIDES = StockGradientReductionHandle is not object
+"""Whether stock sums gradients in the parameters' `grad_dtype` where `reduce_dtype` is None."""
 
 
 PARAMETER_FLAG = "_is_param"
@@ -338,6 +347,22 @@ def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
 
     cls.__init__ = guarded
     return lambda: setattr(cls, "__init__", original)
+
+
+def grad_dtype_of(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether the user has set `parameter.grad_dtype`, and to what.
+
+    Before 2.15 torch does not tell: a `grad_dtype` that is the parameter's own dtype counts as not set.
+    """
+    dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    is_set = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
+    return bool(is_set), dtype
+
+
+def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Sets `parameter.grad_dtype`, where this torch has it."""
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = dtype
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

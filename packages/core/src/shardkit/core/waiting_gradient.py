@@ -32,7 +32,9 @@ class StandIn:
         """Whether a gradient waits."""
         return self._gradient is not None
 
-    def put(self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor) -> torch.Tensor:
+    def put(
+        self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """After each backward without sync: makes `sharded.grad`, which it returns, stand in for `waiting`.
 
         Args:
@@ -40,10 +42,11 @@ class StandIn:
             waiting: the unsharded gradient, of the unsharded parameter's shape; a DTensor with tensor parallelism.
             form: of the parameter.
             shard: the plain tensor inside of `sharded`.
+            dtype: of the gradient that `sharded` will have.
         """
         if sharded.grad is None or _is_partial(sharded.grad):
-            if isinstance(waiting, DTensor) or (waiting.dtype, waiting.device) != (shard.dtype, shard.device):
-                zeros = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
+            if isinstance(waiting, DTensor) or (waiting.dtype, waiting.device) != (dtype, shard.device):
+                zeros = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
                 sharded.grad = like_dtensor(form.local(zeros), sharded)
             else:
                 sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)

@@ -29,7 +29,8 @@ def core_policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
     """Core's policy for the gather and the reduction; inputs are cast here, as only the root's are by default."""
     if mixed is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, None, False)
+    # Said in full, as core's default follows FSDP2, which since torch 2.15 reduces in the original dtype.
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, None, False)
 
 
 class UnitPrecision:

@@ -1,0 +1,90 @@
+"""In which dtype the gradients of a parameter accumulate, are summed, and arrive at the sharded parameter.
+
+Note [Three dtypes of a gradient]
+Autograd leaves an unsharded gradient in the dtype of the computation. It is *summed*, over backwards without gradient
+sync and over ranks, in `reduce_dtype`. Without one we do as stock of the torch that is installed: since 2.15 a
+parameter's `grad_dtype` decides, which is its own dtype unless it was set; before, the dtype of the computation. A sum
+is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None takes what comes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, grad_dtype_of, set_grad_dtype
+
+__all__ = ["GradientDtype"]
+
+
+class GradientDtype:
+    """The `grad_dtype` of one parameter, as far as its user has set it, and what follows from it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._dtype: torch.dtype | None = None
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Takes over what was set on `parameter`. A cast, a move and an assigning load bring parameters without it."""
+        is_set, dtype = grad_dtype_of(parameter)
+        if is_set:
+            self._is_set, self._dtype = True, dtype
+
+    def put_on(self, sharded: torch.Tensor) -> None:
+        """Sets it on the sharded parameter, unless it was never set."""
+        if self._is_set:
+            set_grad_dtype(sharded, self._dtype)
+
+    def take_out(self, sharded: torch.Tensor) -> torch.Tensor | None:
+        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change."""
+        self.note(sharded)
+        gradient = sharded.grad
+        if gradient is None or not self._is_set:
+            return None
+        sharded.grad = None
+        return gradient
+
+    def put_back(self, sharded: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """After it: `grad_dtype`, which torch forgets, and that gradient, moved along."""
+        self.put_on(sharded)
+        if gradient is not None:
+            sharded.grad = gradient.to(sharded.device)
+
+    def of_sums(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> torch.dtype | None:
+        """The dtype of sums; None for that of the gradient, whatever it is."""
+        if reduce_dtype is not None:
+            return reduce_dtype
+        if self._is_set:
+            return self._dtype
+        return original if GRAD_DTYPE_DECIDES else None
+
+    def of_shard(self, original: torch.dtype, reduced: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient: `original` is that of the parameter, `reduced` that of the sum."""
+        if not self._is_set:
+            return original
+        return reduced if self._dtype is None else self._dtype
+
+    def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
+        """Tells autograd what to leave on the unsharded parameter.
+
+        Narrower sums: gradients are rounded as they arrive. Wider sums: any dtype may arrive, and the cast waits for
+        the reduction, which makes it on the way.
+        """
+        if not (GRAD_DTYPE_DECIDES or self._is_set) or not unsharded.dtype.is_floating_point:
+            return
+        if sums is None or sums.itemsize > unsharded.itemsize:
+            set_grad_dtype(unsharded, None)
+        elif sums != unsharded.dtype:
+            set_grad_dtype(unsharded, sums)
+
+    def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
+        """The dtype that every rank expects a gradient of one backward to have."""
+        if sums is None or not (GRAD_DTYPE_DECIDES or self._is_set) or sums.itemsize > compute.itemsize:
+            return compute
+        return sums
+
+    def before_other_axes(self, gradient: torch.Tensor, sums: torch.dtype | None) -> torch.Tensor:
+        """A gradient that is to be summed over axes of tensor parallelism first: that is in the dtype of sums, too."""
+        if not GRAD_DTYPE_DECIDES or sums is None or not isinstance(gradient, DTensor):
+            return gradient
+        return gradient.to(sums) if any(placement.is_partial() for placement in gradient.placements) else gradient

@@ -1,0 +1,221 @@
+"""In which dtypes parameters compute, and gradients accumulate, are summed and arrive."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+
+import shardkit.core as shardkit
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
+from tests.support import rank_mesh, run_ranks
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+since_2_15 = pytest.mark.skipif(not GRAD_DTYPE_DECIDES, reason="stock follows grad_dtype from torch 2.15 on")
+
+
+class _Dtypes(nn.Module):
+    """Notes the dtypes of its parameters while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {fqn: parameter.dtype for fqn, parameter in self.named_parameters()}
+        return x @ self.linear.weight.to(x.dtype).T + self.linear.bias.to(x.dtype)
+
+
+def _keep_biases(parameter: nn.Parameter) -> torch.dtype | None:
+    return parameter.dtype if parameter.ndim == 1 else None
+
+
+def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **policy: Any) -> dict[str, Tensor]:
+    """Gradients and parameters of two steps; `own` says what `grad_dtype` some parameters have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Dtypes(), _Dtypes())
+    for parameter in model.parameters():
+        if own != "unset" and parameter.ndim == 2:
+            parameter.grad_dtype = {"bfloat16": BFLOAT16, "float32": FLOAT32, "None": None}[own]
+    mesh = rank_mesh(shape, ("replicate", "shard")[-len(shape) :])
+    mp_policy = api.MixedPrecisionPolicy(**policy)
+    api.fully_shard(model[0], mesh=mesh, mp_policy=mp_policy)
+    api.fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    seen = {}
+    for step in range(2):
+        for micro in range(micro_batches):
+            model.set_requires_gradient_sync(micro == micro_batches - 1)
+            torch.manual_seed(100 * dist.get_rank() + 10 * step + micro)
+            model(torch.randn(5, 8)).float().square().sum().backward()
+        for fqn, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            seen[f"step {step}: gradient of {fqn}"] = parameter.grad.to_local().clone()
+            parameter.grad = None
+            with torch.no_grad():
+                local = parameter.to_local()
+                local.sub_(0.01 * seen[f"step {step}: gradient of {fqn}"].to(local.dtype))
+            seen[f"step {step}: {fqn}"] = local.clone()
+    return seen
+
+
+def like_stock(rank: int, world_size: int, shape: tuple[int, ...], own: str, policy: dict[str, Any]) -> None:
+    for micro_batches in (1, 3):
+        expected = _trained(stock, shape, own, micro_batches, **policy)
+        seen = _trained(shardkit, shape, own, micro_batches, **policy)
+        assert expected.keys() == seen.keys()
+        for label in expected:
+            assert expected[label].dtype == seen[label].dtype, label
+            assert torch.equal(expected[label], seen[label]), (label, micro_batches)
+
+
+POLICIES = {
+    "full": {},
+    "bfloat16": {"param_dtype": BFLOAT16},
+    "bfloat16-reduced-so": {"param_dtype": BFLOAT16, "reduce_dtype": BFLOAT16},
+    "reduced-in-bfloat16": {"reduce_dtype": BFLOAT16},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", [(1,), (2,)])
+def test_default_is_that_of_the_torch_installed(shape: tuple[int, ...], policy: str) -> None:
+    run_ranks(shape[0], like_stock, shape, "unset", POLICIES[policy])
+
+
+@since_2_15
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("own", ["bfloat16", "float32", "None"])
+def test_grad_dtype_of_parameters(own: str, policy: str) -> None:
+    """A group whose parameters differ in it is summed in the wider dtype."""
+    run_ranks(2, like_stock, (2,), own, POLICIES[policy])
+
+
+@since_2_15
+@pytest.mark.parametrize("own", ["unset", "bfloat16", "None"])
+def test_hsdp(own: str) -> None:
+    run_ranks(4, like_stock, (2, 2), own, POLICIES["bfloat16"])
+
+
+@since_2_15
+@pytest.mark.parametrize("policy", ["bfloat16", "bfloat16-reduced-so"])
+def test_overridden_param_dtype(policy: str) -> None:
+    run_ranks(2, like_stock, (2,), "unset", POLICIES[policy] | {"param_dtype_override_fn": _keep_biases})
+
+
+# -- on every torch ----------------------------------------------------------------------------------------------------
+
+
+def overridden(rank: int, world_size: int) -> None:
+    model, calls = _Dtypes(), []
+
+    def choose(parameter: nn.Parameter) -> torch.dtype | None:
+        calls.append(tuple(parameter.shape))
+        return _keep_biases(parameter)
+
+    policy = shardkit.MixedPrecisionPolicy(BFLOAT16, param_dtype_override_fn=choose)
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)), mp_policy=policy)
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+    assert model.seen == {"linear.weight": BFLOAT16, "linear.bias": FLOAT32}
+    assert sorted(calls) == [(8,), (8, 8)]
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {FLOAT32}
+    other = shardkit.MixedPrecisionPolicy(BFLOAT16, param_dtype_override_fn=lambda _: torch.float16)
+    with pytest.raises(ValueError, match=r"returned torch\.float16 for parameter 'weight'; expected torch\.float32"):
+        shardkit.fully_shard(nn.Linear(3, 3), mesh=rank_mesh((world_size,)), mp_policy=other)
+
+
+def test_override_is_asked_once_for_each_parameter() -> None:
+    run_ranks(2, overridden)
+
+
+def kept_grad_dtype(rank: int, world_size: int) -> None:
+    model = nn.Linear(8, 8)
+    model.weight.grad_dtype = BFLOAT16
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
+    for parameter_dtype in (FLOAT32, torch.float64):
+        model(torch.randn(3, 8, dtype=parameter_dtype)).sum().backward()
+        assert model.weight.grad.dtype == BFLOAT16
+        assert model.bias.grad.dtype == parameter_dtype
+        before = model.weight.grad.to_local().clone()
+        model.double()
+        assert model.weight.grad_dtype == BFLOAT16
+        assert torch.equal(model.weight.grad.to_local(), before)
+        assert model.bias.grad.dtype == torch.float64
+        model.zero_grad()
+    model.load_state_dict({fqn: tensor.float() for fqn, tensor in model.state_dict().items()}, assign=True)
+    model(torch.randn(3, 8)).sum().backward()
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (BFLOAT16, FLOAT32)
+
+
+def test_grad_dtype_outlives_casts_and_loads() -> None:
+    run_ranks(2, kept_grad_dtype)
+
+
+def waiting(rank: int, world_size: int) -> None:
+    """What stands in for a gradient that waits has the dtype that the gradient will have; zeroing it drops both."""
+    model = nn.Linear(8, 8, bias=False)
+    model.weight.grad_dtype = BFLOAT16
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
+    x = torch.randn(3, 8)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    model.reshard()
+    assert model.weight.grad.dtype == BFLOAT16
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(x).sum().backward()
+    expected = model.weight.grad.to_local().clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad.to_local(), expected)
+
+
+def test_zeroing_while_a_gradient_waits() -> None:
+    run_ranks(2, waiting)
+
+
+class _PreciseWeight(torch.autograd.Function):
+    """A linear layer whose weight's gradient comes in float32, whatever it computes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.float().T @ x.float()
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor, use_second: bool) -> Tensor:
+        x = _PreciseWeight.apply(x, self.first)
+        return _PreciseWeight.apply(x, self.second) if use_second else x
+
+
+def _branched(api: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = _Branching()
+    policy = api.MixedPrecisionPolicy(BFLOAT16, FLOAT32)
+    api.fully_shard(model, mesh=rank_mesh((dist.get_world_size(),)), mp_policy=policy)
+    model.set_reduce_scatter_unused_params(True)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(3, 8), use_second=dist.get_rank() == 0).float().square().sum().backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+def branches(rank: int, world_size: int) -> None:
+    for expected, seen in zip(_branched(stock), _branched(shardkit), strict=True):
+        torch.testing.assert_close(seen, expected, rtol=2**-7, atol=1e-3)  # ours rounds where another rank sends zeros
+
+
+def test_zeros_of_other_ranks_meet_wider_gradients() -> None:
+    run_ranks(2, branches)
