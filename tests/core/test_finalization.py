@@ -1,0 +1,182 @@
+"""Steps that end with `finalize_backward`, and unsharded memory that stays where it is."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as stock
+from torch import Tensor, nn
+
+import shardkit.core as shardkit
+from tests.support import rank_mesh, run_ranks
+from tests.support.models import Block
+
+
+def _model(api: Any, **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(8, 12), Block(8, 12), nn.Linear(8, 4))
+    mesh = rank_mesh((dist.get_world_size(),))
+    for block in model[:2]:
+        api.fully_shard(block, mesh=mesh, **arguments)
+    return api.fully_shard(model, mesh=mesh, **arguments)
+
+
+def _backward(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(10 * dist.get_rank() + seed)
+    model(torch.randn(2, 8)).square().sum().backward()
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def _automatic(api: Any) -> list[Tensor]:
+    model = _model(api)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        _backward(model, micro)
+    return _gradients(model)
+
+
+def _manual(api: Any, async_op: bool) -> list[Tensor]:
+    """Two steps; what the second one leaves."""
+    model = _model(api)
+    for _ in range(2):
+        model.zero_grad()
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        for micro in range(3):
+            _backward(model, micro)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+            handle.wait()
+        model.set_manual_backward_finalization(False)
+    return _gradients(model)
+
+
+def finalized(rank: int, world_size: int, async_op: bool) -> None:
+    seen = _manual(shardkit, async_op)
+    expected = _automatic(stock)
+    for one, two in zip(seen, expected, strict=True):
+        assert torch.equal(one, two)
+    if hasattr(stock.FSDPModule, "finalize_backward"):
+        for one, two in zip(seen, _manual(stock, async_op), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_finalized_gradients(async_op: bool, world_size: int) -> None:
+    run_ranks(world_size, finalized, async_op)
+
+
+def refused(rank: int, world_size: int) -> None:
+    model = _model(shardkit)
+    model.finalize_backward()  # before the first forward there is nothing to do
+    model.finalize_backward(async_op=True).wait()
+    _backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"call set_manual_backward_finalization\(True\) before the forward"):
+        model.finalize_backward()
+    for method in (model[0].finalize_backward, lambda: model[0].set_manual_backward_finalization(True)):
+        with pytest.raises(RuntimeError, match=r"must be called on the root, '0' is below it"):
+            method()
+    model.set_manual_backward_finalization(True)
+    _backward(model, 0)
+    with pytest.raises(RuntimeError, match="between a backward and its finalize_backward"):
+        model.set_manual_backward_finalization(False)
+    handle = model.finalize_backward(async_op=True)
+    for what in (model.finalize_backward, lambda: model(torch.randn(2, 8))):
+        with pytest.raises(RuntimeError, match=r"have not been waited for; call wait\(\) on its handle first"):
+            what()
+    with pytest.raises(RuntimeError, match=r"call wait\(\) on the handle of finalize_backward"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) has dropped the gradients"):
+        handle.wait()
+    model.zero_grad()
+    _backward(model, 0)
+    model.finalize_backward()
+    seen = _gradients(model)
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    _backward(model, 0)
+    for one, two in zip(seen, _gradients(model), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_refusals() -> None:
+    run_ranks(2, refused)
+
+
+def below_the_root(rank: int, world_size: int) -> None:
+    model = _model(shardkit)
+    model[0].set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError, match=r"was called on '0', below the root"):
+        model(torch.randn(2, 8))
+
+
+def test_setting_below_the_root_is_refused() -> None:
+    run_ranks(1, below_the_root)
+
+
+def shared_context(rank: int, world_size: int) -> None:
+    first, second = _model(shardkit), _model(shardkit)
+    shardkit.share_comm_ctx([first, second])
+    first.set_manual_backward_finalization(True)
+    _backward(first, 0)
+    handle = first.finalize_backward(async_op=True)
+    with pytest.raises(RuntimeError, match="of one that shares its communication context"):
+        second(torch.randn(2, 8))
+    with pytest.raises(RuntimeError, match="reset_iter_state was called, but the gradients"):
+        second.reset_iter_state()
+    handle.wait()
+    _backward(second, 0)
+    for one, two in zip(_gradients(first), _gradients(second), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_roots_that_share_a_context() -> None:
+    run_ranks(2, shared_context)
+
+
+# -- memory that stays -------------------------------------------------------------------------------------------------
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    for module in (model, model[0], model[1]):
+        module.unshard()
+    found = {fqn: parameter.data_ptr() for fqn, parameter in model.named_parameters()}
+    for module in (model, model[0], model[1]):
+        module.reshard()
+    return found
+
+
+def kept_storage(rank: int, world_size: int) -> None:
+    model, plain = _model(shardkit), _model(shardkit)
+    model.set_keep_unsharded_storage(True)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    expected = _addresses(model)
+    kept = [param for group in model._groups(recurse=True) for param in group.params]
+    for step in range(3):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            _backward(one, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(flat.untyped_storage().size() for param in kept for flat in param.flats)
+        assert _addresses(model) == expected
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.to_local(), two.to_local())
+    model[0].set_keep_unsharded_storage(False)
+    sizes = [[flat.untyped_storage().size() for p in g.params for flat in p.flats] for g in model._groups(recurse=True)]
+    assert [any(of_group) for of_group in sizes] == [True, False, True]
+    model.set_keep_unsharded_storage(False)
+    assert not any(flat.untyped_storage().size() for param in kept for flat in param.flats)
+
+
+def test_kept_storage_has_one_address() -> None:
+    run_ranks(2, kept_storage)
