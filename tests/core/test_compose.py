@@ -97,19 +97,20 @@ def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[
     return [*losses, *_gradients(model)], counted
 
 
-def _graph_breaks(rank: int, world_size: int, what: str, first: str, breaks: int) -> None:
+def _graph_breaks(rank: int, world_size: int, what: str, first: str) -> None:
     (expected, by_stock), (seen, by_ours) = (_train_compiled(api, what, first, rank) for api in (stock, ours))
     assert by_stock == by_ours
-    assert by_ours["graph breaks"] == breaks
+    assert what != "blocks" or by_ours["graph breaks"] == 0
     assert by_ours["graphs"] > 0
     for one, two in zip(expected, seen, strict=True):
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("what", "breaks"), [("blocks", 0), ("module", 0), ("model", 1)])
+@pytest.mark.parametrize("what", ["blocks", "module", "model"])
 @pytest.mark.parametrize("first", ["compile", "shard"])
-def test_graph_breaks_are_those_of_stock(what: str, first: str, breaks: int) -> None:
-    run_ranks(2, _graph_breaks, what, first, breaks, timeout=240)
+def test_graph_breaks_are_those_of_stock(what: str, first: str) -> None:
+    """None in blocks; those of `module.compile()` are 0 with torch 2.13 and 1 with 2.15."""
+    run_ranks(2, _graph_breaks, what, first, timeout=240)
 
 
 def _scaled(rank: int, world_size: int) -> None:

@@ -18,11 +18,17 @@ __all__ = ["GradientDtype"]
 
 
 class GradientDtype:
-    """The `grad_dtype` of one parameter, as far as its user has set it, and what follows from it."""
+    """The `grad_dtype` of one parameter, as far as its user has set it, and what follows from it.
+
+    Attributes:
+        may_defer: whether sums are wider than the computation, so that their cast can wait.
+    """
 
     def __init__(self) -> None:
         self._is_set = False
         self._dtype: torch.dtype | None = None
+        self._follows = False  # whether autograd was told
+        self.may_defer = False
 
     def note(self, parameter: torch.Tensor) -> None:
         """Takes over what was set on `parameter`. A cast, a move and an assigning load bring parameters without it."""
@@ -65,23 +71,32 @@ class GradientDtype:
         return reduced if self._dtype is None else self._dtype
 
     def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
-        """Tells autograd what to leave on the unsharded parameter.
-
-        Narrower sums: gradients are rounded as they arrive. Wider sums: any dtype may arrive, and the cast waits for
-        the reduction, which makes it on the way.
-        """
-        if not (GRAD_DTYPE_DECIDES or self._is_set) or not unsharded.dtype.is_floating_point:
+        """Tells autograd what to leave on a new unsharded parameter: gradients in the dtype of sums."""
+        self._follows = (GRAD_DTYPE_DECIDES or self._is_set) and unsharded.dtype.is_floating_point
+        self.may_defer = False
+        if not self._follows or sums == unsharded.dtype:
             return
-        if sums is None or sums.itemsize > unsharded.itemsize:
-            set_grad_dtype(unsharded, None)
-        elif sums != unsharded.dtype:
-            set_grad_dtype(unsharded, sums)
+        set_grad_dtype(unsharded, sums)
+        replicated = isinstance(unsharded, DTensor) and any(one.is_replicate() for one in unsharded.placements)
+        self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not replicated
+
+    @staticmethod
+    def defer(unsharded: torch.Tensor) -> None:
+        """Leaves gradients of the backward that begins as they come: the reduction casts them to wider sums on the way.
+
+        For parameters that `may_defer`. A first gradient that nothing reduces has to be cast at once, as stock does:
+        autograd then adds up what several uses of the parameter contribute in the dtype of sums.
+        """
+        set_grad_dtype(unsharded, None)
+
+    @staticmethod
+    def stop_deferring(unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
+        """After it."""
+        set_grad_dtype(unsharded, sums)
 
     def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
         """The dtype that every rank expects a gradient of one backward to have."""
-        if sums is None or not (GRAD_DTYPE_DECIDES or self._is_set) or sums.itemsize > compute.itemsize:
-            return compute
-        return sums
+        return compute if sums is None or self.may_defer or not self._follows else sums
 
     def before_other_axes(self, gradient: torch.Tensor, sums: torch.dtype | None) -> torch.Tensor:
         """A gradient that is to be summed over axes of tensor parallelism first: that is in the dtype of sums, too."""

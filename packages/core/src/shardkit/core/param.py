@@ -505,6 +505,18 @@ class FSDPParam:
         """The dtype of the sharded gradient that a sum of dtype `reduced` becomes."""
         return self.gradient_dtype.of_shard(self.orig_dtype, reduced)
 
+    def defer_cast(self, *, will_reduce: bool) -> None:
+        """When a backward begins: autograd need not cast gradients to wider sums, if something else will."""
+        unsharded = self.unsharded_param
+        if unsharded is not None and (will_reduce or self.accumulated is not None or unsharded.grad is not None):
+            self.gradient_dtype.defer(unsharded)
+
+    def end_deferring(self) -> None:
+        """When its gradients have been taken."""
+        unsharded = self.unsharded_param
+        if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.sums_dtype):
+            self.gradient_dtype.stop_deferring(unsharded, self.sums_dtype)
+
     def accumulate_unsharded(self) -> None:
         """Keeps the gradient of a backward without sync until a later backward reduces it, in `sums_dtype`."""
         parameter = self.unsharded_param

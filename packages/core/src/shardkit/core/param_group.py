@@ -395,6 +395,12 @@ class FSDPParamGroup(GroupGather):
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
+    def begin_backward(self) -> None:
+        """The parameters are there and a backward is about to read them."""
+        for param in self.params:
+            if param.gradient_dtype.may_defer:
+                param.defer_cast(will_reduce=self.settings.reduce_grads)
+
     @outside_transforms
     def post_backward(self, *, keep: bool = False) -> None:
         """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again.
@@ -407,6 +413,7 @@ class FSDPParamGroup(GroupGather):
                 self._accumulating = True
                 for param in self.params:
                     param.accumulate_unsharded()
+                self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
             if self._partial_in_flight:
@@ -420,9 +427,15 @@ class FSDPParamGroup(GroupGather):
                 # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
                 gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
                 self._accumulating = False
+            self._end_deferring()
             self.reshard_after_use(keep=keep)
             if gradients:
                 self._reduce(gradients)
+
+    def _end_deferring(self) -> None:
+        for param in self.params:
+            if param.gradient_dtype.may_defer:
+                param.end_deferring()
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces what they left, if gradient sync is on by now, and reshards."""

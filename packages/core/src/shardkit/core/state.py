@@ -420,6 +420,7 @@ class FSDPState:
             group.unshard(in_backward=True)
         for group in self.groups:
             group.wait_for_unshard()
+            group.begin_backward()
         self.schedule.enter_backward(self)
         if self._outer is not None:  # backward goes on there, and may recompute this pass from there
             self._outer.pre_backward()

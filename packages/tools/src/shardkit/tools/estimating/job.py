@@ -104,7 +104,7 @@ class Policies:
             repeated blocks. Empty: only the root.
         reshard_after_forward: as for `fully_shard`, for the wrapped modules.
         param_dtype: of computation, None for the parameters' own.
-        reduce_dtype: of gradient reduction, None for the gradients' own.
+        reduce_dtype: of gradient reduction; None as in `MixedPrecisionPolicy`.
         prefetch_depth: how many groups are gathered ahead.
         prefetch_budget: bytes that may be unsharded at a time, in place of a depth; None for a depth.
         checkpoint: whether the wrapped modules recompute their activations in backward.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
 from shardkit.tools.estimating.memory import Peak
 from shardkit.tools.estimating.simulation import Recording, axes_of, simulate
@@ -233,7 +234,8 @@ def _rows(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
 
 def _dtypes(recording: Recording, policies: Policies) -> dict[str, str]:
     own = recording.dtypes["parameters"]
-    told = {"computation": policies.param_dtype, "reduction": policies.reduce_dtype or policies.param_dtype}
+    reduced = policies.reduce_dtype or (None if GRAD_DTYPE_DECIDES else policies.param_dtype)
+    told = {"computation": policies.param_dtype, "reduction": reduced}
     return recording.dtypes | {
         name: own if one is None else str(one).removeprefix("torch.") for name, one in told.items()
     }
