@@ -217,5 +217,8 @@ def branches(rank: int, world_size: int) -> None:
         torch.testing.assert_close(seen, expected, rtol=2**-7, atol=1e-3)  # ours rounds where another rank sends zeros
 
 
+@pytest.mark.skipif(
+    not hasattr(stock.FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch reduces no unused parameters"
+)
 def test_zeros_of_other_ranks_meet_wider_gradients() -> None:
     run_ranks(2, branches)
