@@ -11,8 +11,10 @@ optimizer's step. A write that is undone before, as where weights are swapped to
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["is_lost", "lost_gradient", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
+__all__ = ["check_replacement", "is_lost", "lost_gradient", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
 
 _MARK = "_shardkit_origin"
 
@@ -34,6 +36,40 @@ def is_lost(gradient: torch.Tensor) -> bool:
     """
     mark = id(gradient)
     return gradient.__dict__.get(_MARK) == mark and gradient.untyped_storage().__dict__.get(_MARK) != mark
+
+
+def check_replacement(fqn: str, parameter: torch.Tensor, old: DTensor, shape: torch.Size) -> None:
+    """Raises ValueError if what the user has put in place of a sharded parameter cannot stand for it.
+
+    Args:
+        fqn: of the parameter.
+        parameter: what stands in its place now.
+        old: the sharded parameter.
+        shape: that of the whole parameter.
+    """
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"parameter '{fqn}' was replaced by a plain tensor of shape {tuple(parameter.shape)}; expected a "
+            f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
+            "shardkit.core.load_full_state_dict; give torch.func.functional_call DTensors like state_dict()'s"
+        )
+    if parameter.shape != shape or tuple(parameter.placements) != tuple(old.placements):
+        raise ValueError(
+            f"parameter '{fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
+            f"{tuple(parameter.placements)}; expected shape {tuple(shape)} with {tuple(old.placements)}"
+        )
+    seen, expected = parameter.device_mesh, old.device_mesh
+    if seen is not expected and not torch.equal(seen.mesh, expected.mesh):
+        raise ValueError(
+            f"parameter '{fqn}' was replaced by a DTensor on {seen}; expected {expected}: the same placements "
+            "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
+        )
+    if not isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+        raise ValueError(
+            f"parameter '{fqn}' was replaced by a DTensor that requires grad and is no nn.Parameter, as by "
+            "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
+            "values, or train with the parameters of the module"
+        )
 
 
 def lost_parameter(fqn: str) -> RuntimeError:

@@ -30,7 +30,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
 from shardkit.core.gradient_dtype import GradientDtype
-from shardkit.core.lost_writes import is_lost, lost_gradient, lost_parameter, lost_while_unsharded, mark_gradient
+from shardkit.core.lost_writes import (
+    check_replacement,
+    is_lost,
+    lost_gradient,
+    lost_parameter,
+    lost_while_unsharded,
+    mark_gradient,
+)
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.placements import layout_for
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -178,30 +185,8 @@ class FSDPParam:
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
-        if not isinstance(parameter, DTensor):
-            raise ValueError(
-                f"parameter '{self.fqn}' was replaced by a plain tensor of shape {tuple(parameter.shape)}; expected a "
-                f"DTensor with placements {tuple(old.placements)}. To load a full state dict use "
-                "shardkit.core.load_full_state_dict; give torch.func.functional_call DTensors like state_dict()'s"
-            )
-        if parameter.shape != self.form.shape or tuple(parameter.placements) != tuple(old.placements):
-            raise ValueError(
-                f"parameter '{self.fqn}' was replaced by a DTensor of shape {tuple(parameter.shape)} with placements "
-                f"{tuple(parameter.placements)}; expected shape {tuple(self.form.shape)} with {tuple(old.placements)}"
-            )
-        seen, expected = parameter.device_mesh, old.device_mesh
-        if seen is not expected and not torch.equal(seen.mesh, expected.mesh):
-            raise ValueError(
-                f"parameter '{self.fqn}' was replaced by a DTensor on {seen}; expected {expected}: the same placements "
-                "on other ranks, or ranks in another order, stand for other rows. Make it like that of state_dict()"
-            )
-        if not isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-            raise ValueError(
-                f"parameter '{self.fqn}' was replaced by a DTensor that requires grad and is no nn.Parameter, as by "
-                "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
-                "values, or train with the parameters of the module"
-            )
-        take_meaning(parameter, old)
+        check_replacement(self.fqn, parameter, old, self.form.shape)
+        take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         self.gradient_dtype.note(parameter)
         self.gradient_dtype.put_on(parameter)
