@@ -152,7 +152,7 @@ def _bad_policies(rank: int, world_size: int) -> None:
             fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
     with pytest.raises(ValueError, match=r"S(hard)?\((dim=)?2\).*'weight' of shape \(2, 2\).*between -2 and 1"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: Shard(2))
-    with pytest.raises(TypeError, match=r"returned 0 for parameter 'weight'.*Shard\(dim\) or None"):
+    with pytest.raises(TypeError, match=r"returned 0 for parameter 'weight'; expected Shard\(dim\), .* or None"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda parameter: 0)
 
 

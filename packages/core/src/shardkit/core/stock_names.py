@@ -145,7 +145,7 @@ NAMES: tuple[StockName, ...] = (
         "group",
         "_reshard_after_forward",
         "Transformer Engine",
-        lambda group: group.reshard_after_forward,
+        lambda group: group.settings.reshard_after_forward,
         "module.set_reshard_after_forward()",
     ),
     StockName("group", "pre_backward", "torch FSDPMemTracker", None, _TRACKER),
