@@ -18,8 +18,8 @@ STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two bac
 # What the engine asks for though no configuration depends on it, by the functions that ask.
 UNNEEDED_WAITS: set[str] = set()
 UNNEEDED_REFERENCES = {
-    "first of _gather",  # of a compressed gather: the lane owns its rows
-    "last of _reduce",  # of a compressed reduction: the sum is the group's
+    "first of CompressedTransport._gather",  # the lane owns its rows
+    "last of CompressedTransport._reduce",  # the sum is the group's
 }
 
 
