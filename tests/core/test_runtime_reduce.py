@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
+from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import make_lane
 from tests.core.runtime_cases import (
@@ -155,7 +156,9 @@ def test_strides_of_gradients_do_not_matter(world_size: int, kind: str) -> None:
 def _events_of_a_reduction(
     rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> list[tuple[object, ...]]:
-    plan = reduce_plan(CASES["mixed_dims"], transport(kind), grad_dtype, reduce_dtype)
+    # A group of its own: an outbox keeps the parcels of earlier tests.
+    carrier = transport_for(dist.new_group(), CPU) if kind == "shared" else transport(kind)
+    plan = reduce_plan(CASES["mixed_dims"], carrier, grad_dtype, reduce_dtype)
     heard: list[events.Event] = []
     with events.subscribe(heard.append):
         run_reduce(plan, _grads("mixed_dims", grad_dtype, rank))
