@@ -233,6 +233,32 @@ def test_a_group_costs_as_much_among_many_others() -> None:
     run_ranks(1, _budget_does_not_grow, isolated=True)
 
 
+class _Masked(nn.Module):
+    """A layer that is none of torch's own, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.mask
+
+
+def _kept_tensors_cost_the_same_each(rank: int, world_size: int) -> None:
+    calls = []
+    for layers in (20, 80):
+        _as_rank_0_of(2)
+        model = fully_shard(nn.Sequential(*(_Masked() for _ in range(layers))))
+        model.set_reshard_after_forward(False)
+        calls.append(_counted(lambda model=model: model(torch.ones(2, 4)))[1] / layers)
+    assert calls[1] <= calls[0], calls
+
+
+def test_a_buffer_costs_as_much_among_many_others() -> None:
+    run_ranks(1, _kept_tensors_cost_the_same_each, isolated=True)
+
+
 # -- the comparison of models at the start -----------------------------------------------------------------------------
 
 

@@ -58,12 +58,21 @@ from shardkit.core.torch_compat import (
 )
 from shardkit.core.waiting_gradient import StandIn
 
-__all__ = ["FSDPParam", "sharded_counterpart"]
+__all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
 
 # What originals and unsharded parameters belong to. A note on the tensor itself would be pickled and copied with it.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# On the storage of an unsharded parameter: a weak reference to what it belongs to.
+_OWNER = "_shardkit_param"
 # Sharded parameters, by id: `module.to()` cannot swap a DTensor that has weak references.
 _sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
+
+def param_over(storage: torch.UntypedStorage) -> FSDPParam | None:
+    """The parameter whose unsharded form lies in `storage`, if resharding frees it."""
+    param: FSDPParam | None = storage.__dict__.get(_OWNER, lambda: None)()
+    unsharded = None if param is None or param.aliased or param.subclass is not None else param.unsharded_param
+    return param if unsharded is not None and unsharded.untyped_storage() is storage else None
 
 
 def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
@@ -380,6 +389,7 @@ class FSDPParam:
             self.gradient_dtype.prepare(self.unsharded_param, self.sums_dtype)
             _became[self.unsharded_param] = weakref.ref(self)
             self._unsharded_origin = self.unsharded_param.untyped_storage()
+            self._unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
             self.unsharded_param.requires_grad_(requires_grad)
         self._gathered_requires_grad = requires_grad

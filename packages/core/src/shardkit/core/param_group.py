@@ -346,23 +346,16 @@ class FSDPParamGroup(GroupGather):
             for param in self.params:
                 param.free()
 
-    def note_kept(self, tensor: torch.Tensor, keeper: str) -> None:
-        """Notes a tensor that the module `keeper` keeps beyond its forward, if it is over a parameter's memory.
+    def note_kept(self, param: FSDPParam, tensor: torch.Tensor, keeper: str) -> None:
+        """Notes a tensor over the memory of `param` that the module `keeper` keeps beyond its forward.
 
         Raises:
-            RuntimeError: if it is a parameter itself.
+            RuntimeError: if it is the parameter itself.
         """
-        storage = tensor.untyped_storage()
-        for param in self.params:
-            unsharded = param.unsharded_param
-            if unsharded is None or param.aliased or param.subclass is not None:
-                continue
-            if tensor is unsharded:
-                raise kept_parameter(param.fqn, keeper)
-            if unsharded.untyped_storage() is storage:
-                self.kept_views = self.kept_views or KeptViews()
-                self.kept_views.note(tensor, keeper)
-                return
+        if tensor is param.unsharded_param:
+            raise kept_parameter(param.fqn, keeper)
+        self.kept_views = self.kept_views or KeptViews()
+        self.kept_views.note(tensor, keeper)
 
     def _end_gather(self) -> None:
         """Waits for the gather in flight, if there is one. One that fails leaves the group sharded."""

@@ -25,7 +25,7 @@ from shardkit.core.context import CommContext
 from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
 from shardkit.core.order import Pass, ScheduledState
-from shardkit.core.param import sharded_counterpart
+from shardkit.core.param import param_over
 from shardkit.core.param_group import FSDPParamGroup, Phase
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.schedule import Schedule
@@ -363,15 +363,12 @@ class FSDPState:
             for tensor in tensors_kept_by(module):
                 if with_grad and tensor.requires_grad and made_since(tensor, since):
                     self._watch_output(tensor)
+                if type(tensor) not in (torch.Tensor, nn.Parameter) or not is_leaf_or_view(tensor):
+                    continue
+                param = param_over(tensor.untyped_storage())
                 # The list of weights that an RNN keeps changes as parameters are registered.
-                if type(tensor) in (torch.Tensor, nn.Parameter) and is_leaf_or_view(tensor) and not _is_rnn(module):
-                    self._note_kept(module, tensor)
-
-    def _note_kept(self, module: nn.Module, tensor: torch.Tensor) -> None:
-        base = base_of(tensor)
-        param = sharded_counterpart(tensor if base is None else base)
-        for group in self.groups if param is None else [FSDPParamGroup.of(param)]:
-            group.note_kept(tensor, self._fqn_of(module))
+                if param is not None and not isinstance(module, nn.RNNBase):
+                    FSDPParamGroup.of(param).note_kept(param, tensor, self._fqn_of(module))
 
     def _fqn_of(self, kept_on: nn.Module) -> str:
         for top in self.modules:
@@ -539,10 +536,6 @@ class FSDPState:
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     tensor = unwrapped(tensor)
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _is_rnn(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase)
 
 
 def _modules_of_call(top: nn.Module) -> Iterator[nn.Module]:
