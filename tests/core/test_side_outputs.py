@@ -274,11 +274,17 @@ def test_the_output_of_the_model_changed_in_place() -> None:
 # -- what cannot be made right is told ---------------------------------------------------------------------------------
 
 
-def _unnoticed(rank: int, world_size: int) -> str:
+def _unnoticed(rank: int, world_size: int, accumulated: bool) -> str:
     """A loss in a global variable, and nothing else: no hook is called, and no gradient would be reduced."""
     model = Model(*WAYS["global"])
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if accumulated:
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            model(batch(rank, 8, WIDTH))[0].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     model(batch(rank, 8, WIDTH))
     GLOBALLY_KEPT[-1].backward()
     with pytest.raises(RuntimeError) as error:
@@ -286,8 +292,9 @@ def _unnoticed(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_gradients_that_nobody_reduced_are_no_step() -> None:
-    for message in run_ranks(2, _unnoticed):
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_gradients_that_nobody_reduced_are_no_step(accumulated: bool) -> None:
+    for message in run_ranks(2, _unnoticed, accumulated):
         assert "the gradient of parameter 'inp.weight' was not reduced" in message
         assert "set it as an attribute of the module" in message
 

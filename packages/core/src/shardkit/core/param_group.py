@@ -416,7 +416,7 @@ class FSDPParamGroup(GroupGather):
                 gradient = param.take_gradient(self.settings.reduce_unused_params or self._reduction.has_partial(param))
                 if gradient is not None:
                     gradients.append((param, gradient))
-            if gradients and self._accumulating and any(param.sums_dtype is not None for param, _ in gradients):
+            if self._accumulating:
                 # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
                 gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
                 self._accumulating = False
