@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.param import sharded_counterpart
+from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
 from shardkit.core.torch_compat import local_of
@@ -63,7 +64,7 @@ def _is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Whether the optimizer is to see a plain tensor in the place of this parameter."""
-    for one in parameter.placements if isinstance(parameter, DTensor) else ():
+    for one in parameter.placements if isinstance(parameter, PlacedTensor) else ():
         if isinstance(one, Owned):
             return True
         if isinstance(one, Blocks):
