@@ -12,6 +12,7 @@ from tests.packaging.workspace import ROOT, Source, packages
 SOURCES = [source for package in packages() for source in package.sources()]
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 MAX_LINES = 600
+MAX_FUNCTION_LINES = 80
 TORCH_COMPAT = "shardkit.core.torch_compat"
 # Each package keeps the private names that it uses in a file of that name.
 TORCH_COMPATS = {package.import_name + ".torch_compat" for package in packages()}
@@ -74,6 +75,26 @@ def test_private_names_of_torch_stand_in_torch_compat(source: Source):
 def test_a_file_is_one_concept(source: Source):
     assert source.path.stem not in DRAWERS, "name the file after its concept"
     assert source.path.read_text().count("\n") <= MAX_LINES, "is it one concept?"
+
+
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: list[str]) -> int:
+    """Without its docstring, blank lines and comments."""
+    documented = ast.get_docstring(function) is not None
+    inside = [] if not documented else range(function.body[0].lineno, (function.body[0].end_lineno or 0) + 1)
+    lines = range(function.lineno, (function.end_lineno or 0) + 1)
+    code = (text[line - 1].strip() for line in lines if line not in inside)
+    return sum(bool(line) and not line.startswith("#") for line in code)
+
+
+def test_functions_are_short():
+    found = [
+        f"{source}:{node.lineno}: {node.name} has {count} lines of code"
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (count := _code_lines(node, source.path.read_text().splitlines())) > MAX_FUNCTION_LINES
+    ]
+    assert not found, f"at most {MAX_FUNCTION_LINES}: {found}"
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.distribution)

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,11 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def _shown(name: str, clean: bool) -> str:
     return name.replace(f"{WRAPPED}.", "") if clean else name
+
+
+def _groups_of(place: Placement, given: ProcessGroups | None) -> ProcessGroups | None:
+    """The process groups for the modules that a policy wraps: a hybrid strategy's are made once."""
+    return (place.group, place.replicate_group) if place.replicate_group is not None else given
 
 
 def _check_module(module: object) -> None:
@@ -142,11 +147,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         )
         self.compute_device = place.device
         if auto_wrap_policy is not None:
-            groups = None if device_mesh is not None else process_group
-            if strategy.is_hybrid and device_mesh is None:
-                groups = (place.group, cast(dist.ProcessGroup, place.replicate_group))
-            arguments = {
-                "process_group": groups,
+            inner = {
+                "process_group": None if device_mesh is not None else _groups_of(place, process_group),
                 "sharding_strategy": strategy,
                 "cpu_offload": self.cpu_offload,
                 "backward_prefetch": self.backward_prefetch,
@@ -160,15 +162,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
                 "ignored_states": ignored.parameters,
                 "device_mesh": device_mesh,
             }
-            auto_wrap(
-                module,
-                auto_wrap_policy,
-                ignored.modules,
-                ignored.parameters,
-                arguments,
-                FullyShardedDataParallel,
-                _is_wrapped,
-            )
+            wrapper = FullyShardedDataParallel
+            auto_wrap(module, auto_wrap_policy, ignored.modules, ignored.parameters, inner, wrapper, _is_wrapped)
         materialize_unit(module, ignored, _is_wrapped, param_init_fn, place.device)
         if sync_module_states:
             groups_to_sync = [place.group, *([place.replicate_group] if place.replicate_group else [])]
@@ -201,9 +196,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         for group in self._state.groups:
             for param in group.params:
                 param.fqn = clean_name(param.fqn)
-        self.__class__ = (
-            FullyShardedDataParallel  # of stock's FSDP2 this is no instance, and scripts ask for the very type
-        )
+        # Of stock's FSDP2 this is no instance, and scripts ask for the very type.
+        self.__class__ = FullyShardedDataParallel
         mine = {param for group in self._state.groups if len(group.users) == 1 for param in group.params}
         self._unit = Unit(
             self._fsdp_wrapped_module,
