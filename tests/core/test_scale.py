@@ -3,7 +3,9 @@
 import gc
 import sys
 import tracemalloc
+import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +187,24 @@ def _steps_do_not_grow(rank: int, world_size: int) -> None:
 
 def test_a_step_runs_as_many_operators_for_any_number_of_ranks() -> None:
     run_ranks(1, _steps_do_not_grow, isolated=True)
+
+
+def _owned_rows_are_long(rank: int, world_size: int) -> None:
+    one = replace(case(*((((1024, 1024), 0, BF16),) * 7)), owners={i: i for i in range(7)})
+    for ranks, told in ((8, False), (64, True)):
+        over = C10dTransport(_as_rank_0_of(ranks), CPU, direct=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = gather_plan(one, over)
+        said = [str(one.message) for one in caught]
+        assert plan.packing is not None
+        assert plan.packing.numel == ranks * 1024 * 1024
+        assert len(said) == told, said
+        assert all("14680064 bytes of parameters travel in a buffer of 134217728 bytes" in text for text in said)
+
+
+def test_owned_parameters_among_many_ranks_are_told_of() -> None:
+    run_ranks(1, _owned_rows_are_long, isolated=True)
 
 
 def _memory_does_not_grow(rank: int, world_size: int) -> None:

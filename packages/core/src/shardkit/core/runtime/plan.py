@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,10 @@ from shardkit.core.sharding import ChunkLayout, runs_together
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
 size, which is about what copying 32 KiB in and out of the packed buffer costs."""
+
+# A buffer with more than so many times the bytes of what it carries, and so many bytes more, is told of.
+_MOST_PADDING = 2
+_UNNOTICED_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -243,24 +248,15 @@ class GatherPlan:
         packed = sum(self.items[i].layout.numel * self.items[i].dtype.itemsize for i in self.packing.items)
         return sum(behind) + self.packing.numel * self.packed_dtype.itemsize - packed
 
-    @contextlib.contextmanager
     def reported(
         self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Reports the gather that the block runs as events: that it has started and, unless it raises, finished.
 
         `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
         """
-        if not events.hub.active:
-            yield
-            return
-        wire = self.wire_nbytes if wire_nbytes is None else wire_nbytes
-        described = (self.label, self.fqns, self.nbytes, wire, dtype or self.dtype, self.transport.group)
-        padding, name = self.padding_nbytes, self.transport.name
-        events.emit(events.GatherStarted(*described, padding_bytes=padding, transport=name))
-        yield
-        seconds = time.perf_counter() - launched
-        events.emit(events.GatherFinished(*described, seconds, padding_bytes=padding, transport=name))
+        kinds = events.GatherStarted, events.GatherFinished
+        return _reported(self, kinds, launched, wire_nbytes, dtype or self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,24 +350,36 @@ class ReducePlan:
         """A 1-D output from the transport's allocator; the contents are undefined."""
         return self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
 
-    @contextlib.contextmanager
     def reported(
         self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Reports the reduction that the block runs as events: that it has started and, unless it raises, finished.
 
         `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
         """
-        if not events.hub.active:
-            yield
-            return
-        wire = self.wire_nbytes if wire_nbytes is None else wire_nbytes
-        described = (self.label, self.fqns, self.nbytes, wire, dtype or self.wire_dtype, self.transport.group)
-        padding, name = self.padding_nbytes, self.transport.name
-        events.emit(events.ReduceStarted(*described, padding_bytes=padding, transport=name))
+        kinds = events.ReduceStarted, events.ReduceFinished
+        return _reported(self, kinds, launched, wire_nbytes, dtype or self.wire_dtype)
+
+
+@contextlib.contextmanager
+def _reported(
+    plan: GatherPlan | ReducePlan,
+    kinds: tuple[Callable[..., events.Event], Callable[..., events.Event]],
+    launched: float,
+    wire_nbytes: int | None,
+    dtype: torch.dtype,
+) -> Iterator[None]:
+    if not events.hub.active:
         yield
-        seconds = time.perf_counter() - launched
-        events.emit(events.ReduceFinished(*described, seconds, padding_bytes=padding, transport=name))
+        return
+    started, finished = kinds
+    wire = plan.wire_nbytes if wire_nbytes is None else wire_nbytes
+    described = (plan.label, plan.fqns, plan.nbytes, wire, dtype, plan.transport.group)
+    padding, name = plan.padding_nbytes, plan.transport.name
+    events.emit(started(*described, padding_bytes=padding, transport=name))
+    yield
+    seconds = time.perf_counter() - launched
+    events.emit(finished(*described, seconds, padding_bytes=padding, transport=name))
 
 
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
@@ -386,13 +394,15 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
     packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
     widths = [item.dtype.itemsize if mixed else 1 for item in items]
     dtypes = {item.dtype for item in items}
+    packing = pack(layouts, packed, widths, padded=transport.padded, aligned=mixed) if packed else None
+    _warn_of_long_rows(packing, [layouts[i].numel * widths[i] for i in packed], packed_dtype, transport, label)
     return GatherPlan(
         items=tuple(items),
         transport=transport,
         label=label,
         rank=rank,
         direct=tuple((i, _gather_slots(layouts[i], padded=transport.padded)) for i in direct),
-        packing=pack(layouts, packed, widths, padded=transport.padded, aligned=mixed) if packed else None,
+        packing=packing,
         packed_dtype=packed_dtype,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.uint8,
     )
@@ -451,6 +461,22 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
                 f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
                 f"but the process group has {transport.world_size}"
             )
+
+
+def _warn_of_long_rows(
+    packing: Packing | None, numels: Sequence[int], dtype: torch.dtype, transport: Transport, label: str
+) -> None:
+    """Tells where few ranks own a parameter: all rows of a collective are as long as the longest, most are empty."""
+    if packing is None or not packing.ragged:
+        return
+    held, sent = sum(numels) * dtype.itemsize, packing.numel * dtype.itemsize
+    if sent > _MOST_PADDING * held and sent - held > _UNNOTICED_BYTES:
+        warnings.warn(
+            f"'{label}': {held} bytes of parameters travel in a buffer of {sent} bytes, because "
+            f"{transport.world_size} ranks send rows as long as the longest and few of them own a parameter of this "
+            "group. Shard over fewer ranks (HSDP), give one fully_shard call more modules, or use Shard or Blocks here",
+            stacklevel=2,
+        )
 
 
 def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bool:
