@@ -64,6 +64,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 writes a member of an enumeration: by name
+            return _unused_member
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
         if (module, name) in _UNUSED:
@@ -92,6 +94,14 @@ class _Unused:
 
     def __init__(self, *args: Any) -> None:
         pass
+
+
+def _unused_member(kind: object, name: object) -> _Unused:
+    if kind is not _Unused:
+        raise pickle.UnpicklingError(
+            f"an attribute {name!r} of {kind!r} is not allowed in the metadata of a checkpoint"
+        )
+    return _Unused()
 
 
 def unpickle_metadata(data: bytes) -> Any:
