@@ -104,8 +104,12 @@ class _MemoryFormat(_Record):
 _ProcessGroupState = _stand_in("ProcessGroupState")
 
 
-def _nested_class(cls: Any, name: str) -> Any:
-    """`getattr` as pickles use it for a class inside another: for the one case that ShardedTensors need."""
+def _attribute(cls: Any, name: str) -> Any:
+    """`getattr` as pickles use it for what ShardedTensors need: a class inside theirs, and members of an enumeration,
+    which some versions of Python (3.11.2) write by name.
+    """
+    if cls is _MemoryFormat:
+        return _MemoryFormat(name)
     if (cls, name) != (StoredShards, "ProcessGroupState"):
         raise pickle.UnpicklingError(
             f"getattr({getattr(cls, '__name__', cls)}, {name!r}) is not allowed in a checkpoint"
@@ -125,7 +129,7 @@ ALLOWED: list[Any] = [
     (_stand_in("EnumerableShardingSpec"), f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec"),
     (_stand_in("remote_device"), "torch.distributed.remote_device._remote_device"),
     (_ProcessGroupState, f"{_SHARD}.sharded_tensor.api.ShardedTensor.ProcessGroupState"),
-    (_nested_class, "builtins.getattr"),
-    (_nested_class, "__builtin__.getattr"),
+    (_attribute, "builtins.getattr"),
+    (_attribute, "__builtin__.getattr"),
     OrderedDict,
 ]
