@@ -3,6 +3,8 @@
     python benchmarks/compare.py                                    every configuration that has a goal
     python benchmarks/compare.py --model gpt-34m --world-size 2     one of them
     python benchmarks/compare.py --model deep-narrow --world-size 1 --profile /tmp/profiles --json out.json
+    python benchmarks/compare.py --model gpt-6m --world-size 4 --optimizer muon --systems shardkit,fsdp2,alone
+    sudo python benchmarks/compare.py --model gpt-6m --world-size 4 --link 1gbit --systems shardkit,fsdp2
 
 All systems of a configuration train at once, in processes of their own, and are timed in turn (A B C A B C ...), so
 that whatever else the machine does meets all of them alike. See docs/benchmarks.md.
@@ -17,12 +19,13 @@ from typing import Any
 
 from side_by_side.crew import CrewFailure
 from side_by_side.goals import configurations, judged
+from side_by_side.link import RATES, NoLink
 from side_by_side.ratios import Row, rows_of
 from side_by_side.run import Disagreement, Measured, Settings, compare
 from side_by_side.surroundings import load, surroundings
-from side_by_side.systems import SYSTEMS
+from side_by_side.systems import COMPARED, SYSTEMS, imbalance
 from side_by_side.table import absolute_table, goal_table, ratio_table
-from side_by_side.workloads import WORKLOADS
+from side_by_side.workloads import OPTIMIZERS, WORKLOADS
 
 
 def main() -> int:
@@ -30,12 +33,13 @@ def main() -> int:
     args = _arguments()
     runs: list[dict[str, Any]] = []
     for workload, world_size in _configurations(args):
-        settings = Settings(
-            workload, world_size, tuple(args.systems), args.device, args.rounds, args.steps, args.warmup, args.profile
-        )
+        how = {name: getattr(args, name) for name in ("device", "rounds", "steps", "warmup", "profile")}
         try:
+            settings = Settings(
+                workload, world_size, tuple(args.systems), **how, optimizer=args.optimizer, link=args.link
+            )
             runs.append(_run(settings))
-        except (CrewFailure, Disagreement) as error:
+        except (CrewFailure, Disagreement, NoLink, ValueError) as error:
             print(f"{workload}, {world_size} ranks: {error}", file=sys.stderr)
             return 1
         if args.json is not None:
@@ -44,7 +48,7 @@ def main() -> int:
 
 
 def _run(settings: Settings) -> dict[str, Any]:
-    facts = surroundings(settings.device)
+    facts = surroundings(settings.device, settings.optimizer, settings.link)
     measured = compare(settings, lambda text: print(text, file=sys.stderr, flush=True))
     facts["load_after"] = load()
     rows = rows_of(measured, settings.device)
@@ -64,7 +68,9 @@ def _print(settings: Settings, facts: dict[str, Any], rows: list[Row]) -> None:
     print("\n" + absolute_table(rows, settings.systems))
     if others:
         print("\n" + ratio_table(rows, first, others))
-    goals = judged(rows, settings.workload, settings.world_size)
+    if settings.optimizer == "muon":
+        print(f"\nowned matrices: largest load over the mean {imbalance(settings.workload, settings.world_size):.3f}")
+    goals = judged(rows, settings)
     if goals and first == "shardkit" and settings.device == "cpu":
         print("\n" + goal_table(goals))
     sys.stdout.flush()
@@ -76,7 +82,8 @@ def _as_json(measured: Measured) -> dict[str, Any]:
 
 def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
     if args.model is None:
-        return [(model, world) for model, world in configurations() if args.world_size in (None, world)]
+        every = configurations(args.optimizer, args.link)
+        return [(model, world) for model, world in every if args.world_size in (None, world)]
     return [(args.model, args.world_size or 2)]
 
 
@@ -85,8 +92,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=WORKLOADS, help="default: every configuration that has a goal")
     parser.add_argument("--world-size", type=int, help="default: 2, or every one that has a goal")
     parser.add_argument(
-        "--systems", type=_systems, default=list(SYSTEMS), help=f"of {','.join(SYSTEMS)}; first / others"
+        "--systems", type=_systems, default=list(COMPARED), help=f"of {','.join(SYSTEMS)}; first / others"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--link", choices=RATES, help="halves of the ranks in two network namespaces (needs root)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each system (7)")
     parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn (3)")

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Job.steps, help=f"optimizer steps ({Job.steps})")
     args = parser.parse_args()
     job = compression.Job(steps=args.steps)
-    facts = surroundings("cpu") | {"optimizer": "AdamW(fused=True)"}
+    facts = surroundings("cpu", "adamw", None) | {"optimizer": "AdamW(fused=True)"}
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{job.model}, {args.world_size} ranks of {job.batch} sequences, {job.steps} steps\n\n{HEAD}", flush=True)
     for name, policy in POLICIES.items():

@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from side_by_side.link import Side
 from side_by_side.rank import Assignment, Failure, serve
 
 _PRELOADED = [
@@ -28,9 +29,20 @@ class CrewFailure(RuntimeError):
 
 
 class Crew:
-    """Fresh processes, one for each rank. Use `started` to make one and to have it ended."""
+    """Fresh processes, one for each rank. Use `started` to make one and to have it ended.
 
-    def __init__(self, system: str, workload: str, world_size: int, device: str) -> None:
+    `sides`: the two ends of a link; the first half of the ranks is put at the one, the others at the other.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        workload: str,
+        optimizer: str,
+        world_size: int,
+        device: str,
+        sides: tuple[Side, Side] | None = None,
+    ) -> None:
         self.system = system
         self.world_size = world_size
         self._directory = tempfile.TemporaryDirectory(prefix="compare-")
@@ -40,7 +52,8 @@ class Crew:
         context = _context(device)
         for rank in range(world_size):
             here, there = context.Pipe()
-            assignment = Assignment(system, workload, rank, world_size, device, store)
+            side = sides[2 * rank // world_size] if sides else None
+            assignment = Assignment(system, workload, optimizer, rank, world_size, device, store, side)
             process = context.Process(target=serve, args=(assignment, there), name=f"{system}-{rank}", daemon=True)
             process.start()
             there.close()
@@ -95,12 +108,12 @@ class Crew:
 
 
 @contextmanager
-def started(systems: list[str], workload: str, world_size: int, device: str) -> Iterator[list[Crew]]:
-    """A crew for each system, all with their networks built; ended with the block."""
+def started(systems: Sequence[str], *args: Any) -> Iterator[list[Crew]]:
+    """A crew for each system, with its network built; ended with the block. `args` are the other ones of `Crew`."""
     crews: list[Crew] = []
     try:
         for system in systems:
-            crews.append(Crew(system, workload, world_size, device))
+            crews.append(Crew(system, *args))
         for crew in crews:
             crew.ready()
         yield crews

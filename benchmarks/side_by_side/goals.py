@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from side_by_side.ratios import Row
+from side_by_side.run import Settings
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,8 @@ class Goal:
     row: str
     against: str
     limit: float
+    optimizer: str = "adamw"
+    link: str | None = None
 
 
 GOALS: tuple[Goal, ...] = (
@@ -31,19 +34,26 @@ GOALS: tuple[Goal, ...] = (
     Goal("lora", 2, "step", "fsdp2", 0.60),
     Goal("uneven", 2, "step", "fsdp2", 0.60),
     Goal("moe-like", 2, "step", "fsdp2", 0.60),
+    Goal("gpt-6m", 2, "optimizer", "alone", 1.2 / 2, "muon"),
+    Goal("gpt-6m", 2, "optimizer", "fsdp2", 1.00, "muon"),
+    Goal("gpt-6m", 4, "optimizer", "alone", 1.2 / 4, "muon"),
+    Goal("gpt-6m", 4, "optimizer", "fsdp2", 1.00, "muon"),
+    Goal("gpt-6m", 4, "step", "fsdp2", 0.60, "muon", "1gbit"),
 )
 
 
-def configurations() -> list[tuple[str, int]]:
-    """Every (workload, world size) that has a goal, in order."""
-    return list(dict.fromkeys((goal.workload, goal.world_size) for goal in GOALS))
+def configurations(optimizer: str, link: str | None) -> list[tuple[str, int]]:
+    """Every (workload, world size) that has a goal with this optimizer over this link, in order."""
+    return list(dict.fromkeys((g.workload, g.world_size) for g in GOALS if (g.optimizer, g.link) == (optimizer, link)))
 
 
-def judged(rows: list[Row], workload: str, world_size: int) -> list[tuple[Goal, float]]:
+def judged(rows: list[Row], settings: Settings) -> list[tuple[Goal, float]]:
     """The goals of a configuration with the median ratios that were measured."""
+    configuration = (settings.workload, settings.world_size, settings.optimizer, settings.link)
     measured = {(row.key, name): ratio.median for row in rows for name, ratio in row.ratios.items()}
     return [
         (goal, measured[goal.row, goal.against])
         for goal in GOALS
-        if (goal.workload, goal.world_size) == (workload, world_size) and (goal.row, goal.against) in measured
+        if (goal.workload, goal.world_size, goal.optimizer, goal.link) == configuration
+        and (goal.row, goal.against) in measured
     ]

@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from side_by_side.link import Side
 from side_by_side.memory import MemoryMeter
-from side_by_side.systems import SYSTEMS, Place, optimizer_for
+from side_by_side.systems import SYSTEMS, Place, optimizers_for
 from side_by_side.traffic import c10d_calls, shardkit_events, socket_bytes
 from side_by_side.workloads import WORKLOADS
 
@@ -27,14 +28,16 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank of which system a process is. `store` is a file path for the ranks to meet at."""
+    """Which rank of which system a process is. The ranks meet at the file `store`; `side` is where this one runs."""
 
     system: str
     workload: str
+    optimizer: str
     rank: int
     world_size: int
     device: str
     store: str
+    side: Side | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Trainer:
     def __init__(self, assignment: Assignment) -> None:
         self.device = _device(assignment)
         self.assignment = assignment
-        workload = WORKLOADS[assignment.workload]
+        workload = replace(WORKLOADS[assignment.workload], optimizer=assignment.optimizer)
         self.batches = workload.batches(_BATCHES, assignment.rank, self.device)
         self.steps_done = 0
         torch.manual_seed(0)
@@ -81,7 +84,7 @@ class Trainer:
             self.system = SYSTEMS[assignment.system](
                 workload, Place(assignment.rank, assignment.world_size, self.device)
             )
-        self.optimizer = optimizer_for(self.system)
+        self.optimizers = optimizers_for(self.system, workload)
 
     def first_steps(self, count: int) -> Agreement:
         """Train `count` steps, the ones that are compared between systems."""
@@ -157,8 +160,9 @@ class Trainer:
             return self.system.network(tokens, targets)
 
     def _update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def _step(self) -> None:
         self._forward().backward()
@@ -228,6 +232,8 @@ def serve(assignment: Assignment, connection: Connection) -> None:
     """Entry point of a rank process: join the group, then answer requests until the pipe closes."""
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if assignment.side is not None:
+            assignment.side.enter()
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         dist.init_process_group(

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from side_by_side.crew import Crew, started
+from side_by_side.link import shaped_link
 from side_by_side.rank import Agreement, Times
 from side_by_side.workloads import WORKLOADS
 
 CHECKED_STEPS = 3
 LOSS_TOLERANCE = {False: 1e-4, True: 2e-2}
-"""Relative, by whether the workload computes in bfloat16: there, systems that autocast round at other places."""
+"""Relative, by whether anything is computed in low precision: bfloat16 (systems that autocast round at other places),
+Muon (it orthogonalises in bfloat16 what was summed in another order), compression."""
 GRAD_NORM_TOLERANCE = {False: 1e-3, True: 5e-2}
 
 Say = Callable[[str], None]
@@ -23,7 +26,10 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compare. `steps` are timed in each of `rounds` turns; `profile`: a directory for profiles, or None."""
+    """What to compare. `steps` are timed in each of `rounds` turns; `profile`: a directory for profiles, or None.
+
+    `link`: the rate of a link between two halves of the ranks, or None for the loopback interface.
+    """
 
     workload: str
     world_size: int
@@ -33,17 +39,28 @@ class Settings:
     steps: int = 3
     warmup: int = 2
     profile: str | None = None
+    optimizer: str = "adamw"
+    link: str | None = None
 
     def __post_init__(self) -> None:
         if WORKLOADS[self.workload].gpu_only and self.device == "cpu":
             raise ValueError(f"{self.workload} is for GPUs; run it with --device cuda")
+        if self.link and (self.world_size % 2 or self.device != "cpu"):
+            raise ValueError("--link needs an even number of CPU ranks: half of them are at each end")
+        if self.optimizer == "muon" and "fsdp1" in self.systems:
+            raise ValueError("FSDP1 flattens matrices, which Muon needs: leave fsdp1 out of --systems")
+
+    @property
+    def low_precision(self) -> bool:
+        return WORKLOADS[self.workload].bf16 or self.optimizer == "muon" or "shardkit-int8" in self.systems
 
 
 @dataclass(frozen=True)
 class Measured:
     """What one system's ranks measured.
 
-    `rounds` holds one entry for each turn: the slowest rank's `step`, the mean over the ranks of everything else.
+    `rounds` holds one entry for each turn: of `step` and the optimizer the slowest rank's, of everything else the mean
+    over the ranks.
     `build_peaks` covers building and the first steps, `peaks` the steps after them; bytes, largest over the ranks.
     """
 
@@ -57,7 +74,11 @@ class Measured:
 def compare(settings: Settings, say: Say) -> dict[str, Measured]:
     """Measure all systems in turn. Raises `Disagreement` before anything is timed, `CrewFailure` for a failed rank."""
     say(f"{settings.workload}, {settings.world_size} ranks, {settings.device}: starting {', '.join(settings.systems)}")
-    with started(list(settings.systems), settings.workload, settings.world_size, settings.device) as crews:
+    trained = (settings.workload, settings.optimizer, settings.world_size, settings.device)
+    with (
+        shaped_link(settings.link) if settings.link else nullcontext() as sides,
+        started(settings.systems, *trained, sides) as crews,
+    ):
         agreements = {crew.system: crew.ask("first_steps", CHECKED_STEPS) for crew in crews}
         say(check(agreements, settings))
         build_peaks = {crew.system: _largest(crew.ask("peaks")) for crew in crews}
@@ -84,8 +105,8 @@ def check(agreements: dict[str, list[Agreement]], settings: Settings) -> str:
     A system that does not average (`alone`) sees its own data only: from its second step on, it is comparable only at
     world size 1.
     """
-    bf16 = WORKLOADS[settings.workload].bf16
-    loss_tolerance, norm_tolerance = LOSS_TOLERANCE[bf16], GRAD_NORM_TOLERANCE[bf16]
+    loss_tolerance = LOSS_TOLERANCE[settings.low_precision]
+    norm_tolerance = GRAD_NORM_TOLERANCE[settings.low_precision]
     reference = next((name for name, ranks in agreements.items() if ranks[0].averages), next(iter(agreements)))
     worst_loss = worst_norm = 0.0
     for name, ranks in agreements.items():
@@ -126,7 +147,8 @@ def _take_turns(crews: Sequence[Crew], settings: Settings, say: Say) -> dict[str
 
 def _joined(ranks: Sequence[Times]) -> Times:
     joined = {name: sum(getattr(times, name) for times in ranks) / len(ranks) for name in vars(ranks[0])}
-    joined["step"] = max(times.step for times in ranks)
+    for slowest in ("step", "optimizer_cpu"):  # ranks that own fewer matrices than others wait for them
+        joined[slowest] = max(getattr(times, slowest) for times in ranks)
     return Times(**joined)
 
 

@@ -65,6 +65,8 @@ def changes(before: Run, now: Run, tolerance: float) -> list[Change]:
     return found
 
 
-def _configuration(run: Run) -> tuple[str, int, str, str]:
+def _configuration(run: Run) -> tuple[str | int, ...]:
     settings = run["settings"]
-    return settings["workload"], settings["world_size"], settings["device"], settings["systems"][0]
+    usual = (settings["workload"], settings["world_size"], settings["device"], settings["systems"][0])
+    special = (settings.get("optimizer", "adamw"), settings.get("link") or "loopback")
+    return (*usual, *(value for value in special if value not in ("adamw", "loopback")))

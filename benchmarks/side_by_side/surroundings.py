@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from side_by_side.workloads import OPTIMIZERS
+
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def surroundings(device: str) -> dict[str, Any]:
+def surroundings(device: str, optimizer: str, link: str | None) -> dict[str, Any]:
     """Facts about this run, as JSON types. The commit ends with `+` where the working tree differs from it."""
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -23,7 +25,8 @@ def surroundings(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": _commit(),
         "load": load(),
-        "optimizer": "AdamW(foreach=True)",
+        "optimizer": OPTIMIZERS[optimizer],
+        "link": link or "loopback",
     }
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()

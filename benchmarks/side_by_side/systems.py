@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from side_by_side.networks import Block
-from side_by_side.workloads import Workload
+from side_by_side.workloads import WORKLOADS, Workload
 
 Autocast = Callable[[], contextlib.AbstractContextManager[None]]
+Shard = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,43 @@ class System:
     prepare_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
 
-def _shardkit(workload: Workload, place: Place) -> System:
-    from shardkit.core import MixedPrecisionPolicy, fully_shard, optimizer_step_on_shards
+def _shardkit(workload: Workload, place: Place, **options: object) -> System:
+    from shardkit.core import MixedPrecisionPolicy, fully_shard, optimizer_step_on_shards, placements_for
 
-    system = _per_block(workload, place, fully_shard, MixedPrecisionPolicy)
+    def shard(network: nn.Module) -> Shard:
+        if workload.optimizer == "muon":
+            options["shard_placement_fn"] = placements_for(network, torch.optim.Muon)
+        return functools.partial(fully_shard, **options)
+
+    system = _per_block(workload, place, shard, MixedPrecisionPolicy)
     return dataclasses.replace(system, prepare_optimizer=optimizer_step_on_shards)
+
+
+def _shardkit_int8(workload: Workload, place: Place) -> System:
+    from shardkit.core import CompressionPolicy
+
+    policy = CompressionPolicy(gather="int8", reduce="int8", error_feedback=True)
+    return _shardkit(workload, place, compression_policy=policy)
 
 
 def _fsdp2(workload: Workload, place: Place) -> System:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    return _per_block(workload, place, fully_shard, MixedPrecisionPolicy)
+    return _per_block(workload, place, lambda network: fully_shard, MixedPrecisionPolicy)
 
 
 def _per_block(
-    workload: Workload, place: Place, fully_shard: Callable[..., object], policy_type: Callable[..., object]
+    workload: Workload, place: Place, shard_for: Callable[[nn.Module], Shard], policy_type: Callable[..., object]
 ) -> System:
+    """`shard_for` gives the network's `fully_shard`."""
     mesh = dist.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
     network = workload.build()
+    shard = shard_for(network)
     policy = policy_type(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if workload.bf16 else policy_type()
     for module in network.modules():
         if isinstance(module, Block):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(network, mesh=mesh, mp_policy=policy)
+            shard(module, mesh=mesh, mp_policy=policy)
+    shard(network, mesh=mesh, mp_policy=policy)
     return System(network, contextlib.nullcontext, shards=True, averages=True)
 
 
@@ -116,12 +132,36 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "fsdp1": _fsdp1,
     "ddp": _ddp,
     "alone": _alone,
+    "shardkit-int8": _shardkit_int8,
 }
+COMPARED = ("shardkit", "fsdp2", "fsdp1", "ddp", "alone")
+"""What is compared unless `--systems` says otherwise: what computes the same to the last bits or nearly so."""
 
 
-def optimizer_for(system: System) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters at once: its default loop would cost more than sharding does."""
+def optimizers_for(system: System, workload: Workload) -> list[torch.optim.Optimizer]:
+    """AdamW over all trained parameters at once: its default loop would cost more than sharding does.
+
+    With Muon, the matrices of the blocks are its own.
+    """
     trained = [parameter for parameter in system.network.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=True)
+    matrices = set(_matrices(system.network)) if workload.optimizer == "muon" else set()
+    optimizer = torch.optim.AdamW([p for p in trained if p not in matrices], lr=1e-3, foreach=True)
     system.prepare_optimizer(optimizer)
-    return optimizer
+    if not matrices:
+        return [optimizer]
+    return [torch.optim.Muon([p for p in trained if p in matrices], lr=1e-3, adjust_lr_fn="match_rms_adamw"), optimizer]
+
+
+def _matrices(network: nn.Module) -> Iterator[nn.Parameter]:
+    for block in network.modules():
+        if isinstance(block, Block):
+            yield from (p for p in block.parameters() if p.ndim == 2 and p.requires_grad)
+
+
+def imbalance(workload: str, world_size: int) -> float:
+    """The largest over the mean load of the ranks that shardkit's plan gives the matrices to, for Muon's step."""
+    from shardkit.core import placements_for
+
+    with torch.device("meta"):
+        network = WORKLOADS[workload].build()
+    return placements_for(network, torch.optim.Muon).plan.imbalance(world_size)

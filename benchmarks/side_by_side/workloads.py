@@ -1,4 +1,4 @@
-"""What is trained: a network, the batch of one rank, the precision."""
+"""What is trained: a network, the batch of one rank, the precision, the optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from side_by_side.networks import GPT, Llama, LlamaShape, with_lora
 
 @dataclass(frozen=True)
 class Workload:
-    """`build` makes the network on the default device; `bf16`: parameters in bfloat16, reduction in float32."""
+    """`build` makes the network on the default device; `bf16`: parameters in bfloat16, reduction in float32.
+
+    `optimizer`: a key of `OPTIMIZERS`.
+    """
 
     build: Callable[[], nn.Module]
     vocabulary: int
@@ -20,6 +23,7 @@ class Workload:
     bf16: bool = False
     gpu_only: bool = False
     frozen: bool = False
+    optimizer: str = "adamw"
 
     def batches(self, count: int, rank: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`count` batches of random tokens and targets; every rank has its own."""
@@ -35,12 +39,18 @@ def _gpt(
     return Workload(lambda: GPT(vocabulary, context, width, heads, hidden), vocabulary, batch, context, bf16)
 
 
+OPTIMIZERS = {
+    "adamw": "AdamW(foreach=True)",
+    "muon": "torch.optim.Muon for the blocks' matrices, AdamW(foreach=True) for the rest",
+}
+
 _LORA_RANK = 24
 _LLAMA_1B = LlamaShape(vocabulary=32000, layers=16, width=2048, heads=32, kv_heads=8, hidden=8192)
 
 WORKLOADS: dict[str, Workload] = {
     "gpt-34m": _gpt(vocabulary=8192, context=128, width=512, heads=8, hidden=(2048,) * 8, batch=2),
     "gpt-34m-bf16": _gpt(vocabulary=8192, context=128, width=512, heads=8, hidden=(2048,) * 8, batch=2, bf16=True),
+    "gpt-6m": _gpt(vocabulary=2048, context=128, width=256, heads=4, hidden=(1024,) * 6, batch=2),
     "deep-narrow": _gpt(vocabulary=256, context=32, width=32, heads=2, hidden=(128,) * 64, batch=1),
     "uneven": _gpt(vocabulary=1009, context=127, width=497, heads=7, hidden=(1999,) * 6, batch=1),
     "lora": Workload(

@@ -1,6 +1,8 @@
 """The comparison runs, on a network too small to measure anything, and its table follows from its samples."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +37,31 @@ def test_tiny_comparison(tmp_path):
     for name in ("shardkit", "fsdp2"):
         for rank in measured[name]["agreement"]:
             assert rank["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or None in map(shutil.which, ("ip", "tc")), reason="network namespaces need root, ip and tc"
+)
+def test_muon_over_a_link(tmp_path):
+    """Matrices stay whole, so the optimizer sends nothing. All traffic crosses the link, as memory is not shared."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(COMPARE), "--model=tiny", "--world-size=2", "--optimizer=muon", "--link=100mbit"]
+    command += ["--systems=shardkit,fsdp2", "--rounds=1", "--steps=1", "--warmup=0", f"--json={result}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "largest load over the mean 1.0" in out
+    (run,) = json.loads(result.read_text())["runs"]
+    assert run["surroundings"]["link"] == "100mbit"
+    ours, theirs = (run["measured"][name]["traffic"] for name in ("shardkit", "fsdp2"))
+    assert 0 < ours["socket_bytes"] < theirs["socket_bytes"]
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert f"compare{process.pid}" not in left
+
+
+def test_what_cannot_be_compared():
+    command = [sys.executable, str(COMPARE), "--model=tiny", "--world-size=2", "--optimizer=muon"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "leave fsdp1 out of --systems" in done.stderr
