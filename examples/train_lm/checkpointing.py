@@ -60,6 +60,12 @@ def to_go_on_from(settings: Settings) -> Checkpoint | None:
             ) from error
         shapes = {name: entry.shape for name, entry in index.tensors.items() if name.startswith("model.")}
         check_fits(stored.path, index.info["model"], shapes, settings.model)
+        theirs = index.info["training"].get("optimizer", "adamw")
+        if theirs != settings.optimizer:
+            raise UserError(
+                f"checkpoint {stored.path} has --optimizer {theirs}, this run --optimizer {settings.optimizer}: the "
+                f"state of one is of no use to the other; resume with --optimizer {theirs}, or choose another --out"
+            )
         return Checkpoint(stored.path, stored.step, index.info["training"])
     return None
 

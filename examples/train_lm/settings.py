@@ -35,6 +35,7 @@ class Settings:
     model: ModelConfig
     steps: int
     batch: int
+    optimizer: str
     lr: float
     warmup: int
     weight_decay: float
@@ -48,7 +49,7 @@ class Settings:
 
     def training(self) -> dict[str, Any]:
         """What, besides model and text, decides the losses: a run resumed with other values takes another path."""
-        names = ("steps", "batch", "lr", "warmup", "weight_decay", "clip", "seed", "precision")
+        names = ("steps", "batch", "optimizer", "lr", "warmup", "weight_decay", "clip", "seed", "precision")
         return {name: getattr(self, name) for name in names}
 
 
@@ -170,7 +171,13 @@ def parser() -> argparse.ArgumentParser:
     add = train.add_argument
     add("--steps", type=whole(1), default=250, metavar="N", help="optimizer steps")
     add("--batch", type=whole(1), default=4, metavar="N", help="sequences a step, over all processes together")
-    add("--lr", type=real(0, inclusive=False), default=1e-3, metavar="X", help="AdamW's learning rate at its highest")
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: torch.optim.Muon for the blocks' matrices, each whole on one process, and AdamW for the rest",
+    )
+    add("--lr", type=real(0, inclusive=False), default=1e-3, metavar="X", help="learning rate at its highest")
     add(
         "--warmup",
         type=whole(0),
@@ -178,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="steps in which the learning rate rises from zero; it then falls as a cosine to a twentieth",
     )
-    add("--weight-decay", type=real(0), default=0.1, metavar="X", help="AdamW's decay of matrices")
+    add("--weight-decay", type=real(0), default=0.1, metavar="X", help="weight decay of matrices")
     add("--clip", type=real(0, inclusive=False), default=1.0, metavar="X", help="largest norm of the gradient")
 
     model = p.add_argument_group("model (a checkpoint fits only the values that it was written with)")
@@ -199,4 +206,6 @@ def parse(argv: Sequence[str]) -> Settings:
         raise UserError(str(error)) from error
     if model.heads % values["tp"]:
         raise UserError(f"--tp {values['tp']} must divide --heads {model.heads}: each process computes whole heads")
+    if values["optimizer"] == "muon" and values["tp"] > 1:
+        raise UserError("--optimizer muon needs whole matrices and --tp cuts them: leave --tp at 1")
     return Settings(model=model, data=tuple(values.pop("data")), **values)

@@ -24,7 +24,14 @@ from model import GPT, VOCABULARY
 from processes import failing_together, local_device, process_group, total
 from report import Report
 from settings import Settings, parse
-from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, optimizer_step_on_shards
+from shardkit.core import (
+    MixedPrecisionPolicy,
+    Owned,
+    clip_grad_norm_,
+    fully_shard,
+    optimizer_step_on_shards,
+    placements_for,
+)
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 
 
@@ -65,14 +72,14 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
     seed_generators(settings.seed + dist.get_rank())
     mesh = process_mesh(settings, device)
     model = build_model(settings, device, mesh)
-    optimizer = build_optimizer(model, settings)
+    optimizers = build_optimizers(model, settings)
     training = settings.training() | {"text": corpus.fingerprint}
     info = {"model": asdict(settings.model), "training": training}
     with failing_together():
         if found is None and not checkpointing.restarted():
             checkpointing.make_way(settings.out)
     manager = CheckpointManager(settings.out / "checkpoints", keep=checkpointing.KEPT, every=settings.save_every)
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, optimizers)
     with failing_together():
         start = checkpointing.load(manager, found, state, settings) if found else 0
 
@@ -86,7 +93,7 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
         report.validation(0, validate(model, settings, corpus, device, mesh))
 
     for step in range(start, settings.steps):
-        set_learning_rate(optimizer, step, settings)
+        set_learning_rate(optimizers, step, settings)
         tokens, targets = train_batch(corpus, settings.seed, step, samples, settings.model.context)
         logits = model(tokens.to(device))
         # This rank's part of the mean over the global batch.
@@ -94,8 +101,9 @@ def train(settings: Settings, device: torch.device, corpus: Corpus, found: check
         # fully_shard averages gradients over the data-parallel ranks; the gradient of the global mean is their sum.
         (loss * world).backward()
         clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
 
         done = step + 1
         report.step(done, loss / settings.tp)  # summed over all ranks, of which --tp have the same
@@ -140,32 +148,42 @@ def build_model(settings: Settings, device: torch.device, mesh: DeviceMesh) -> G
     if settings.tp > 1:
         cut_matrices(model, mesh["tp"])
     data = mesh["shard"]
+    # Muon needs whole matrices: each lies on one rank, which alone updates it. AdamW is content with rows.
+    choose = placements_for(model, torch.optim.Muon if settings.optimizer == "muon" else torch.optim.AdamW)
+    reshard = settings.reshard_after_forward
     for block in model.blocks:
-        fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+        fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=choose)
     fully_shard(model, mesh=data, mp_policy=policy)
     model.to_empty(device=device)
     model.reset_parameters(settings.seed)
     return model
 
 
-def build_optimizer(model: GPT, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters (so it comes after sharding), with decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
+def build_optimizers(model: GPT, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Over the sharded parameters, so after sharding: Muon for those that are owned, AdamW for the others.
+
+    Vectors do not decay. Muon's updates are scaled to the size of AdamW's, so both take one learning rate.
+    """
+    owned = [p for p in model.parameters() if any(isinstance(one, Owned) for one in p.placements)]
+    matrices = [p for p in model.parameters() if p.ndim > 1 and not any(p is one for one in owned)]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
     optimizer_step_on_shards(optimizer)  # AdamW is element-wise, so a step needs no DTensor operators
-    return optimizer
+    if not owned:
+        return [optimizer]
+    options = {"lr": settings.lr, "weight_decay": settings.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return [torch.optim.Muon(owned, **options), optimizer]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, settings: Settings) -> None:
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], step: int, settings: Settings) -> None:
     """Linear warm-up, then a cosine down to a twentieth; a function of the step alone, so resuming needs no state."""
     if step < settings.warmup:
         factor = (step + 1) / settings.warmup
     else:
         left = (settings.steps - step) / max(1, settings.steps - settings.warmup)
         factor = 0.05 + 0.95 * 0.5 * (1 - math.cos(math.pi * left))
-    for group in optimizer.param_groups:
+    for group in (one for optimizer in optimizers for one in optimizer.param_groups):
         group["lr"] = settings.lr * factor
 
 

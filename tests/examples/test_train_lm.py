@@ -199,6 +199,31 @@ def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path
         assert seen[2] == pytest.approx(expected[2], rel=1e-5)
 
 
+def test_muon_learns_and_resumes_on_any_number_of_processes(
+    finished: Path, text: Path, tmp_path: Path, launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matrices whole on one process each: other losses than AdamW's, the same on any number of processes."""
+    out, moved = tmp_path / "muon", tmp_path / "moved"
+    flags = [*SMALL, "--optimizer=muon", "--data", text]
+    run_job(*flags, "--nproc=2", "--out", out)
+    curve = losses(out)
+    adamw = losses(finished)
+    assert curve[:3] == adamw[:3]  # the head starts at zero: the first step changes nothing but the head
+    assert curve[3] != adamw[3]
+    held_out = [value for _, name, value in curve if name == "val_loss"]
+    assert held_out[-1] < held_out[0] - 0.5
+
+    shutil.copytree(out, moved)
+    shutil.rmtree(moved / "checkpoints" / "step-000006")
+    assert "note:" not in run_job(*flags, "--nproc=3", "--out", moved, "--resume")
+    for seen, expected in zip(losses(moved), curve, strict=True):
+        assert seen[:2] == expected[:2]
+        assert seen[2] == pytest.approx(expected[2], rel=1e-3)  # Newton-Schulz rounds to bfloat16
+
+    assert launcher([*SMALL, "--data", str(text), "--out", str(moved), "--resume"]) == 2
+    assert "has --optimizer muon, this run --optimizer adamw" in capsys.readouterr().err
+
+
 def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
     """A run of two processes goes on as one of 2x2: the same losses, and a checkpoint of the same values."""
     printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", broken_off, "--resume")
@@ -255,6 +280,7 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(tmp_path: Path) -> No
         (["--nproc", "9"], "--nproc 9 with --batch"),
         (["--tp", "4", "--nproc", "4"], "--tp 4 must divide --heads 6"),
         (["--tp", "2", "--nproc", "3"], "--tp 2 must divide --nproc 3"),
+        (["--tp", "2", "--optimizer", "muon"], "--optimizer muon needs whole matrices"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
     ],
