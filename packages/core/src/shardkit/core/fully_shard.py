@@ -13,6 +13,7 @@ from shardkit.core.adapters import form_of
 from shardkit.core.managed import (
     Managed,
     ManagedParameter,
+    check_annotations,
     check_subclasses,
     manage,
     mesh_of_parameter,
@@ -184,6 +185,7 @@ def _placed(
     for one in managed.parameters:
         chosen = choose(one.parameter)
         mesh = mesh_of_parameter(one, chosen, default)
+        check_annotations(one, mesh)
         by_mesh.setdefault(mesh, []).append((one, placement_of(one, chosen)))
     check_subclasses(managed)
     for mesh, parameters in by_mesh.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "STATE",
     "Managed",
     "ManagedParameter",
+    "check_annotations",
     "check_subclasses",
     "manage",
     "mesh_of_parameter",
@@ -282,6 +284,31 @@ def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default:
     dims = getattr(info, "dp_mesh_dims", None)
     named = frozenset(default.named) if dims is not None else frozenset()
     return DataParallelMesh(mesh, shard, axes, named)
+
+
+def check_annotations(managed: ManagedParameter, mesh: DataParallelMesh) -> None:
+    """Raises for a plain parameter that `spmd_types` calls a part of a larger one, or a partial result.
+
+    Its annotations name for each mesh axis how the ranks' tensors belong together. On data-parallel axes all ranks have
+    the same values and gradients are summed (`R`); on any other axis values and gradients have to be the same (`I`), as
+    nothing here sums them.
+
+    Raises:
+        NotImplementedError: for any other annotation on an axis of several ranks, with FQN, axis and annotation.
+    """
+    spmd: Any = sys.modules.get("spmd_types")
+    if spmd is None or isinstance(managed.parameter, DTensor):
+        return
+    axes = [spmd.MeshAxis.of(group) for group in mesh.groups]
+    for axis, kind in spmd.get_local_type(managed.parameter).items():
+        several = len(axes) > 1 and axis.size() == mesh.size and all(one <= axis for one in axes)
+        expected = spmd.R if several or any(axis <= one for one in axes) else spmd.I
+        if axis.size() > 1 and kind is not expected:
+            raise NotImplementedError(
+                f"spmd_types annotates parameter '{managed.fqn}' with {kind} on the mesh axis {axis}; expected "
+                f"{expected}, as fully_shard takes what this rank holds for the whole parameter. Give it a DTensor on "
+                'that axis; in torchtitan: parallelism.spmd_backend="partial_dtensor"'
+            )
 
 
 def with_owners(
