@@ -658,6 +658,41 @@ def test_timeout_names_the_waiting_group() -> None:
     run_ranks(2, _skips_a_block, isolated=True)
 
 
+class _Mixture(nn.Module):
+    """Experts of one shape in one group; ranks choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        return sum((torch.tanh(self.experts[index](x)) for index in chosen), x)
+
+
+def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, chosen: tuple[int, ...]) -> None:
+    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(shared))
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = _Mixture()
+    for expert in model.experts if apart else ():
+        fully_shard(expert, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    expected = r"^experts\.[01]: all-gather" if apart else r"^FSDP_Mixture: reduce-scatter"
+    with pytest.raises(RuntimeError, match=expected) as caught:
+        model(torch.ones(2, 4), (chosen[rank],)).sum().backward()
+    text = str(caught.value)
+    assert "same modules in the same order" in text or "'experts.0.weight' and" in text or "losed" in text, text
+    if shared and not apart:
+        assert "set_reduce_scatter_unused_params(True)" in text
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
+@pytest.mark.parametrize("shared", [False, True], ids=["network", "shared memory"])
+def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> None:
+    """Gradients and weights of one size are not taken for those of the other expert."""
+    run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
+
+
 def _offload_moved_back(rank: int, world_size: int) -> None:
     model = _mlp(offload_policy=CPUOffloadPolicy())
     _step(model)

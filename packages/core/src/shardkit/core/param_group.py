@@ -114,7 +114,7 @@ class FSDPParamGroup(GroupGather):
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._partial_in_flight = False
-        self._reduction = GradientReduction(mesh)
+        self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
 

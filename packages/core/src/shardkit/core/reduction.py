@@ -68,10 +68,12 @@ class GradientReduction:
 
     Args:
         mesh: whose shard group reduce-scatters and whose replicate groups all-reduce.
+        params: the group's, in an order that is the same on all ranks.
     """
 
-    def __init__(self, mesh: DataParallelMesh) -> None:
+    def __init__(self, mesh: DataParallelMesh, params: list[FSDPParam]) -> None:
         self.mesh = mesh
+        self._params = params
         self._plans: dict[tuple[Any, ...], ReducePlan] = {}
         self._partial: dict[FSDPParam, torch.Tensor] = {}
 
@@ -145,7 +147,9 @@ class GradientReduction:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             items = [param.reduce_item for param in params]
-            plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, grad_dtype, dtype)
+            members = [self._params.index(param) for param in params]
+            rank = self.mesh.shard_rank
+            plan = self._plans[key] = plan_reduce(items, transport, label, rank, grad_dtype, dtype, members)
         output = plan.allocate_output()
         note_allocated(output, label, "reduce_output")
         program = plan.transport.reduce(

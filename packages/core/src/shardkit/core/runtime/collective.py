@@ -58,7 +58,7 @@ class FlatTransport(NetworkTransport):
         with plan.reported(launched):
             try:
                 if buffers:
-                    yield self.all_gather(buffers, plan.slots)
+                    yield self.all_gather(buffers, plan.slots, plan.tag)
                 if packed is not None:
                     assert plan.packing is not None
                     plan.packing.copy_out(packed, flats)
@@ -86,7 +86,7 @@ class C10dTransport(FlatTransport):
         # On a stream lane a blocking call only means "ordered on this stream" and saves a hop to another one.
         self._async = device.type == "cpu"
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         outputs = list(buffers)
         dtypes = {output.dtype for output in outputs}
         if len(dtypes) > 1 or not dtypes <= PLAIN_DTYPES:
@@ -99,7 +99,7 @@ class C10dTransport(FlatTransport):
         return _works(torch_compat.all_gather_coalesced(self.group, outputs, inputs, self._async))
 
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
     ) -> Sequence[dist.Work]:
         sizes = list(received), list(sent)
         return _works(dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group, async_op=self._async))

@@ -35,7 +35,7 @@ class CustomTransport(C10dTransport):
         self._gathering: AllGather = all_gather or PlainAllGather()
         self._reducing: ReduceScatter = reduce_scatter or PlainReduceScatter()
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         (buffer,), (slot,) = buffers, slots
         chunk = slot.slot_numel(self.rank)
         own = buffer.narrow(0, self.rank * chunk, chunk)

@@ -148,7 +148,13 @@ def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
 
 
 def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
-    return RuntimeError(f"{label}: {doing} failed: {error}")
+    hint = ""
+    if "Timed out" in str(error):  # gloo's, which knows no names
+        hint = (
+            " (all ranks must run the same modules in the same order, and have gradients of the same parameters: "
+            "SHARDKIT_DEBUG=order finds the first difference)"
+        )
+    return RuntimeError(f"{label}: {doing} failed: {error}{hint}")
 
 
 class CpuLane:

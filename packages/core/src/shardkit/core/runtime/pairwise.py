@@ -7,6 +7,10 @@ Note [Rank order]: floating-point addition does not associate, so a sum that run
 to run. Where the owner sums (`Transport.sums_locally`), the terms are added in rank order: `((t0 + t1) + t2) + ...`.
 Addition does commute, so the first two terms may be taken in either order, which lets the first peer's rows arrive in
 the output itself whenever wire dtype and reduce dtype are one.
+
+Note [Tags]: gloo matches what two ranks exchange under one tag, in order. A plan has a tag of its own, so ranks that
+run different modules, or have gradients of different parameters, wait for each other until the timeout names the group.
+Under one tag they would take each other's numbers for their own.
 """
 
 from __future__ import annotations
@@ -27,10 +31,6 @@ from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
 __all__ = ["PairwiseTransport"]
 
-# gloo matches what two ranks exchange under one tag in order. Users' tags are small; these are not.
-_GATHER_TAG = 0x5AD0_0001
-_EXCHANGE_TAG = 0x5AD0_0002
-
 
 class PairwiseTransport(FlatTransport):
     """In-place exchange between pairs. Only actual elements travel, no padding, and nothing for an empty chunk.
@@ -46,16 +46,16 @@ class PairwiseTransport(FlatTransport):
         world = self.world_size
         self._rounds = tuple(((self.rank + k) % world, (self.rank - k) % world) for k in range(1, world))
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         pieces = [buffer.split_with_sizes(slot.sizes()) for buffer, slot in zip(buffers, slots, strict=True)]
         own = [piece[self.rank] for piece in pieces if piece[self.rank].numel()]
         incoming = [[piece[rank] for piece in pieces if piece[rank].numel()] for rank in range(self.world_size)]
-        return self._swap([own] * self.world_size, incoming, _GATHER_TAG)
+        return self._swap([own] * self.world_size, incoming, tag)
 
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
     ) -> Sequence[dist.Work]:
-        return self._swap(_parts(outgoing, sent), _parts(incoming, received), _EXCHANGE_TAG)
+        return self._swap(_parts(outgoing, sent), _parts(incoming, received), tag)
 
     def _swap(
         self, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[torch.Tensor]], tag: int
@@ -63,7 +63,7 @@ class PairwiseTransport(FlatTransport):
         """Sends `outgoing[peer]` to and receives `incoming[peer]` from every peer; this rank's entries are not used.
 
         What `a` sends to `b` must match what `b` receives from `a`, tensor by tensor, in bytes. Tensors are contiguous
-        and not empty.
+        and not empty. See Note [Tags].
         """
         group = self.group
         # Receives first: gloo starts a transfer when its receiver is ready.
@@ -110,7 +110,7 @@ class PairwiseTransport(FlatTransport):
         incoming = [() if row is None else row.split_with_sizes(plan.row_sizes) for row in landing]
         with plan.reported(launched):
             try:
-                yield self._swap(outgoing, incoming, _EXCHANGE_TAG)
+                yield self._swap(outgoing, incoming, plan.tag)
                 _sum(plan, outgoing[plan.rank], landing, output, before)
                 divide(output, after)
             finally:

@@ -12,6 +12,7 @@ transport that a plan is made for runs it: `plan.transport.gather(plan, ...)` an
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -156,16 +157,20 @@ class NetworkTransport(Transport):
     """A transport whose bytes cross a network, in flat buffers with a slot for each rank."""
 
     @abstractmethod
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
-        """Fills every rank's slot of each 1-D buffer with what that rank has in its own slot, in place (collective)."""
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
+        """Fills every rank's slot of each 1-D buffer with what that rank has in its own slot, in place (collective).
+
+        `tag` is the plan's: where a transport can, it keeps ranks apart that run different plans.
+        """
 
     @abstractmethod
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
     ) -> Sequence[dist.Work]:
         """Sends part `r` of `outgoing` to each rank `r`, and receives part `r` of `incoming` from there (collective).
 
         Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
+        `tag` is the plan's, as in `all_gather`.
         """
 
 
@@ -200,6 +205,11 @@ class GatherPlan:
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def tag(self) -> int:
+        """A number that ranks which run this very gather have in common."""
+        return _tag("gather", self.label, len(self.items), self.dtype)
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:
@@ -268,6 +278,9 @@ class ReducePlan:
 
     The output is one flat tensor of `output_numel` elements: this rank's chunks of the direct items, then its row of
     the packed ones. `places[i]` is (index in `output_sizes`, shape) of item `i`'s chunk.
+
+    `members` are the items' places in their group: by them ranks find out whether they reduce the same parameters,
+    whose names may differ.
     """
 
     items: tuple[ReduceItem, ...]
@@ -281,11 +294,17 @@ class ReducePlan:
     packing: Packing | None
     output_sizes: tuple[int, ...]
     places: tuple[tuple[int, tuple[int, ...]], ...]
+    members: tuple[int, ...]
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
         """The items' FQNs."""
         return tuple(item.fqn for item in self.items)
+
+    @cached_property
+    def tag(self) -> int:
+        """A number that ranks which run this very reduction have in common."""
+        return _tag("reduce", self.label, self.members, self.wire_dtype)
 
     @cached_property
     def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -415,8 +434,12 @@ def plan_reduce(
     rank: int,
     grad_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    members: Sequence[int] | None = None,
 ) -> ReducePlan:
-    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items."""
+    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items.
+
+    `members` are their places in their group; None if they are all of it.
+    """
     transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype))
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
@@ -441,7 +464,14 @@ def plan_reduce(
         packing=packing,
         output_sizes=sizes,
         places=places,
+        members=tuple(range(len(items)) if members is None else members),
     )
+
+
+def _tag(*what: object) -> int:
+    """31 bits for gloo's tags, above those that users take."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=4).digest()
+    return 1 << 30 | int.from_bytes(digest, "big") >> 2
 
 
 def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:

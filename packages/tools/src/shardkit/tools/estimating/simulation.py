@@ -239,12 +239,12 @@ class SimulatedTransport(Transport):
 class SimulatedNetwork(SimulatedTransport, FlatTransport):
     """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
 
-    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots]) -> Sequence[dist.Work]:
+    def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         """Nothing to wait for."""
         return ()
 
     def exchange(
-        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
     ) -> Sequence[dist.Work]:
         """Nothing to wait for."""
         return ()

@@ -161,7 +161,7 @@ class CompressedTransport(Transport):
         with plan.reported(launched, rows.wire_nbytes, torch.uint8):
             try:
                 if rows.nbytes:
-                    yield self._over.all_gather([buffer], [rows.slots])
+                    yield self._over.all_gather([buffer], [rows.slots], plan.tag)
                 _unpack(plan, rows, flats, buffer)
             finally:
                 note_freed(buffer, plan.label, "packed")
@@ -214,7 +214,8 @@ class CompressedTransport(Transport):
         with plan.reported(launched, rows.sent.numel, torch.uint8):
             try:
                 if rows.anything:
-                    yield self._over.exchange(outgoing, rows.sent.sizes(), incoming, rows.received.sizes())
+                    sizes = rows.sent.sizes(), rows.received.sizes()
+                    yield self._over.exchange(outgoing, sizes[0], incoming, sizes[1], plan.tag)
                 _sum(plan, rows, incoming, total, before)
                 if after is not None:
                     total.div_(after)

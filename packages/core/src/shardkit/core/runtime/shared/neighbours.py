@@ -182,13 +182,17 @@ class Neighbours:
     # -- the peers' parts ----------------------------------------------------------------------------------------------
 
     @_undisturbed
-    def collect(self, operation: Operation, label: str) -> list[PeerTable | None]:
+    def collect(
+        self, operation: Operation, label: str, gradients: dict[int, str] | None = None
+    ) -> list[PeerTable | None]:
         """Waits until every peer has posted `operation`; returns their tables by rank.
+
+        `label` and `gradients` are those of the table that this rank has posted.
 
         Raises:
             ConnectionError: if a peer's process has ended.
             TimeoutError: after the group's timeout.
-            RuntimeError: if a peer is at another group.
+            RuntimeError: if a peer is at another group, or has gradients of other parameters.
         """
         if self._crowded:
             self._wait_until_sent(_Kind.POST, operation)
@@ -202,6 +206,8 @@ class Neighbours:
                     f"rank {peer} of the group is at '{table.label}' where this rank is at '{label}'; all ranks must "
                     "run the same modules in the same order (SHARDKIT_DEBUG=order finds the first difference)"
                 )
+            if table.gradients.keys() != (gradients or {}).keys():
+                raise RuntimeError(_other_gradients(peer, table.gradients, gradients or {}))
         return tables
 
     @_undisturbed
@@ -302,6 +308,17 @@ class Neighbours:
         finally:
             for fd in fds:
                 os.close(fd)
+
+
+def _other_gradients(peer: int, theirs: dict[int, str], own: dict[int, str]) -> str:
+    differing = sorted(theirs.keys() ^ own.keys())
+    whose = "this rank", f"rank {peer} of the group"
+    has, lacks = whose if differing[0] in own else reversed(whose)
+    return (
+        f"{has} has a gradient of parameter '{own.get(differing[0]) or theirs[differing[0]]}' and {lacks} has none "
+        f"(parameters that differ: {len(differing)}). Call set_reduce_scatter_unused_params(True) on the module, which "
+        "reduces zeros where a rank has no gradient, or let all ranks use and freeze the same parameters"
+    )
 
 
 def _close_all() -> None:

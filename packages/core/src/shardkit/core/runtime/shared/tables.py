@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import MutableMapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -17,16 +18,20 @@ from shardkit.core.runtime.shared.segment import Mapping, Segment, check_sealed,
 
 _numbers = itertools.count(1)
 
+Gradients: TypeAlias = Sequence[tuple[int, str]]
+
 
 class Table:
     """Tensors of this rank that its peers may read, in a fixed order; None stands for nothing.
 
-    `label` is the parameter group's name: the peers compare it with their own.
+    `label` is the parameter group's name, and `gradients` the parameters whose gradients they are, by their places in
+    the group, with their FQNs (none if they are shards): the peers compare label and places with their own.
     """
 
-    def __init__(self, label: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, label: str, tensors: Sequence[torch.Tensor | None], gradients: Gradients = ()) -> None:
         self.number = next(_numbers)
         self.label = label
+        self.gradients = dict(gradients)
         self.segments: list[Segment] = []
         self._entries: list[tuple[int, int, int, str]] = []
         for tensor in tensors:
@@ -48,6 +53,7 @@ class Table:
         """The file descriptor of a new memory file that holds this table's description; the caller closes it."""
         content = {
             "label": self.label,
+            "gradients": [*self.gradients.items()],
             "segments": [segment.number for segment in self.segments],
             "entries": self._entries,
         }
@@ -58,7 +64,7 @@ class Table:
 
 
 class PeerTable:
-    """A peer's table as this rank sees it: `label`, and 1-D `tensors` over the peer's own memory."""
+    """A peer's table as this rank sees it: `label`, `gradients`, and 1-D `tensors` over the peer's own memory."""
 
     @torch.inference_mode(False)  # sums are made in these tensors, whatever the mode in which they were heard of
     def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, Mapping]) -> None:
@@ -69,6 +75,7 @@ class PeerTable:
         check_sealed(fds[0])
         content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
         self.label: str = content["label"]
+        self.gradients: dict[int, str] = dict(content["gradients"])
         memory: list[Mapping] = []
         for number, fd in zip(content["segments"], fds[1:], strict=True):
             mapping = mapped.get(number)

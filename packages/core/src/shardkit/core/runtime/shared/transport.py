@@ -25,7 +25,7 @@ from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport, divisors
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
-from shardkit.core.runtime.shared.tables import Table
+from shardkit.core.runtime.shared.tables import Gradients, Table
 from shardkit.core.storage import note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_copy_
 
@@ -48,11 +48,11 @@ class Parcel:
     def __init__(self, nbytes: int) -> None:
         self.memory = Segment(nbytes)
         self.operation: Operation | None = None
-        self._cuts: dict[tuple[str, Specs], tuple[list[torch.Tensor], Table]] = {}
+        self._cuts: dict[tuple[str, Specs, Gradients], tuple[list[torch.Tensor], Table]] = {}
 
-    def cut(self, label: str, specs: Specs) -> tuple[list[torch.Tensor], Table]:
+    def cut(self, label: str, specs: Specs, gradients: Gradients = ()) -> tuple[list[torch.Tensor], Table]:
         """1-D tensors as `specs` says, one behind the other, and the table that lists them."""
-        known = self._cuts.get((label, specs))
+        known = self._cuts.get((label, specs, gradients))
         if known is None:
             if len(self._cuts) >= _MOST_CUTS:
                 self._cuts.clear()
@@ -60,7 +60,7 @@ class Parcel:
             for numel, dtype in specs:
                 tensors.append(carve(self.memory, offset, (numel,), dtype))
                 offset += aligned(numel * dtype.itemsize)
-            known = self._cuts[label, specs] = tensors, Table(label, tensors)
+            known = self._cuts[label, specs, gradients] = tensors, Table(label, tensors, gradients)
         return known
 
 
@@ -104,6 +104,7 @@ class Posting:
     def __init__(self, neighbours: Neighbours, channel: Channel, table: Table) -> None:
         self._neighbours = neighbours
         self._label = table.label
+        self._gradients = table.gradients
         self.released = False
         self._failed = False
         self.operation = neighbours.post(channel, table)
@@ -118,7 +119,7 @@ class Posting:
         if self._failed:  # whoever clears up after an error waits again for whatever may still be under way
             return
         self._failed = True
-        tables = self._neighbours.collect(self.operation, self._label)
+        tables = self._neighbours.collect(self.operation, self._label, self._gradients)
         self._failed = False
         self.peers = [None if table is None else table.tensors for table in tables]
 
@@ -308,7 +309,7 @@ class SharedTransport(Transport):
             (0 if rank == plan.rank else numel, plan.wire_dtype) for rank, numel in enumerate(plan.row_numels)
         )
         parcel = self.outbox.parcel(specs, plan.label)
-        rows, table = parcel.cut(plan.label, specs)
+        rows, table = parcel.cut(plan.label, specs, tuple(zip(plan.members, plan.fqns, strict=True)))
         rows = [output if rank == plan.rank else row for rank, row in enumerate(rows)]
         targets: list[torch.Tensor] = []
         chunks: list[torch.Tensor] = []
