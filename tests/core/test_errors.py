@@ -693,6 +693,48 @@ def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> 
     run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
 
 
+class _Keeps(nn.Module):
+    """Computes with its weight by a way that nobody replaces."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        weight = self.linear.weight
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "list": lambda x: nn.functional.linear(x, self.kept[0]),
+            "view": lambda x: x @ self.turned,
+            "closure": lambda x: nn.functional.linear(x, weight),
+        }
+        self.kept, self.turned, self.way = [weight], weight.t(), ways[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x) + self.linear.bias
+
+
+def _computes_with_the_original(rank: int, world_size: int, way: str) -> None:
+    model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError, match=r"a plain tensor that parameter '0\.linear\.weight' was before fully_shard"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["list", "view", "closure"])
+def test_a_weight_kept_from_before_sharding(way: str) -> None:
+    run_ranks(2, _computes_with_the_original, way)
+
+
+def _hook_of_another_shape(rank: int, world_size: int) -> None:
+    model = _mlp()
+    next(model.parameters()).register_hook(lambda gradient: gradient.to_local())
+    with pytest.raises(
+        RuntimeError, match=r"a gradient hook of parameter '[a-z.]+' returned Tensor .*expected a DTensor"
+    ):
+        _step(model)
+
+
+def test_a_gradient_hook_that_returns_no_dtensor() -> None:
+    _run(_hook_of_another_shape)
+
+
 def _offload_moved_back(rank: int, world_size: int) -> None:
     model = _mlp(offload_policy=CPUOffloadPolicy())
     _step(model)

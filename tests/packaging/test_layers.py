@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
         "adapters",
         "events",
         "gradient_dtype",
+        "gradient_hooks",
         "kept_views",
         "lost_writes",
         "observers",

@@ -75,6 +75,45 @@ def unfrozen_into_a_new_optimizer_group(session: Session) -> None:
         session.step(optimizer, model)
 
 
+def _halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@recipe
+def gradient_hooks(session: Session) -> None:
+    """Some from before the parameters were sharded, one on a parameter that is frozen meanwhile."""
+    model = Net()
+    removed = model.inp.weight.register_hook(lambda gradient: gradient * 100)
+    for parameter in model.blocks.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.out.bias.register_post_accumulate_grad_hook(_halve_gradient)
+    model.out.bias.requires_grad_(False)
+    session.shard(model, *model.blocks)
+    removed.remove()
+    model.out.bias.requires_grad_(True)
+    model.out.weight.register_hook(lambda gradient: gradient * 0.5)
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(session.batch()).square().mean().backward()
+        session.step(optimizer, model)
+
+
+@recipe
+def a_module_in_two_sharded_ones(session: Session) -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.linear = inner, nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.inner(x))  # type: ignore[no-any-return]
+
+    inner = MLP()
+    model = nn.Sequential(Around(inner), MLP(), Around(inner))
+    train(session, model, *model)
+
+
 @recipe
 def embedding_tied_across_groups(session: Session) -> None:
     model = nn.Sequential(nn.Embedding(20, WIDTH), MLP(), MLP(), nn.Linear(WIDTH, 20, bias=False))

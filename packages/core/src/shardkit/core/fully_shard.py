@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 from torch import nn
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from shardkit.core.adapters import form_of
+from shardkit.core.gradient_hooks import move_gradient_hooks
 from shardkit.core.managed import (
     Managed,
     ManagedParameter,
@@ -159,6 +162,7 @@ def fully_shard(
         for one, placement in parameters:
             on, form = mesh_of_group if placement is not None else replicated, forms[one.fqn]
             param = FSDPParam(one.parameter, one.fqn, tuple(one.slots), on, placement, form, device, policy, offload)
+            move_gradient_hooks(one.parameter, param.sharded_param, partial(_fqn_of, weakref.ref(param), one.fqn))
             (main if placement is not None else scalars).append(param)
         if main:
             state.add_group(FSDPParamGroup(main, mesh_of_group, device, policy, reshard, smaller, compression_policy))
@@ -192,6 +196,10 @@ def _placed(
         ones, placements = zip(*parameters, strict=True)
         by_mesh[mesh] = list(zip(ones, with_owners(ones, placements, mesh), strict=True))
     return by_mesh
+
+
+def _fqn_of(reference: weakref.ReferenceType[FSDPParam], otherwise: str) -> str:
+    return otherwise if (param := reference()) is None else param.fqn
 
 
 def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[bool, PostForwardMesh | None]:

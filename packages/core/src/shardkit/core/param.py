@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
 from shardkit.core.gradient_dtype import GradientDtype
+from shardkit.core.gradient_hooks import hooked
 from shardkit.core.lost_writes import (
     check_replacement,
     is_lost,
@@ -48,6 +49,7 @@ from shardkit.core.slot import Slot
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from shardkit.core.torch_compat import (
+    gradient_hooks,
     is_plain,
     like_dtensor,
     local_of,
@@ -151,8 +153,7 @@ class FSDPParam:
     def refresh(self) -> bool:
         """Takes over what the user put in place since the last use; returns whether plans must be made anew.
 
-        That is a cast, a move, `load_state_dict(assign=True)`, an assignment to the module. Three identity tests when
-        nothing changed.
+        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. Three identity tests if nothing changed.
         """
         for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
             current = slot.get()
@@ -223,11 +224,8 @@ class FSDPParam:
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
             self.dtype = local.dtype
-        self.subclass = (
-            SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy)
-            if SubclassGather.wanted_by(local, self.fqn)
-            else None
-        )
+        wanted = SubclassGather.wanted_by(local, self.fqn)
+        self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy) if wanted else None
         # At world size 1 there is nothing to gather: the unsharded parameter is the shard itself.
         self.aliased = (
             self.mesh.shard_size == 1
@@ -326,9 +324,8 @@ class FSDPParam:
         if self.subclass is None:
             return [GatherItem(self.fqn, self.layout, self.dtype)]
         world = self.mesh.shard_size
-        return [
-            GatherItem(self.fqn, ChunkLayout((source.numel() * world,), 0, world), source.dtype) for source in sources
-        ]
+        layouts = [ChunkLayout((source.numel() * world,), 0, world) for source in sources]
+        return [GatherItem(self.fqn, *one) for one in zip(layouts, (source.dtype for source in sources), strict=True)]
 
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
@@ -556,9 +553,8 @@ class FSDPParam:
             gradient = self.form.gradient(self.gradient_dtype.before_other_axes(gradient, self.sums_dtype))
         elif zeros_if_unused and parameter.requires_grad:
             gradient = torch.zeros(self.shape, dtype=fresh, device=self.device)
-        if gradient is None or tuple(gradient.shape) == self.layout.shape:
-            return gradient
-        return gradient.reshape(self.layout.shape)
+        fits = gradient is None or tuple(gradient.shape) == self.layout.shape
+        return gradient if fits or gradient is None else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.
@@ -566,21 +562,22 @@ class FSDPParam:
         Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
         waits for them.
         """
-        if gradient.shape != self.local_shape:
-            gradient = gradient.view(self.local_shape)
-        sharded = self.sharded_param
-        existing = sharded.grad
-        hooks = post_accumulate_grad_hooks(sharded)
+        gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
+        sharded = cast(DTensor, self.sharded_param)
+        existing, before, after = sharded.grad, gradient_hooks(sharded), post_accumulate_grad_hooks(sharded)
         if self.offload is not None and gradient.device.type != "cpu":
-            overlap = self.pinned and existing is None and not hooks
+            overlap = self.pinned and existing is None and not (before or after)
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
             gradient = target.copy_(gradient, non_blocking=overlap)
+        if before:
+            summed = like_dtensor(self.form.local(gradient), sharded)
+            gradient = self.form.shard(local_of(hooked(self.fqn, summed, sharded)))
         if existing is None:
-            sharded.grad = like_dtensor(self.form.local(gradient), cast(DTensor, sharded))
+            sharded.grad = like_dtensor(self.form.local(gradient), sharded)
             mark_gradient(sharded.grad)
         else:
             local_of(existing).add_(gradient)
-        for hook in hooks:
+        for hook in after:
             hook(self.sharded_param)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:

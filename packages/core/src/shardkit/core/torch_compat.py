@@ -44,6 +44,7 @@ __all__ = [
     "base_of",
     "flattened_axis",
     "grad_dtype_of",
+    "gradient_hooks",
     "in_backward",
     "is_leaf_or_view",
     "is_plain",
@@ -60,6 +61,7 @@ __all__ = [
     "local_of",
     "made_since",
     "move_hooks",
+    "move_post_accumulate_grad_hooks",
     "mark_managed",
     "new_dtensor",
     "next_autograd_node",
@@ -226,6 +228,12 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> Iterable[Callable[[to
     return tuple(hooks.values()) if hooks else ()
 
 
+def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], Any]]:
+    """The hooks that `register_hook` put on a tensor."""
+    hooks: dict[int, Any] | None = tensor._backward_hooks
+    return tuple(hooks.values()) if hooks else ()
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
@@ -253,6 +261,14 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     for key, hook in list(hooks.items()):
         target.register_hook(functools.partial(_run_if_kept, hooks, key, hook))
         hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None
+
+
+def move_post_accumulate_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """The same for those of `register_post_accumulate_grad_hook`."""
+    hooks: dict[int, Any] = getattr(source, "_post_accumulate_grad_hooks", None) or {}
+    for key, hook in list(hooks.items()):
+        target.register_post_accumulate_grad_hook(functools.partial(_run_if_kept, hooks, key, hook))
+        hooks[key] = _no_change
 
 
 def _run_if_kept(hooks: dict[int, Any], key: int, hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:

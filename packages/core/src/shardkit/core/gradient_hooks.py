@@ -1,0 +1,74 @@
+"""The user's gradient hooks of parameters.
+
+Note [Gradient hooks]
+Autograd runs the hooks of a leaf where it accumulates into it. It never comes to a sharded parameter: its gradient is
+the sum over the ranks, which is put there. So whoever puts it there runs the hooks: those of `register_hook` on the sum
+before it is added, those of `register_post_accumulate_grad_hook` afterwards. They see DTensors, once for each
+reduction, also where that sums several backwards. Hooks of the original, from before `fully_shard`, become hooks of the
+sharded parameter.
+
+An original that somebody still computes with (a list of weights, a view made in `__init__`, a closure) would take the
+gradient that is the sharded parameter's, and never change. It gets a hook that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.torch_compat import (
+    gradient_hooks,
+    move_hooks,
+    move_post_accumulate_grad_hooks,
+    post_accumulate_grad_hooks,
+    wraps_tensors,
+)
+
+__all__ = ["hooked", "move_gradient_hooks"]
+
+
+def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:
+    """Makes the hooks of `original` those of `sharded`, and lets a gradient that still reaches it raise.
+
+    `name` gives the FQN when that happens.
+    """
+    if gradient_hooks(original) or post_accumulate_grad_hooks(original):
+        requires_grad = sharded.requires_grad
+        sharded.requires_grad_()  # it may have been frozen since
+        move_hooks(original, sharded)
+        move_post_accumulate_grad_hooks(original, sharded)
+        sharded.requires_grad_(requires_grad)
+    if original.is_leaf and original.requires_grad and not wraps_tensors(original):
+
+        def refuse(original: torch.Tensor) -> NoReturn:
+            original.grad = None
+            raise RuntimeError(
+                f"backward has come to a plain tensor that parameter '{name()}' was before fully_shard, and that some "
+                "module, list, view or closure still computes with. It is not trained any more. Read the parameter "
+                "from its module in forward, or call fully_shard before you keep it elsewhere"
+            )
+
+        original.register_post_accumulate_grad_hook(refuse)
+
+
+def hooked(fqn: str, gradient: DTensor, sharded: torch.Tensor) -> DTensor:
+    """What the hooks of `sharded` make of `gradient`.
+
+    Raises:
+        RuntimeError: if one returns no DTensor like it, with the FQN.
+    """
+    for hook in gradient_hooks(sharded):
+        found = hook(gradient)
+        if found is None:
+            continue
+        if not isinstance(found, DTensor) or found.placements != gradient.placements or found.shape != gradient.shape:
+            raise RuntimeError(
+                f"a gradient hook of parameter '{fqn}' returned {type(found).__name__} of shape {tuple(found.shape)}; "
+                f"expected a DTensor of shape {tuple(gradient.shape)} with placements {tuple(gradient.placements)}, "
+                "like the gradient that it gets"
+            )
+        gradient = cast(DTensor, found.detach())
+    return gradient
