@@ -722,6 +722,30 @@ def test_a_weight_kept_from_before_sharding(way: str) -> None:
     run_ranks(2, _computes_with_the_original, way)
 
 
+def _completed_later(rank: int, world_size: int, steps_before: int) -> None:
+    ignored = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), ignored, nn.Linear(4, 4))
+    fully_shard(model, ignored_params=set(ignored.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    model[2] = nn.Linear(4, 2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"this SGD trains parameter '2\.weight', which has come into FSDPSequential"
+    ):
+        optimizer.step()
+    fully_shard(model[2])
+    torch.optim.SGD(model[0].parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_module_that_came_after_sharding(steps_before: int) -> None:
+    run_ranks(2, _completed_later, steps_before)
+
+
 def _hook_of_another_shape(rank: int, world_size: int) -> None:
     model = _mlp()
     next(model.parameters()).register_hook(lambda gradient: gradient.to_local())

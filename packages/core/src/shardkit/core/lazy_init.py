@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from typing import TypeAlias, TypeVar
 
@@ -17,7 +18,10 @@ from shardkit.core.placements import is_ours
 from shardkit.core.schedule import RootedState
 from shardkit.core.torch_compat import outside_transforms
 
-__all__ = ["initialise_root"]
+__all__ = ["initialise_root", "live_roots"]
+
+live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
+"""The states that have begun as roots."""
 
 _T = TypeVar("_T")
 
@@ -55,6 +59,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root.fqn, same_names)
     root.schedule.set_states(states)
+    live_roots.add(root)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
         state.is_root = state is root

@@ -24,6 +24,7 @@ __all__ = [
     "STATE",
     "Managed",
     "ManagedParameter",
+    "added_parameters",
     "check_annotations",
     "check_subclasses",
     "manage",
@@ -36,6 +37,8 @@ __all__ = [
 
 STATE = "_shardkit_state"
 """Attribute of a module that `fully_shard` was called on: its FSDPState."""
+
+_IGNORED = "_shardkit_ignored"  # of a module: the names of its parameters that a call was told to leave alone
 
 
 @dataclass
@@ -116,6 +119,8 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
         _refuse_other_engine(name, module)
         managed.modules.append(module)
         for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter in ignored:
+                module.__dict__[_IGNORED] = module.__dict__.get(_IGNORED, frozenset()) | {attribute}
             if parameter is None or parameter in ignored:
                 continue
             slot, fqn = Slot.of(module, attribute), f"{name}.{attribute}" if name else attribute
@@ -136,6 +141,19 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     _refuse_homeless(_walk(roots), ignored)
     _refuse_shared_with_replicated(roots, by_id)
     return managed
+
+
+def added_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable plain parameters below a sharded module that no call has managed or was told to ignore, with FQNs."""
+    below_replicated = {id(below) for module in root.modules() if is_replicated(module) for below in module.modules()}
+    for name, module in root.named_modules():
+        if id(module) in below_replicated:
+            continue
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor) or not parameter.requires_grad:
+                continue
+            if attribute not in module.__dict__.get(_IGNORED, ()) and sharded_counterpart(parameter) is None:
+                yield f"{name}.{attribute}" if name else attribute, parameter
 
 
 def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardkit.core.lazy_init import live_roots
+from shardkit.core.managed import added_parameters
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.whole_steps import after_step, before_step
@@ -66,7 +68,27 @@ def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> 
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
+    _refuse_added(optimizer, {id(parameter) for parameter in held if sharded_counterpart(parameter) is None})
     return _Held([*map(id, held)], [weakref.ref(group) for group in groups])
+
+
+def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
+    """A parameter that came into a sharded model later is on every rank another one, after the first step."""
+    roots = (
+        [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.order.groups)]
+        if held
+        else []
+    )
+    for root in roots:
+        for module in (one for reference in root.modules if (one := reference()) is not None):
+            for fqn, parameter in added_parameters(module):
+                if id(parameter) in held:
+                    raise RuntimeError(
+                        f"this {type(optimizer).__name__} trains parameter '{fqn}', which has come into "
+                        f"{type(module).__name__} after fully_shard: it is not sharded, and each rank would train it "
+                        "on its own batches alone. Complete the model before fully_shard, or call fully_shard on the "
+                        "new module as well. What is to be left alone goes into ignored_params"
+                    )
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
