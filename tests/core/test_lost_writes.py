@@ -124,6 +124,34 @@ def test_data_within_forward() -> None:
     run_ranks(2, _within_forward)
 
 
+def _in_place(rank: int, world_size: int, blocks: bool) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
+    if blocks:
+        fully_shard(model[0])
+    fully_shard(model)
+    x = torch.arange(8)
+    model(x).sum().backward()  # writes the norms of what it looks up
+    with pytest.raises(
+        RuntimeError, match=r"'0\.weight' was replaced .* or written to in place while it was unsharded"
+    ):
+        model(x)
+    model[0].max_norm = None
+    model(x)
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(
+        RuntimeError, match=r"'1\.weight' was replaced .* or written to in place while it was unsharded"
+    ):
+        model(x)
+    model(x).sum().backward()
+    nn.init.zeros_(model[1].weight)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_writes_in_place_to_unsharded_parameters(blocks: bool) -> None:
+    run_ranks(2, _in_place, blocks)
+
+
 def _gradients(rank: int, world_size: int) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -84,9 +84,10 @@ def lost_parameter(fqn: str) -> RuntimeError:
 def lost_while_unsharded(fqn: str) -> RuntimeError:
     """The error for a parameter that was written to in its unsharded form."""
     return RuntimeError(
-        f"the data of parameter '{fqn}' was replaced (`parameter.data = ...`) while it was unsharded. That does not "
-        "reach its shards, so the new values are lost. Write to the sharded parameter, in place, before forward or "
-        "after backward"
+        f"the data of parameter '{fqn}' was replaced (`parameter.data = ...`) or written to in place while it was "
+        "unsharded: in forward, or after a forward that no backward has followed. That does not reach its shards, so "
+        "the new values are lost. Write to the sharded parameter, in place, before forward or after backward; "
+        "reshard() the module if it is unsharded there"
     )
 
 

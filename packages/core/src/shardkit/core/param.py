@@ -143,6 +143,7 @@ class FSDPParam:
         self._gathered_requires_grad = original.requires_grad
         self._gathered_version = 0
         self._settled_version = -1
+        self._unsharded_version = 0
         self._unsharded_origin: torch.UntypedStorage | None = None
         self._origin = self.sharded_param.untyped_storage()
         self._adopt_local(local_of(self.sharded_param))
@@ -182,10 +183,11 @@ class FSDPParam:
 
     @property
     def _unsharded_is_lost(self) -> bool:
-        """Whether the user has put other data under the unsharded parameter; the hooks of a subclass may do so."""
+        """Whether the user has written to the unsharded parameter; the hooks of a subclass may do so."""
         if self.unsharded_param is None or self.subclass is not None:
             return False
-        return self.unsharded_param.untyped_storage() is not self._unsharded_origin
+        written = version_of(self.unsharded_param) != self._unsharded_version and not self.aliased
+        return written or self.unsharded_param.untyped_storage() is not self._unsharded_origin
 
     def check_gradient(self) -> None:
         """Raises RuntimeError if what the user has written to the gradient would be lost; before an optimizer steps."""
@@ -385,6 +387,7 @@ class FSDPParam:
             self.unsharded_param.__dict__.update(user_attributes(self.sharded_param))
             self.gradient_dtype.prepare(self.unsharded_param, self.sums_dtype)
             _became[self.unsharded_param] = weakref.ref(self)
+            self._unsharded_version = version_of(self.unsharded_param)
             self._unsharded_origin = self.unsharded_param.untyped_storage()
             self._unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
         elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
