@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
         "mesh",
         "policies",
         "adapters",
+        "block_steps",
         "events",
         "gradient_dtype",
         "gradient_hooks",

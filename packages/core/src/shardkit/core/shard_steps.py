@@ -1,10 +1,11 @@
-"""Steps of element-wise optimizers on the plain tensors inside sharded parameters.
+"""Steps of element-wise and block-wise optimizers on the plain tensors inside sharded parameters.
 
 Note [Two views of one state]
 DTensor operators cost host time for each parameter and each operator. An element-wise update does not need them: what
 it does to an element depends on that element alone, so every rank can update its shard as a plain tensor. While the
 optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they hold
-at any other time. Schedulers, gradient scalers and state dicts see DTensors. Step hooks run in the order in which they
+at any other time. The same holds for updates that depend on a block of consecutive elements: a rank's blocks start with
+its shard. Schedulers, gradient scalers and state dicts see DTensors. Step hooks run in the order in which they
 were registered: pre-hooks from before `optimizer_step_on_shards` and post-hooks from after it see DTensors.
 """
 
@@ -21,6 +22,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.adapters import user_attributes
+from shardkit.core.block_steps import (
+    carry_overrides,
+    check_blocks,
+    is_laid_out_by_block,
+    scales_of_shards,
+    steps_by_block,
+)
+from shardkit.core.param import sharded_counterpart
 from shardkit.core.torch_compat import like_dtensor, local_of
 
 __all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
@@ -50,18 +59,22 @@ def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
 def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
     """From now on `optimizer.step()` updates the plain shards of its DTensor parameters, at the cost of plain tensors.
 
-    The results are the same to the last bit, and state dicts stay as they are. For torch's element-wise optimizers;
-    others (Adafactor, Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. A second call
-    changes nothing. Not collective.
+    The results are the same to the last bit, and state dicts stay as they are. For torch's element-wise optimizers, and
+    those of bitsandbytes and torchao with 8-bit or 4-bit state: bitsandbytes' run in no other way. Others (Adafactor,
+    Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. A second call changes nothing. Not
+    collective.
 
     Raises:
-        TypeError: for any other optimizer, subclasses of torch's included: they may do anything.
+        TypeError: for any other optimizer, subclasses included: they may do anything.
+        RuntimeError: at a step of bitsandbytes' 8-bit optimizers, for a parameter whose shards are not whole blocks of
+            256 elements, with its FQN.
     """
-    if not steps_by_element(optimizer):
+    if not steps_by_element(optimizer) and not steps_by_block(optimizer):
         names = ", ".join(sorted({kind.__name__ for kind in _ELEMENTWISE} | {"AdamW"}))
         raise TypeError(
             f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
-            f"{names} of torch.optim. Call step() without it: DTensor operators are right for every optimizer"
+            f"{names} of torch.optim, and of bitsandbytes and torchao those that step block by block. Call step() "
+            "without it: DTensor operators are right for every optimizer"
         )
     if optimizer in _prepared:
         return
@@ -127,12 +140,14 @@ class _Twin:
         for key, value in lent.items():
             pair = self.pairs.get(key)
             if pair is None or pair[1] is not value:
-                whole = like_dtensor(value, self.parameter) if self._is_sharded(key, value) else value
-                pair = self.pairs[key] = whole, value
+                pair = self.pairs[key] = self._whole(key, value), value
             state[key] = pair[0]
 
-    def _is_sharded(self, key: str, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
+    def _whole(self, key: str, value: Any) -> Any:
+        if is_laid_out_by_block(key):
+            return scales_of_shards(key, value, self.parameter)
+        sharded = isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
+        return like_dtensor(value, self.parameter) if sharded else value
 
 
 def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
@@ -184,6 +199,7 @@ class ShardSteps:
                 lent[twin.plain] = twin.lend_state(state)
         self._twins = used
         optimizer.state = lent
+        carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])
 
     def _twin_of(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, _Twin]
@@ -193,6 +209,8 @@ class ShardSteps:
         key = id(parameter)
         twin = self._twins.get(key)
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
+            param = sharded_counterpart(parameter)
+            check_blocks(optimizer, parameter, "?" if param is None else param.fqn)
             twin = _Twin(parameter)
         used[key] = twin
         passed_over = self.passes_over(optimizer, parameter)

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.block_steps import steps_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
@@ -31,9 +32,6 @@ from shardkit.core.torch_compat import local_of
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
-# Their 8-bit and 4-bit optimizers scale each block of consecutive elements by itself.
-_BLOCKWISE = ("bitsandbytes", "torchao")
-
 
 def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """An owner holds its tensor-parallel shard, which an optimizer of matrices would take for the matrix.
@@ -41,7 +39,7 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Te
     Raises:
         RuntimeError: with the FQN, the placements and what to do.
     """
-    if not isinstance(parameter, DTensor) or steps_by_element(optimizer) or _is_blockwise(optimizer):
+    if not isinstance(parameter, DTensor) or steps_by_element(optimizer) or steps_by_block(optimizer):
         return
     mesh, owned = parameter.device_mesh, any(isinstance(one, Owned) for one in parameter.placements)
     cut = [
@@ -58,17 +56,13 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Te
         )
 
 
-def _is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.split(".")[0] in _BLOCKWISE
-
-
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Whether the optimizer is to see a plain tensor in the place of this parameter."""
     for one in parameter.placements if isinstance(parameter, PlacedTensor) else ():
         if isinstance(one, Owned):
             return True
         if isinstance(one, Blocks):
-            return steps_by_element(optimizer) or _is_blockwise(optimizer)
+            return steps_by_element(optimizer) or steps_by_block(optimizer)
     return False
 
 

@@ -1,0 +1,125 @@
+"""Optimizers that keep their state in 8 or 4 bits: bitsandbytes' and torchao's, as they step on plain shards.
+
+An update of theirs depends on one block of consecutive elements: values are quantised together with one scale. On a
+shard the blocks start with the shard. torchao keeps values and scales together in a tensor subclass of the parameter's
+shape. bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for each block; if no block crosses
+from one rank to the next they are cut as the parameter is, and so they are DTensors between the steps: checkpoints load
+them on any number of ranks. Otherwise a checkpoint would mix them up without a word, so those parameters are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardkit.core.placements import Blocks, Owned
+from shardkit.core.torch_compat import new_dtensor
+
+__all__ = ["carry_overrides", "check_blocks", "is_laid_out_by_block", "scales_of_shards", "steps_by_block"]
+
+# bitsandbytes' name for what an optimizer computes. "lamb" and "lars" need norms of whole parameters; "ademamix" has
+# state of twice the parameter's shape.
+_BITSANDBYTES = {"adagrad", "adam", "lion", "momentum", "rmsprop"}
+_BLOCK = 256  # elements with one scale, in every 8-bit optimizer of bitsandbytes
+
+_SCALES = {"absmax1", "absmax2"}
+_TABLES = {"qmap1", "qmap2"}
+
+
+def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each update of an optimizer is known to depend on a block of consecutive elements alone.
+
+    A subclass outside of bitsandbytes and torchao may do anything.
+    """
+    package = type(optimizer).__module__.split(".")[0]
+    if package == "bitsandbytes":
+        args = getattr(optimizer, "args", None)
+        return getattr(optimizer, "optimizer_name", None) in _BITSANDBYTES and not getattr(args, "max_unorm", 0.0)
+    return package == "torchao" and any(kind.__name__ == "_AdamBase" for kind in type(optimizer).__mro__)
+
+
+def is_laid_out_by_block(key: str) -> bool:
+    """Whether the state under that key has a layout of its own, whatever its shape."""
+    return key in _SCALES or key in _TABLES
+
+
+def scales_of_shards(key: str, value: Any, parameter: DTensor) -> Any:
+    """The scales of all ranks' blocks as a DTensor, cut as the parameter is; other state as it is. Not collective."""
+    placements = _placements_of_scales(parameter) if key in _SCALES else None
+    if placements is None:
+        return value
+    total = torch.Size((-(-parameter.numel() // _BLOCK),))
+    return new_dtensor(value, parameter.device_mesh, placements, total, kind=type(parameter))
+
+
+def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str) -> None:
+    """Refuses a parameter that bitsandbytes would quantise in blocks that cross from one rank's shard to the next.
+
+    All ranks come to the same answer, without communication.
+
+    Raises:
+        RuntimeError: with the FQN, shape, placements and what to do.
+    """
+    args = getattr(optimizer, "args", None)
+    owned = any(isinstance(one, Owned) for one in parameter.placements)
+    if getattr(args, "optim_bits", None) != 8 or owned or not parameter.requires_grad:
+        return
+    smallest = getattr(args, "min_8bit_size", 0)  # fewer elements get 32-bit state
+    if _placements_of_scales(parameter) is not None or _largest_shard(parameter) < smallest:
+        return
+    raise RuntimeError(
+        f"parameter '{fqn}' of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} is cut "
+        f"into shards that are not whole blocks of {_BLOCK} elements, which {type(optimizer).__name__} quantises "
+        "together. Shard it with Blocks(elements=4096) or Owned() (docs/placements.md), or raise min_8bit_size above "
+        f"{_largest_shard(parameter)}"
+    )
+
+
+def carry_overrides(optimizer: torch.optim.Optimizer, plain: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Has bitsandbytes' settings for single parameters, which it finds by identity, hold for the plain ones, too.
+
+    Args:
+        optimizer: any.
+        plain: pairs of a parameter and the plain tensor that the optimizer gets for it.
+    """
+    manager = getattr(optimizer, "mng", None)
+    settings = getattr(manager, "pid2config", None)
+    if manager is None or settings is None:
+        return
+    for module, name, config in manager.module_weight_config_triple:
+        settings.setdefault(id(getattr(module, name)), config)
+    if settings:
+        settings.update({id(one): settings[id(parameter)] for parameter, one in plain if id(parameter) in settings})
+
+
+def _placements_of_scales(parameter: DTensor) -> list[Placement] | None:
+    """How a 1-D tensor of one number for each block is cut, None if blocks cross from one rank's shard to the next."""
+    placements: list[Placement] = []
+    shards = 1
+    for axis, one in enumerate(parameter.placements):
+        if isinstance(one, Blocks):
+            size = one.elements or one.rows * parameter.numel() // max(1, parameter.shape[0])  # type: ignore[operator]
+            if size % _BLOCK:
+                return None
+            one = Blocks(elements=size // _BLOCK)
+        elif type(one) is Shard and one.dim == 0:
+            shards *= parameter.device_mesh.size(axis)
+        elif not one.is_replicate():
+            return None
+        placements.append(one)
+    even = parameter.numel() % (_BLOCK * shards) == 0 and (parameter.ndim > 0 and parameter.shape[0] % shards == 0)
+    return placements if shards == 1 or even else None
+
+
+def _largest_shard(parameter: DTensor) -> int:
+    """Elements; an upper bound where several axes of the mesh cut the parameter."""
+    largest = parameter.numel()
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) and parameter.shape[placement.dim]:
+            rows = parameter.shape[placement.dim]
+            largest = largest // rows * -(-rows // parameter.device_mesh.size(axis))
+    return largest
