@@ -21,61 +21,86 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="shardkit-trainers-")
 
 
-def checkpoints(script: str, engine: Engine) -> Path:
+def _checkpoints(script: str, engine: Engine) -> Path:
     """Where that run of the script keeps its checkpoints."""
     return Path(_directory().name) / f"{script}-{engine}"
 
 
-def results(script: str, engine: Engine, ranks: int = 2, load: Engine | None = None) -> dict[str, dict[str, Any]]:
-    """What a script noted, by case. `load`: whose checkpoints it resumes from, instead of its own.
+def results(script: str, engine: Engine, ranks: int = 2, only_across: bool = False) -> dict[str, dict[str, Any]]:
+    """What a script noted, by case.
+
+    shardkit resumes from stock's checkpoints as well. With `only_across` stock resumes from shardkit's, nothing else.
 
     Raises:
         Failed: with the end of its output, if it fails, or if the other engine was imported or said that it ran.
     """
-    seen = _run(script, engine, ranks, load)
+    seen = _run(script, engine, ranks, only_across)
     if isinstance(seen, str):
         pytest.fail(seen)
     return seen
 
 
 @functools.cache
-def _run(script: str, engine: Engine, ranks: int, load: Engine | None) -> dict[str, dict[str, Any]] | str:
+def _run(script: str, engine: Engine, ranks: int, only_across: bool) -> dict[str, dict[str, Any]] | str:
     """The cases, or why there are none: a script that fails is not run again for its other cases."""
-    own = Path(f"{checkpoints(script, engine)}{'' if load is None else '-resumed'}{'' if ranks == 2 else f'-{ranks}'}")
+    own = Path(f"{_checkpoints(script, engine)}{'-across' if only_across else ''}{'' if ranks == 2 else f'-{ranks}'}")
     out = own.with_suffix(".pt")
     own.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(SCRIPTS / f"train_{script}.py"), f"--out={out}", f"--own={own}"]
-    command += [f"--load={checkpoints(script, load)}"] if load else []
+    command += ["--only-across"] if only_across else []
+    other = _checkpoints(script, "stock" if engine == "shardkit" else "shardkit")
+    command += [f"--other={other}"] if only_across or (engine == "shardkit" and other.exists()) else []
     if engine == "shardkit":
         command = [sys.executable, "-m", "shardkit.core", "run", *command]
+    return run_command(command, engine, own, out)
+
+
+def run_command(
+    command: list[str], engine: Engine, directory: Path, out: Path, **variables: str
+) -> dict[str, dict[str, Any]] | str:
+    """What the command saved in `out`, by case, or why there is nothing. `variables` are added to the environment."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env |= {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, cwd=own, text=True, capture_output=True, timeout=500, check=False)
+    env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
+    done = subprocess.run(command, env=env, cwd=directory, text=True, capture_output=True, timeout=500, check=False)
     if done.returncode:
-        return f"{script} on {engine} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
+        return f"{command} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-6000:]}"
     if (" parameters in " in done.stderr) != (engine == "shardkit"):
-        return f"{script} on {engine} does not say which engine ran:\n{done.stderr[-2000:]}"
+        return f"{command} does not say which engine ran:\n{done.stderr[-2000:]}"
     seen = torch.load(out, weights_only=False)
     assert seen["shardkit"] == (engine == "shardkit")
     cases: dict[str, dict[str, Any]] = seen["cases"]
     return cases
 
 
-def assert_same(script: str, case: str, *, ranks: int = 2, load: Engine | None = None) -> None:
+def assert_same(script: str, case: str, *, ranks: int = 2) -> None:
     """The same bits from both engines: losses, gradient norms, weights, and whatever else the script noted.
 
     Args:
         script: `scripts/train_<script>.py`.
         case: as the script calls it.
         ranks: how many it runs on.
-        load: whose checkpoints shardkit resumes from; stock resumes from its own.
     """
-    expected = dict(results(script, "stock", ranks)[case])
-    seen = dict(results(script, "shardkit", ranks, load)[case])
+    # Stock first: shardkit resumes from its checkpoints.
+    expected = results(script, "stock", ranks)[case]
+    assert_case(results(script, "shardkit", ranks)[case], expected, case)
+
+
+def assert_case(seen: dict[str, Any], expected: dict[str, Any], case: str) -> None:
+    """What a case noted on shardkit is what it noted on stock, and each ran on its own engine alone."""
+    seen, expected = dict(seen), dict(expected)
     assert_engines(expected.pop("runs"), seen.pop("runs"))
-    assert seen.keys() == expected.keys()
     assert_equal(seen, expected, case)
+
+
+def assert_resumes_across(script: str) -> None:
+    """Each engine goes on from the other's checkpoint as stock does from its own."""
+    expected = results(script, "stock")["resumed"]
+    shardkit = results(script, "shardkit")["across"]
+    stock = results(script, "stock", only_across=True)["across"]
+    assert_engines(stock["runs"], shardkit["runs"])
+    for seen in (shardkit, stock):
+        assert_equal({**seen, "runs": 0}, {**expected, "runs": 0}, "across")
 
 
 def assert_engines(stock: dict[str, int], shardkit: dict[str, int]) -> None:

@@ -1,8 +1,12 @@
 """accelerate's FSDP2."""
 
+import functools
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.trainers.launch import assert_equal, assert_same, results
+from tests.trainers.launch import SCRIPTS, Engine, assert_case, assert_resumes_across, assert_same, run_command
 
 pytest.importorskip("accelerate")
 
@@ -13,8 +17,33 @@ def test_same_as_stock(case: str):
 
 
 def test_checkpoints_load_across():
-    expected = results("accelerate", "stock")["resumed"]
-    for engine, other in (("shardkit", "stock"), ("stock", "shardkit")):
-        seen = results("accelerate", engine, load=other)["resumed"]
-        assert seen["runs"][other] == 0
-        assert_equal({**seen, "runs": 0}, {**expected, "runs": 0}, f"{engine} from {other}")
+    assert_resumes_across("accelerate")
+
+
+# What a user types in front of `accelerate launch`, and the variables that he sets.
+WAYS = {"shardkit run": (["shardkit", "run"], {}), "SHARDKIT_INSTALL": ([], {"SHARDKIT_INSTALL": "1"})}
+
+
+@functools.cache
+def _launched_on_stock(directory: Path) -> dict:
+    return _launched("stock", directory, [])
+
+
+def _launched(engine: Engine, directory: Path, front: list[str], **variables: str) -> dict:
+    scripts = Path(sys.executable).parent
+    command = [*front, "accelerate", "launch", f"--config_file={SCRIPTS / 'fsdp2.yaml'}"]
+    command = [str(scripts / word) if word in ("accelerate", "shardkit") else word for word in command]
+    out = directory / "out.pt"
+    seen = run_command(
+        [*command, str(SCRIPTS / "train_launched.py"), f"--out={out}"], engine, directory, out, **variables
+    )
+    assert not isinstance(seen, str), seen
+    return seen["launched"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_launched_from_a_configuration_file(way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    expected = _launched_on_stock(tmp_path_factory.getbasetemp())
+    front, variables = WAYS[way]
+    seen = _launched("shardkit", tmp_path, front, **variables)
+    assert_case(seen, expected, way)

@@ -18,11 +18,21 @@ _runs = {"stock": 0, "shardkit": 0}
 
 
 def arguments() -> argparse.Namespace:
-    """--out: where rank 0 saves what was noted. --own: a directory for checkpoints. --load: another run's."""
+    """--out: where rank 0 saves what was noted. --own: a directory for checkpoints.
+
+    --other: the other engine's checkpoints, to resume from as well. --only-across: do nothing but that.
+    """
     parser = argparse.ArgumentParser()
-    for name in ("out", "own", "load"):
+    for name in ("out", "own", "other"):
         parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--only-across", action="store_true")
     return parser.parse_args()
+
+
+def resumptions(options: argparse.Namespace) -> dict[str, Path]:
+    """The cases that resume, and whose checkpoints they resume from."""
+    own = {} if options.only_across else {"resumed": options.own}
+    return own | ({} if options.other is None else {"across": options.other})
 
 
 def _count_engines() -> None:
@@ -67,9 +77,12 @@ class Recording:
         case["weights"] = {_name(name): _plain(value) for name, value in model.state_dict().items()}
         case["runs"] = {engine: _runs[engine] - before for engine, before in case["runs"].items()}
 
+    def write(self, path: Path) -> None:
+        torch.save({"cases": self.cases, "shardkit": SHARDKIT}, path)
+
     def save(self, path: Path) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
-            torch.save({"cases": self.cases, "shardkit": SHARDKIT}, path)
+            self.write(path)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

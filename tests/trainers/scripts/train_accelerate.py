@@ -4,12 +4,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from recording import Recording, accelerators_of_cpu, arguments, gradient_norm, sharded_modules, tiny_llama, tokens
+from recording import (
+    Recording,
+    accelerators_of_cpu,
+    arguments,
+    gradient_norm,
+    resumptions,
+    sharded_modules,
+    tiny_llama,
+    tokens,
+)
 from torch.utils.data import DataLoader
 
 
 def accelerator_for(accumulate: int = 1, mixed: str = "no", **settings) -> Accelerator:
-
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     plugin = FullyShardedDataParallelPlugin(
@@ -54,7 +62,7 @@ def main() -> None:
         "RAM-efficient": {"cpu_ram_efficient_loading": True},
         "checkpointing in bf16": {"activation_checkpointing": True, "mixed": "bf16"},
     }
-    for case, settings in cases.items():
+    for case, settings in () if options.only_across else cases.items():
         recording.begin(case)
         accelerator = accelerator_for(**settings)
         objects = prepared(accelerator)
@@ -69,12 +77,13 @@ def main() -> None:
                 else accelerator.get_state_dict(objects[0]) and 0,
             )
         recording.end(objects[0])
-    recording.begin("resumed")
-    accelerator = accelerator_for()
-    objects = prepared(accelerator)
-    accelerator.load_state(str(options.load or options.own))
-    train(recording, accelerator, objects, 2)
-    recording.end(objects[0])
+    for case, checkpoint in resumptions(options).items():
+        recording.begin(case)
+        accelerator = accelerator_for()
+        objects = prepared(accelerator)
+        accelerator.load_state(str(checkpoint))
+        train(recording, accelerator, objects, 2)
+        recording.end(objects[0])
     recording.save(options.out)
 
 

@@ -3,9 +3,10 @@
 import lightning
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from recording import Recording, arguments, gradient_norm, sharded_modules, tiny_llama, tokens
+from recording import Recording, arguments, gradient_norm, resumptions, sharded_modules, tiny_llama, tokens
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -49,9 +50,7 @@ def trainer_for(options, steps: int) -> Trainer:
     )  # fmt: skip
 
 
-def main() -> None:
-    options, recording = arguments(), Recording()
-    lightning.seed_everything(0)
+def train(recording: Recording, options) -> None:
     recording.begin("Trainer")
     module, trainer = Tuned(recording), trainer_for(options, 3)
     trainer.fit(module, loader())
@@ -59,19 +58,13 @@ def main() -> None:
     trainer.save_checkpoint(options.own / "trainer.ckpt")
     recording.end(module)
 
-    recording.begin("resumed")
-    module, trainer = Tuned(recording), trainer_for(options, 5)
-    trainer.fit(module, loader(), ckpt_path=str((options.load or options.own) / "trainer.ckpt"))
-    recording.end(module)
 
+def fabric(recording: Recording, options) -> None:
     recording.begin("Fabric")
-    from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
-
-    fabric = Fabric(
-        accelerator="cpu", devices=2,
-        strategy=FabricStrategy(lambda model, mesh: shard(model, mesh["data_parallel"]), data_parallel_size=2,
-                                tensor_parallel_size=1),
-    )  # fmt: skip
+    strategy = FabricStrategy(
+        lambda model, mesh: shard(model, mesh["data_parallel"]), data_parallel_size=2, tensor_parallel_size=1
+    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     model = fabric.setup(tiny_llama())
@@ -87,6 +80,20 @@ def main() -> None:
     fabric.save(options.own / "fabric", {"model": model})
     fabric.load(options.own / "fabric", {"model": model})
     recording.end(model)
+
+
+def main() -> None:
+    options, recording = arguments(), Recording()
+    lightning.seed_everything(0)
+    if not options.only_across:
+        train(recording, options)
+    for case, checkpoints in resumptions(options).items():
+        recording.begin(case)
+        module, trainer = Tuned(recording), trainer_for(options, 5)
+        trainer.fit(module, loader(), ckpt_path=str(checkpoints / "trainer.ckpt"))
+        recording.end(module)
+    if not options.only_across:
+        fabric(recording, options)
     recording.save(options.out)
 
 

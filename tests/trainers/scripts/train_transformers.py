@@ -1,9 +1,12 @@
-"""transformers' Trainer: FSDP2 through accelerate, with resume and generate during training."""
+"""transformers' Trainer: native FSDP2 (DistributedConfig), and FSDP2 through accelerate with resume and generate."""
 
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from noting import Noting
-from recording import Recording, accelerators_of_cpu, arguments, sharded_modules, tiny_llama, tokens
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from recording import Recording, accelerators_of_cpu, arguments, resumptions, sharded_modules, tiny_llama, tokens
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 
 class Generating(TrainerCallback):
@@ -42,20 +45,41 @@ FSDP = {
 }
 
 
+def native(recording: Recording, options) -> None:
+    """A model that transformers has sharded while loading it."""
+    recording.begin("native")
+    saved = options.own / "model"
+    if dist.get_rank() == 0:
+        tiny_llama().save_pretrained(saved)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=2))
+    recording.note("sharded modules", sharded_modules(model))
+    settings = TrainingArguments(
+        output_dir=str(options.own), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=1e-2,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", seed=0, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    Trainer(model, settings, train_dataset=DATA, callbacks=[Noting(recording)]).train()
+    recording.end(model)
+
+
 def main() -> None:
     options, recording = arguments(), Recording()
+    dist.init_process_group("gloo")
+    if not options.only_across:
+        native(recording, options)
     accelerators_of_cpu()
-    recording.begin("FSDP2")
-    trainer = trainer_for(recording, options.own, tiny_llama(tie_word_embeddings=False), **FSDP)
-    trainer.train()
-    recording.note("sharded modules", sharded_modules(trainer.model_wrapped))
-    recording.end(trainer.model_wrapped)
-
-    recording.begin("resumed")
-    trainer = trainer_for(recording, options.own / "resumed", tiny_llama(tie_word_embeddings=False), **FSDP)
-    trainer.train(resume_from_checkpoint=str((options.load or options.own) / "checkpoint-2"))
-    recording.end(trainer.model_wrapped)
-
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if not options.only_across:
+        recording.begin("FSDP2")
+        trainer = trainer_for(recording, options.own, tiny_llama(tie_word_embeddings=False), **FSDP)
+        trainer.train()
+        recording.note("sharded modules", sharded_modules(trainer.model_wrapped))
+        recording.end(trainer.model_wrapped)
+    for case, checkpoints in resumptions(options).items():
+        recording.begin(case)
+        trainer = trainer_for(recording, options.own / case, tiny_llama(tie_word_embeddings=False), **FSDP)
+        trainer.train(resume_from_checkpoint=str(checkpoints / "checkpoint-2"))
+        recording.end(trainer.model_wrapped)
     recording.save(options.out)
 
 

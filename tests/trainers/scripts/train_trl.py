@@ -49,7 +49,7 @@ def main() -> None:
     texts = Dataset.from_list([{"text": text(step, 0, 12)} for step in range(24)])
     for case, peft in (("SFT with LoRA", lora()), ("SFT", None)):
         recording.begin(case)
-        config = SFTConfig(output_dir=str(options.own / case), max_length=16, dataset_num_proc=1, **SHARED, **FSDP)
+        config = SFTConfig(output_dir=str(options.own / case), max_length=16, **SHARED, **FSDP)
         model = tiny_llama(tie_word_embeddings=False)
         trainer = SFTTrainer(model, config, train_dataset=texts, processing_class=tokenizer(), peft_config=peft)
         run(recording, case, trainer)
@@ -57,7 +57,7 @@ def main() -> None:
         [{"prompt": text(step, 0, 4), "chosen": text(step, 1, 4), "rejected": text(step, 2, 4)} for step in range(24)]
     )
     recording.begin("DPO with LoRA")
-    config = DPOConfig(output_dir=str(options.own / "dpo"), max_length=16, dataset_num_proc=1, **SHARED, **FSDP)
+    config = DPOConfig(output_dir=str(options.own / "dpo"), max_length=16, **SHARED, **FSDP)
     trainer = DPOTrainer(
         tiny_llama(tie_word_embeddings=False), args=config, train_dataset=pairs, processing_class=tokenizer(),
         peft_config=lora(),
