@@ -21,9 +21,9 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="shardkit-trainers-")
 
 
-def _checkpoints(script: str, engine: Engine) -> Path:
+def _checkpoints(script: str, engine: Engine, ranks: int) -> Path:
     """Where that run of the script keeps its checkpoints."""
-    return Path(_directory().name) / f"{script}-{engine}"
+    return Path(_directory().name) / f"{script}-{engine}-{ranks}"
 
 
 def results(script: str, engine: Engine, ranks: int = 2, only_across: bool = False) -> dict[str, dict[str, Any]]:
@@ -43,13 +43,14 @@ def results(script: str, engine: Engine, ranks: int = 2, only_across: bool = Fal
 @functools.cache
 def _run(script: str, engine: Engine, ranks: int, only_across: bool) -> dict[str, dict[str, Any]] | str:
     """The cases, or why there are none: a script that fails is not run again for its other cases."""
-    own = Path(f"{_checkpoints(script, engine)}{'-across' if only_across else ''}{'' if ranks == 2 else f'-{ranks}'}")
+    own = _checkpoints(script, engine, ranks)
+    own = own.with_name(f"{own.name}-across") if only_across else own
     out = own.with_suffix(".pt")
     own.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(SCRIPTS / f"train_{script}.py"), f"--out={out}", f"--own={own}"]
     command += ["--only-across"] if only_across else []
-    other = _checkpoints(script, "stock" if engine == "shardkit" else "shardkit")
+    other = _checkpoints(script, "stock" if engine == "shardkit" else "shardkit", ranks)
     command += [f"--other={other}"] if only_across or (engine == "shardkit" and other.exists()) else []
     if engine == "shardkit":
         command = [sys.executable, "-m", "shardkit.core", "run", *command]

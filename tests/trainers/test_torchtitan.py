@@ -1,4 +1,4 @@
-"""torchtitan's Llama."""
+"""torchtitan's Llama, and its DeepSeek-V3 with expert parallelism."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from tests.trainers.launch import assert_engines, assert_same, results
 
 pytest.importorskip("torchtitan.models.llama3")
+
+EXPERTS = ["1 replicas, experts over 2", "1 replicas, experts over 4", "2 replicas, experts over 2"]
 
 
 def test_same_as_stock_on_four_ranks():
@@ -23,3 +25,15 @@ def test_four_shards_differ_in_rounding_alone():
     stock, shardkit = (results("torchtitan", engine, 4)["one axis"] for engine in ("stock", "shardkit"))
     assert_engines(stock.pop("runs"), shardkit.pop("runs"))
     torch.testing.assert_close(shardkit, stock, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_on_meshes_of_their_own(case: str):
+    """Checkpoints of stock's, with what each rank holds of the experts, are loaded with the same bits."""
+    stock, shardkit = (results("torchtitan_experts", engine, 4)[case] for engine in ("stock", "shardkit"))
+    assert_engines(stock.pop("runs"), shardkit.pop("runs"))
+    for name, weight in stock["weights"].items():
+        assert torch.equal(shardkit[f"loaded {name}"][0], weight), name
+    exact = case.startswith("2 replicas")  # as above, sums of four are added in another order
+    torch.testing.assert_close(shardkit, stock, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
