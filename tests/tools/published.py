@@ -76,7 +76,7 @@ def _estimated(model: str, layers: int, recompute: str, batch: int, ranks: int, 
         policies=Policies(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
     found = estimate_job(job, {"dp_shard": ranks}, machine)
-    return found.timeline.step, float(found.recording.cached_bytes)
+    return found.timeline.step, float(found.memory.reserved)
 
 
 def predicted(run: dict) -> tuple[float, float]:

@@ -22,7 +22,7 @@ def state(precision: Precision) -> tuple[int, int, dict[str, str]]:
     """Bytes of weights and of optimizer state of all ranks, without Adam's step counts; the dtypes."""
     found = estimate_job(job(precision), 2, "h100")
     counts = 4 * 4  # one number in float32 for each parameter
-    return found.recording.weights.whole, found.recording.optimizer.whole - counts, found.dtypes
+    return found.recording.sizes.whole_weights, found.recording.sizes.whole_optimizer - counts, found.dtypes
 
 
 def test_the_state_of_the_optimizer_follows_what_the_script_does():

@@ -3,8 +3,7 @@
 Note [Whose memory]: a storage belongs to the category of the phase that made it, until something better is known. What
 was made in forward and backward is an activation unless it turns out to be a gradient, which a hook on its parameter
 says; what the optimizer makes is the optimizer's; core's events tell which buffers are for communication and which
-storages hold unsharded parameters. What is found out later is put right in the peak too: the gradient that makes a
-peak is known to be one a moment after.
+storages hold unsharded parameters. Memory is added up when the iteration is over and all of that is known.
 """
 
 from __future__ import annotations
@@ -13,29 +12,81 @@ import bisect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
 
 import torch
 
-Category: TypeAlias = Literal[
-    "sharded_parameters",
-    "unsharded_parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "communication",
-    "inputs",
-    "other",
-]
-CATEGORIES: tuple[Category, ...] = get_args(Category)
+from shardkit.tools.estimating.trace import CATEGORIES, Category, Changed, Held, Trace
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     storage: weakref.ReferenceType[torch.UntypedStorage]
     nbytes: int
-    category: Category
-    since: int
+    held: Held
+
+
+class Ledger:
+    """Knows every live storage, and tells `write` whenever one is allocated, resized or freed."""
+
+    def __init__(self, write: Callable[[Held, int], None]) -> None:
+        self._write = write
+        self._entries: dict[int, _Entry] = {}
+        self._unsharded: dict[str, list[_Entry]] = {}
+
+    @property
+    def live(self) -> list[tuple[Held, int]]:
+        """Every storage with its bytes, those of unsharded parameters too while they have none."""
+        return [(entry.held, entry.nbytes) for entry in self._entries.values()]
+
+    def find(self, tensor: torch.Tensor) -> Held | None:
+        """What is known of a tensor's storage."""
+        entry = self._entries.get(id(tensor.untyped_storage()))
+        return None if entry is None else entry.held
+
+    def see(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> Held:
+        """A tensor that an operator returned; a storage that is known already keeps its category."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # one Python object stands for a storage as long as that lives
+        entry = self._entries.get(key)
+        if entry is None:
+            held = Held(category, block)
+            entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), held)
+            self._entries[key] = entry
+            self._write(held, entry.nbytes)
+        return entry.held
+
+    def assign(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> None:
+        """What a tensor's storage turned out to be, and of which block (see `Held`)."""
+        held = self.see(tensor, category)
+        held.category, held.block = category, block
+
+    def assign_newest(self, nbytes: int, category: Category) -> None:
+        """The storage that was seen last, if it has `nbytes`, is a buffer for `category`."""
+        newest = next(reversed(self._entries.values()))
+        if newest.nbytes == nbytes:
+            newest.held.category = category
+
+    def unsharded_changed(self, fqn: str, nbytes: int, block: int | None) -> None:
+        """A storage of `nbytes` of an unsharded parameter was given memory, or lost it, behind the operators' back."""
+        known = [entry for entry in self._unsharded.get(fqn, []) if entry.storage() is not None]
+        changed = [entry for entry in known if self._measure(entry)]
+        if not changed:
+            new = next(e for e in reversed(self._entries.values()) if e.nbytes == nbytes and e not in known)
+            new.held.category, new.held.block = "unsharded_parameters", block
+            known.append(new)
+        self._unsharded[fqn] = known
+
+    def _measure(self, entry: _Entry) -> bool:
+        storage = entry.storage()
+        assert storage is not None
+        if storage.nbytes() == entry.nbytes:
+            return False
+        entry.nbytes = storage.nbytes()
+        self._write(entry.held, entry.nbytes)
+        return True
+
+    def _drop(self, key: int) -> None:
+        self._write(self._entries.pop(key).held, 0)
 
 
 @dataclass(frozen=True)
@@ -55,113 +106,52 @@ class Peak:
         return "outside of the model's modules" if self.phase == "between" else f"in {self.phase}"
 
 
-Observer: TypeAlias = Callable[[int, int], None]
-"""Called with (identity of a storage, bytes it has now) whenever one is allocated, resized or freed."""
-
-
-class Ledger:
-    """Counts the bytes of live storages.
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one iteration.
 
     Attributes:
-        total: bytes that are live now.
-        by_category: the same by category.
-        peak: the most since `start`, None before.
+        idle: bytes before it begins.
+        peak: the moment of most memory.
+        reserved: bytes that torch's caching allocator of GPUs would have taken from the device.
+        levels: bytes by category, each time with the number of steps of the trace before.
     """
 
-    def __init__(self, where: Callable[[], tuple[str, str]]) -> None:
-        self.total = 0
-        self.by_category: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self.peak: Peak | None = None
-        self._observers: list[Observer] = []
-        self._where = where
-        self._most = 0
-        self._moment = self._peak_moment = 0
-        self._entries: dict[int, _Entry] = {}
-        self._unsharded: dict[str, list[_Entry]] = {}
+    idle: int
+    peak: Peak
+    reserved: int
+    levels: list[tuple[int, tuple[int, ...]]]
 
-    def start(self) -> None:
-        """From now on the peak is looked for."""
-        self._most = 0
-        self._note_peak()
 
-    def watch(self, observer: Observer) -> None:
-        """Tells `observer` of every storage that is live, and from now on of every change."""
-        self._observers.append(observer)
-        for key, entry in self._entries.items():
-            observer(key, entry.nbytes)
-
-    def see(self, tensor: torch.Tensor, category: Category) -> None:
-        """A tensor that an operator returned; a storage that is known already keeps its category."""
-        storage = tensor.untyped_storage()
-        key = id(storage)  # one Python object stands for a storage as long as that lives
-        if key in self._entries:
-            return
-        self._moment += 1
-        entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), category, since=self._moment)
-        self._entries[key] = entry
-        self._change(key, category, entry.nbytes)
-
-    def assign(self, tensor: torch.Tensor, category: Category) -> None:
-        """What a tensor's storage turned out to be."""
-        entry = self._entries.get(id(tensor.untyped_storage()))
-        if entry is None:
-            self.see(tensor, category)
-        else:
-            self._recategorise(entry, category)
-
-    def assign_newest(self, nbytes: int, category: Category) -> None:
-        """The storage that was seen last, if it has `nbytes`, is a buffer for `category`."""
-        newest = next(reversed(self._entries.values()))
-        if newest.nbytes == nbytes:
-            self._recategorise(newest, category)
-
-    def unsharded_changed(self, fqn: str, nbytes: int) -> None:
-        """A storage of `nbytes` of an unsharded parameter was given memory, or lost it, behind the operators' back."""
-        known = [entry for entry in self._unsharded.get(fqn, []) if entry.storage() is not None]
-        changed = [entry for entry in known if self._measure(entry)]
-        if not changed:
-            new = next(e for e in reversed(self._entries.values()) if e.nbytes == nbytes and e not in known)
-            self._recategorise(new, "unsharded_parameters")
-            known.append(new)
-        self._unsharded[fqn] = known
-
-    def _measure(self, entry: _Entry) -> bool:
-        storage = entry.storage()
-        assert storage is not None
-        change = storage.nbytes() - entry.nbytes
-        entry.nbytes += change
-        if change:
-            self._moment += 1
-            entry.since = self._moment
-        self._change(id(storage), entry.category, change)
-        return bool(change)
-
-    def _recategorise(self, entry: _Entry, category: Category) -> None:
-        self.by_category[entry.category] -= entry.nbytes
-        self.by_category[category] += entry.nbytes
-        if self.peak is not None and entry.since <= self._peak_moment:  # it is part of the peak
-            self.peak.by_category[entry.category] -= entry.nbytes
-            self.peak.by_category[category] += entry.nbytes
-        entry.category = category
-
-    def _drop(self, key: int) -> None:
-        entry = self._entries.pop(key)
-        self._change(key, entry.category, -entry.nbytes)
-
-    def _change(self, key: int, category: Category, nbytes: int) -> None:
-        self.total += nbytes
-        self.by_category[category] += nbytes
-        if self._observers and nbytes:
-            entry = self._entries.get(key)
-            for observer in self._observers:
-                observer(key, 0 if entry is None else entry.nbytes)
-        if self.total > self._most:
-            self._note_peak()
-
-    def _note_peak(self) -> None:
-        self._most, self._peak_moment = self.total, self._moment
-        fqn, phase = self._where()
-        self.peak = Peak(self.total, dict(self.by_category), fqn, phase)
+def memory_of(trace: Trace) -> Memory:
+    """Adds up what a trace says of storages."""
+    sizes: dict[Held, int] = {}
+    levels = dict.fromkeys(CATEGORIES, 0)
+    allocator, over_time = CachingAllocator(), []
+    total = 0
+    for held, nbytes in trace.held:
+        sizes[held] = nbytes
+        total += nbytes
+        levels[held.category] += nbytes
+        allocator.changed(id(held), nbytes)
+    idle, peak = total, Peak(total, dict(levels), "", "between")
+    over_time.append((0, tuple(levels.values())))
+    stale = False
+    for index, step in enumerate(trace.steps):
+        if not isinstance(step, Changed):
+            if stale:
+                over_time.append((index, tuple(levels.values())))
+            stale = False
+            continue
+        held, change = step.held, step.nbytes - sizes.get(step.held, 0)
+        sizes[held] = step.nbytes
+        total += change
+        levels[held.category] += change
+        stale = stale or bool(change)
+        allocator.changed(id(held), step.nbytes)
+        if total > peak.bytes:
+            peak = Peak(total, dict(levels), step.fqn, step.phase)
+    return Memory(idle, peak, allocator.reserved, over_time)
 
 
 @dataclass(slots=True, eq=False)

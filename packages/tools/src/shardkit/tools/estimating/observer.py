@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,11 +19,15 @@ from shardkit.core import events
 from shardkit.core.tensors import tensors_in, tensors_with_grad
 from shardkit.core.torch_compat import in_backward, local_of
 from shardkit.tools.estimating.job import EstimateError
-from shardkit.tools.estimating.memory import Category, Ledger
+from shardkit.tools.estimating.memory import Ledger
 from shardkit.tools.estimating.trace import (
     Awaited,
+    Category,
+    Changed,
     Collective,
     Dispatched,
+    Entered,
+    Held,
     Launched,
     Operators,
     Ran,
@@ -50,11 +55,13 @@ class Whereabouts:
 
     Attributes:
         set_phase: what is going on outside of modules, optimizer and backward.
-        after_forward: called with each module that has run, while its parameters are still there.
+        entered: called with the FQN of each module that forward or backward comes to.
+        after_forward: called with each module that has run, while its parameters are still there, and its FQN.
     """
 
-    def __init__(self, after_forward: Callable[[nn.Module], None]) -> None:
+    def __init__(self, entered: Callable[[str], None], after_forward: Callable[[nn.Module, str], None]) -> None:
         self.set_phase: Phase = "building"
+        self.entered = entered
         self.after_forward = after_forward
         self._names: dict[int, str] = {}
         self._running: list[str] = []
@@ -108,6 +115,7 @@ class Whereabouts:
             return
         if not in_backward():
             self._backward = ""  # the next backward begins outside of all modules, with the loss
+            self.entered(fqn)
         if not in_backward() and torch.is_grad_enabled():
             around = self._running[-1] if self._running else ""
             for tensor in tensors_with_grad(args):
@@ -119,13 +127,14 @@ class Whereabouts:
         if fqn is None or not self._running:
             return
         self._running.pop()
-        self.after_forward(module)
+        self.after_forward(module, fqn)
         if torch.is_grad_enabled():
             for tensor in tensors_with_grad(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: self._entered_backward(fqn))
 
     def _entered_backward(self, fqn: str) -> None:
+        self.entered(fqn)
         # A module's output may be that of one inside it, whose hook has run just before.
         if not self._backward.startswith(f"{fqn}." if fqn else "") or not self._backward:
             self._backward = fqn
@@ -173,15 +182,21 @@ class Observer(OperatorMode):
         where: FQN and phase.
         trace: what happened since `start`.
         values_read: where the data of a tensor was asked for, which fake ones have not; 1 was the answer.
+        repeated: FQN of the list of repeated blocks that the trace tells apart (`Entered`, `Held.block`), if any.
+        mixed: whether the optimizer ran an operator on tensors of several blocks.
     """
 
-    def __init__(self, ranks_per_host: int, fake: FakeTensors) -> None:
+    def __init__(self, ranks_per_host: int, fake: FakeTensors, repeated: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
-        self.where = Whereabouts(self._after_forward)
-        self.ledger = Ledger(self.where.here)
+        self.where = Whereabouts(self._entered, self._after_forward)
+        self.ledger = Ledger(self._changed)
         self.trace = Trace()
         self.values_read: dict[str, None] = {}
+        self.mixed = False
+        self.repeated = repeated
+        self._block: int | None = None
+        self._last = ""
         self._ranks_per_host = ranks_per_host
         self._operators = Operators()
         self._inside: int | None = None
@@ -207,22 +222,62 @@ class Observer(OperatorMode):
 
     def start(self) -> None:
         """From now on everything counts."""
-        self.trace = Trace()
-        self.ledger.start()
+        self.trace = Trace(held=self.ledger.live)
+        self._block = None
+
+    def stop(self) -> Trace:
+        """What happened since `start`; nothing counts any more."""
+        found, self.trace = self.trace, Trace()
+        return found
 
     def adopt(self, model: nn.Module) -> None:
         """The model has been built: its parameters and buffers get their categories."""
         self._fake.forget()
+        if self.repeated is not None:
+            self._last = f"{self.repeated}.{list(dict(model.get_submodule(self.repeated).named_children()))[-1]}"
         self.where.name(model)
-        for parameter in model.parameters():
-            self.ledger.assign(_on_this_rank(parameter), "sharded_parameters")
-            self._watch_gradient(parameter)
-        for buffer in model.buffers():
-            self.ledger.assign(_on_this_rank(buffer), "other")
+        for fqn, parameter in model.named_parameters():
+            self.ledger.assign(_on_this_rank(parameter), "sharded_parameters", self._block_of(fqn))
+            self._watch_gradient(parameter, fqn)
+        for fqn, buffer in model.named_buffers():
+            self.ledger.assign(_on_this_rank(buffer), "other", self._block_of(fqn))
 
     def announce(self, inside: int) -> None:
         """The next communication of core sends so many bytes inside this host."""
         self._inside = inside
+
+    # -- memory, and repeated blocks -----------------------------------------------------------------------------------
+
+    def _changed(self, held: Held, nbytes: int) -> None:
+        fqn, phase = self.where.here()
+        if phase in ("optimizer", "between") and held.category == "gradients" and held.block is not None:
+            self._come_to(held.block)
+        self.trace.steps.append(Changed(held, nbytes, fqn, phase))
+
+    def _block_of(self, fqn: str) -> int | None:
+        """The repeated block that a name belongs to, -1 for none of them; None if no blocks are told apart."""
+        if self.repeated is None:
+            return None
+        number = fqn.removeprefix(f"{self.repeated}.").partition(".")[0]
+        return int(number) if fqn.startswith(f"{self.repeated}.") and number.isdigit() else -1
+
+    def _entered(self, fqn: str) -> None:
+        block = self._block_of(fqn)
+        if block is not None and block >= 0:
+            self._come_to(block)
+
+    def _come_to(self, block: int) -> None:
+        if block != self._block:
+            self._block = block
+            self.trace.steps.append(Entered(block))
+
+    def _come_to_owner(self, args: Sequence[Any]) -> None:
+        """The optimizer is about to run an operator: it goes from the parameters of one block to those of the next."""
+        found = [self.ledger.find(one) for one in tensors_in(args) if isinstance(one, FakeTensor)]
+        blocks = {held.block for held in found if held is not None and held.block is not None}
+        if len(blocks) == 1:
+            self._come_to(blocks.pop())
+        self.mixed = self.mixed or len(blocks) > 1
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -241,6 +296,8 @@ class Observer(OperatorMode):
                 return function(*args, **kwargs)
         if function is READ_VALUE:
             return self._read_value(args[0])
+        if self.repeated is not None and self.where.phase == "optimizer":
+            self._come_to_owner(args)
         try:
             out = function(*args, **kwargs)
         except NEEDS_DATA as error:
@@ -248,17 +305,14 @@ class Observer(OperatorMode):
         fqn, phase = self.where.here()
         if phase != "building":
             self._fake.forget()
-        category = _MADE_IN[phase]
+        category, block = _MADE_IN[phase], self._block if phase == "optimizer" else None
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.ledger.see(tensor, category)
+                self.ledger.see(tensor, category, block)
         if function.namespace in ("_c10d_functional", "c10d"):
             self._communicated(function, args, out, fqn, phase)
         else:
             self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase))
-        levels = tuple(self.ledger.by_category.values())
-        if not self.trace.levels or self.trace.levels[-1][1] != levels:
-            self.trace.levels.append((len(self.trace.steps), levels))
         return out
 
     def _read_value(self, tensor: torch.Tensor) -> int | float | bool:
@@ -306,7 +360,7 @@ class Observer(OperatorMode):
     def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.StorageAllocated | events.StorageFreed):
             if event.kind == "unsharded":
-                self.ledger.unsharded_changed(event.fqn, event.bytes)
+                self.ledger.unsharded_changed(event.fqn, event.bytes, self._block_of(event.fqn))
             elif isinstance(event, events.StorageAllocated) and event.kind in _BUFFERS:
                 self.ledger.assign_newest(event.bytes, "communication")
         elif isinstance(event, events.GatherStarted):
@@ -357,20 +411,22 @@ class Observer(OperatorMode):
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def _after_forward(self, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
+    def _after_forward(self, module: nn.Module, fqn: str) -> None:
+        if self._last and fqn == self._last and not in_backward():
+            self._come_to(-1)
+        for name, parameter in module.named_parameters(fqn, recurse=False):
             if id(parameter) not in self._hooked:
-                self._watch_gradient(parameter)
+                self._watch_gradient(parameter, name)
 
-    def _watch_gradient(self, parameter: torch.Tensor) -> None:
+    def _watch_gradient(self, parameter: torch.Tensor, fqn: str) -> None:
         self._hooked.add(id(parameter))
         self._kept.append(parameter)
         if parameter.requires_grad and parameter.is_leaf:
-            parameter.register_post_accumulate_grad_hook(self._has_gradient)
+            parameter.register_post_accumulate_grad_hook(partial(self._has_gradient, self._block_of(fqn)))
 
-    def _has_gradient(self, parameter: torch.Tensor) -> None:
+    def _has_gradient(self, block: int | None, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self.ledger.assign(_on_this_rank(parameter.grad), "gradients")
+            self.ledger.assign(_on_this_rank(parameter.grad), "gradients", block)
 
 
 def _real_only(args: tuple[Any, ...]) -> bool:

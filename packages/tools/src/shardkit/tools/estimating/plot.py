@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from shardkit.tools.estimating.memory import CATEGORIES
 from shardkit.tools.estimating.result import Estimate
+from shardkit.tools.estimating.trace import CATEGORIES
 from shardkit.tools.quantities import show
 
 __all__ = ["plot_page"]
@@ -73,7 +73,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 def _memory(estimate: Estimate) -> str:
     """Bytes of tensors by category, stacked, over the time of the step."""
-    moments, levels = estimate.timeline.moments, estimate.recording.trace.levels
+    moments, levels = estimate.timeline.moments, estimate.memory.levels
     stride = -(-len(levels) // _MOST_POINTS) or 1
     points = [(moments[min(index, len(moments)) - 1] if index else 0.0, sizes) for index, sizes in levels[::stride]]
     most = max((sum(sizes) for _, sizes in points), default=0) or 1

@@ -14,8 +14,9 @@ from torch import nn
 
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
-from shardkit.tools.estimating.memory import Peak
-from shardkit.tools.estimating.simulation import Recording, axes_of, simulate
+from shardkit.tools.estimating.memory import Memory, Peak, memory_of
+from shardkit.tools.estimating.repetition import record
+from shardkit.tools.estimating.simulation import Recording, axes_of
 from shardkit.tools.estimating.timeline import OperatorCosts, Roofline, Timeline, replay
 from shardkit.tools.estimating.trace import Transfer
 from shardkit.tools.machine import Machine, preset
@@ -88,6 +89,7 @@ class Estimate:
     checkpoint: Checkpoint
     dtypes: dict[str, str]
     notes: tuple[str, ...]
+    memory: Memory = dataclasses.field(repr=False)
     recording: Recording = dataclasses.field(repr=False)
 
     @property
@@ -178,7 +180,7 @@ def estimate_job(
     """`estimate` for a `TrainingJob`."""
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
-    recording = simulate(job, axes, rank, described)
+    recording = record(job, axes, rank, described)
     return assess(recording, axes, rank, job.policies, described, costs)
 
 
@@ -191,24 +193,25 @@ def assess(
     costs: OperatorCosts | None = None,
 ) -> Estimate:
     """What a recording means on a machine."""
-    state = recording.weights.own + recording.optimizer.own
-    tensors = recording.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else recording.cached_bytes
+    sizes = recording.sizes
+    state = sizes.own_weights + sizes.own_optimizer
+    memory = memory_of(recording.trace)
+    tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved
     return Estimate(
         axes=axes,
         rank=rank,
         machine=machine,
         policies=policies,
-        parameters=recording.parameters,
-        peak=recording.peak,
-        idle_bytes=recording.idle_bytes,
+        parameters=sizes.parameters,
+        peak=memory.peak,
+        idle_bytes=memory.idle,
         reserved_bytes=tensors + machine.process_bytes,
         traffic=_rows(recording.trace.transfers),
         timeline=replay(recording.trace, machine, costs or Roofline(machine)),
-        checkpoint=Checkpoint(
-            state, recording.weights.whole + recording.optimizer.whole, state / machine.storage_bandwidth
-        ),
+        checkpoint=Checkpoint(state, sizes.whole_weights + sizes.whole_optimizer, state / machine.storage_bandwidth),
         dtypes=_dtypes(recording, policies),
         notes=_notes(recording, policies, machine),
+        memory=memory,
         recording=recording,
     )
 

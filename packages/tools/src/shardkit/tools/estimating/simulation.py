@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -23,12 +25,10 @@ from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
-from shardkit.core.state import state_of
 from shardkit.core.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import local_of
 from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
-from shardkit.tools.estimating.memory import CachingAllocator, Peak
 from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.trace import Trace, neighbourhood
 from shardkit.tools.machine import Machine
@@ -263,11 +263,22 @@ def _described(plan: ReducePlan) -> tuple[str, tuple[str, ...], int, int, torch.
 
 
 @dataclass(frozen=True)
-class StateSize:
-    """Bytes of tensors that a checkpoint holds: this rank's part, and the whole over all ranks."""
+class Sizes:
+    """Of a model, or a part of it: elements of its parameters; bytes of weights and of the optimizer's state.
 
-    own: int
-    whole: int
+    Weights are parameters and buffers; `own` is this rank's part, `whole` that of all ranks.
+    """
+
+    parameters: int
+    own_weights: int
+    whole_weights: int
+    own_optimizer: int
+    whole_optimizer: int
+
+    def plus(self, other: Sizes, times: int) -> Sizes:
+        """With `times` times as much as `other` has."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Sizes(*(own + times * one for own, one in zip(mine, theirs, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -276,64 +287,56 @@ class Recording:
 
     Attributes:
         trace: what it did.
-        peak: the moment of most memory.
-        idle_bytes: what stays between iterations.
-        weights: size of parameters and buffers.
-        optimizer: size of the optimizer's state.
-        cached_bytes: what torch's caching allocator of GPUs would have taken from the device.
-        parameters: elements of the whole model's parameters.
+        sizes: of parameters, buffers and optimizer state.
+        blocks: the same for each repeated block that the trace tells apart; none if it tells none apart.
         outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
-        groups: labels of the parameter groups.
         values_read: where data of tensors was asked for.
         dtypes: of parameters and of the optimizer's state.
     """
 
     trace: Trace
-    peak: Peak
-    idle_bytes: int
-    weights: StateSize
-    optimizer: StateSize
-    cached_bytes: int
-    parameters: int
+    sizes: Sizes
+    blocks: list[Sizes]
     mapped_bytes: int
     outbox_bytes: int
-    groups: tuple[str, ...]
     values_read: tuple[str, ...]
     dtypes: dict[str, str]
 
 
-def simulate(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
+def simulate(
+    job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine, repeated: str | None = None
+) -> Recording:
     """Runs two iterations and records the second, when the order of groups is known and the optimizer has its state.
 
-    Of the machine only matters which ranks share a host, and how they move bytes.
+    Of the machine only matters which ranks share a host, and how they move bytes. With `repeated`, the FQN of a list of
+    blocks, the trace tells the blocks apart.
 
     Raises:
         EstimateError: for a job that cannot run with fake tensors, saying where and why.
     """
-    with fake_world(axes, rank) as mesh:
-        fake = FakeTensors()
-        observer = Observer(machine.ranks_per_host, fake)
-        transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
+    fake = FakeTensors()
+    observer = Observer(machine.ranks_per_host, fake, repeated)
+    transports: dict[dist.ProcessGroup, SimulatedTransport] = {}
 
-        def stand_in(group: dist.ProcessGroup, device: torch.device) -> Transport:
-            if group not in transports:
-                several = neighbourhood(group, machine.ranks_per_host).hosts > 1
-                kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
-                transports[group] = simulated(group, device, kind, machine.ranks_per_host, observer.announce)
-            return transports[group]
+    def stand_in(group: dist.ProcessGroup, device: torch.device) -> Transport:
+        if group not in transports:
+            several = neighbourhood(group, machine.ranks_per_host).hosts > 1
+            kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
+            transports[group] = simulated(group, device, kind, machine.ranks_per_host, observer.announce)
+        return transports[group]
 
-        with fake, stand_ins(stand_in), observer:
-            return _run(job, mesh, observer, transports)
+    with fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:
+        model, optimizer = _run(job, mesh, observer)
+        trace = observer.stop()  # before everything is freed
+        return _recorded(model, optimizer, trace, observer, list(transports.values()))
 
 
-def _run(
-    job: TrainingJob, mesh: DeviceMesh, observer: Observer, transports: dict[dist.ProcessGroup, SimulatedTransport]
-) -> Recording:
+def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Builds a job and runs two iterations, of which the observer keeps the second."""
     with users_code("building the model", "the factory runs with tensors that have no data, on 'cpu'", EstimateError):
         model = job.build(mesh)
     observer.adopt(model)
-    allocator = CachingAllocator()
     with users_code("making the optimizer", "it gets the parameters of the sharded model", EstimateError):
         optimizer = job.make_optimizer(model)
     for recording in (False, True):
@@ -342,33 +345,38 @@ def _run(
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
         observer.where.set_phase = "between"
         if recording:
-            idle = observer.ledger.total
-            observer.start()
             # Not before: DTensor finds out shapes in the first step, with fake tensors as large as whole parameters.
-            observer.ledger.watch(allocator.changed)
+            observer.start()
         with users_code("an iteration", "it ran with tensors on 'cpu' that have no data", EstimateError):
             job.run(model, optimizer, batches)
         del batches
-    assert observer.ledger.peak is not None
-    groups = [group for module in model.modules() if (state := state_of(module)) for group in state.groups]
+    return model, optimizer
+
+
+def _recorded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trace: Trace,
+    observer: Observer,
+    transports: Sequence[SimulatedTransport],
+) -> Recording:
+    blocks: list[Sizes] = []
+    if observer.repeated is not None and not observer.mixed:
+        blocks = [_sizes(block, optimizer) for block in model.get_submodule(observer.repeated).children()]
+    states = _tensors_of(optimizer, model.parameters())
     return Recording(
-        trace=observer.trace,
-        peak=observer.ledger.peak,
-        idle_bytes=idle,
-        weights=_state_size([*model.parameters(), *model.buffers()]),
-        optimizer=_state_size(_tensors_of(optimizer)),
-        cached_bytes=allocator.reserved,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        outbox_bytes=sum(one.outbox_bytes for one in transports.values()),
-        mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
-        groups=tuple(dict.fromkeys(group.label for group in groups)),
+        trace=trace,
+        sizes=_sizes(model, optimizer),
+        blocks=blocks,
+        outbox_bytes=sum(one.outbox_bytes for one in transports),
+        mapped_bytes=sum(one.mapped_bytes for one in transports),
         values_read=tuple(observer.values_read),
-        dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(_tensors_of(optimizer))},
+        dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(states)},
     )
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    values = (value for state in optimizer.state.values() for value in state.values())
+def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    values = (value for one in parameters if one in optimizer.state for value in optimizer.state[one].values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -381,9 +389,14 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
     return " and ".join(name for name, _ in held.most_common()) or "none"
 
 
-def _state_size(tensors: list[torch.Tensor]) -> StateSize:
+def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
+    parameters = list(model.parameters())
+    weights = _bytes([*parameters, *model.buffers()])
+    states = _bytes(_tensors_of(optimizer, parameters))
+    return Sizes(sum(parameter.numel() for parameter in parameters), *weights, *states)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> tuple[int, int]:
+    """Of this rank's parts, and of all ranks'."""
     own = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return StateSize(
-        sum(tensor.numel() * tensor.itemsize for tensor in own),
-        sum(tensor.numel() * tensor.itemsize for tensor in tensors),
-    )
+    return sum(tensor.numel() * tensor.itemsize for tensor in own), sum(t.numel() * t.itemsize for t in tensors)

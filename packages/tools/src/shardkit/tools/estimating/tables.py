@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shardkit.tools.estimating.job import EstimateError, Policies
-from shardkit.tools.estimating.memory import CATEGORIES
 from shardkit.tools.estimating.result import Estimate, TrafficRow
+from shardkit.tools.estimating.trace import CATEGORIES
 from shardkit.tools.files import InputError
 from shardkit.tools.quantities import show
 from shardkit.tools.terminal import grid, progress

@@ -182,8 +182,7 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
                 compute[step.fqn] += seconds
         elif isinstance(step, Launched):
             lanes.launch(step.number, step.transfer, device)
-        else:
-            assert isinstance(step, Awaited)
+        elif isinstance(step, Awaited):
             ready, fqn = lanes.wait(step.number, device)
             exposed[fqn] += ready - device
             before, device = device, ready

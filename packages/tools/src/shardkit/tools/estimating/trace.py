@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,19 @@ from torch.distributed.tensor import DTensor
 from shardkit.tools.torch_compat import count_flops, is_view
 
 Collective: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
+
+Category: TypeAlias = Literal[
+    "sharded_parameters",
+    "unsharded_parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "inputs",
+    "other",
+]
+"""Of memory, in the order of tables and charts."""
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True)
@@ -155,15 +168,46 @@ class Awaited:
     phase: str
 
 
-Step: TypeAlias = Ran | Dispatched | Launched | Awaited
+@dataclass(slots=True, eq=False)
+class Held:
+    """A storage.
+
+    Attributes:
+        category: what it turned out to be.
+        block: of parameters, gradients and optimizer state: the repeated block (`repetition`) that they belong to, -1
+            for what is outside of blocks. None for everything else.
+    """
+
+    category: Category
+    block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A storage has `nbytes` from here on: it was allocated, resized, or freed."""
+
+    held: Held
+    nbytes: int
+    fqn: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Forward, backward or the optimizer comes to a repeated block; -1 for what is outside of blocks."""
+
+    block: int
+
+
+Step: TypeAlias = Ran | Dispatched | Launched | Awaited | Changed | Entered
 
 
 @dataclass
 class Trace:
-    """The steps of one iteration; and bytes of tensors by category, each time with the number of steps before."""
+    """The steps of one iteration, and what was held with how many bytes before it."""
 
     steps: list[Step] = field(default_factory=list)
-    levels: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    held: list[tuple[Held, int]] = field(default_factory=list)
 
     @property
     def transfers(self) -> list[Transfer]:

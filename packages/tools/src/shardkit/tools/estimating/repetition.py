@@ -1,0 +1,376 @@
+"""Models of many equal blocks: a few of the blocks are run, and the recording is lengthened to all of them.
+
+Note [Repeated blocks]
+Between the blocks at the ends of a list, each block does what the one before it did: the same operators, on storages
+and communications that lie as many blocks away. So the part of a recording that belongs to one block can stand for any
+number of further ones. Nothing of that is taken on trust. `repetition_of` runs the whole model forward once and finds
+that its blocks run the same operators; `lengthened` finds that two blocks in the middle of a recording did the same in
+forward, backward and the optimizer, with storages and communications at the same distances. Where that does not hold,
+the whole model is recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardkit.tools.estimating.job import EstimateError, TrainingJob, blocks_of, call
+from shardkit.tools.estimating.observer import Observer
+from shardkit.tools.estimating.simulation import Recording, Sizes, simulate
+from shardkit.tools.estimating.trace import CATEGORIES, Awaited, Changed, Entered, Held, Launched, Step, Trace
+from shardkit.tools.machine import Machine
+from shardkit.tools.torch_compat import FakeTensors
+
+# Fewer blocks are all run.
+_LEAST_BLOCKS = 12
+# What blocks call the number of their place.
+_COUNTED = ("idx", "index", "layer_id", "layer_number")
+# Blocks that are run where one is gathered ahead: the first and last ones differ from those between.
+_LEAST_RUN = 7
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A list of equal blocks in a model: its FQN, and their number."""
+
+    fqn: str
+    count: int
+
+
+def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
+    """What `simulate` gives, on GPUs from a recording of fewer blocks where that says the same.
+
+    Raises:
+        EstimateError: as `simulate`.
+    """
+    found = repetition_of(job) if machine.transport == "nccl" else None
+    if found is not None:
+        # More where more groups are under way at a time.
+        short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * (len(axes) > 1)
+        while 2 * short <= found.count and (shorter := _shortened(job, found, short)) is not None:
+            try:
+                recording = simulate(shorter, axes, rank, machine, found.fqn)
+            except EstimateError:
+                break  # the whole model tells what is wrong, if it fails too
+            whole = lengthened(recording, found.fqn, found.count - short)
+            if whole is not None:
+                return whole
+            short *= 2
+    return simulate(job, axes, rank, machine)
+
+
+# -- finding repeated blocks -------------------------------------------------------------------------------------------
+
+_KNOWN: WeakKeyDictionary[Any, Repetition | None] = WeakKeyDictionary()
+
+
+def repetition_of(job: TrainingJob) -> Repetition | None:
+    """The list of equal blocks that make up most of a job's model; None if there is none.
+
+    None also for iterations that may do something else with all blocks: steps of a user's own, and accumulation.
+    """
+    if job.takes_mesh or job.step is not None or job.policies.accumulate > 1:
+        return None
+    try:
+        if job.model not in _KNOWN:
+            _KNOWN[job.model] = _found(job)
+        return _KNOWN[job.model]
+    except (TypeError, EstimateError):  # a factory that nothing can refer to; one that fails is told by `simulate`
+        return None
+
+
+def _found(job: TrainingJob) -> Repetition | None:
+    fake = FakeTensors()
+    with fake:
+        model = job.model()
+        lists = Counter(fqn.rpartition(".")[0] for fqn, _ in blocks_of(model, None))
+        if not lists:
+            return None
+        fqn, count = lists.most_common(1)[0]
+        blocks = list(model.get_submodule(fqn).children())
+        if count < _LEAST_BLOCKS or len(blocks) != count or not _look_equal(model, blocks):
+            return None
+        with Observer(1, fake, fqn) as observer:
+            observer.adopt(model)
+            observer.start()
+            observer.where.set_phase = "between"
+            batch = job.inputs()
+            call(model, batch)
+        parts = _Parts(observer.trace, fqn, count)
+        seen = [parts.described(part) for part in parts.all if 0 < part.block < count - 1]
+        if len(seen) != count - 2 or any(one != seen[0] for one in seen):
+            return None
+        return Repetition(fqn, count)
+
+
+def _look_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Whether blocks have the same classes, parameters and settings, and share no parameter with anything else."""
+    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    if any(uses[id(one)] > 1 for block in blocks for one in block.parameters()):
+        return False
+    return all(_settings(block, place) == _settings(blocks[0], 0) for place, block in enumerate(blocks))
+
+
+def _settings(block: nn.Module, place: int) -> list[Any]:
+    """What can be seen of a block; numbers that count the blocks are counted from its own."""
+    seen: list[Any] = []
+    for fqn, module in block.named_modules():
+        plain = {
+            name: value - place if type(value) is int and any(one in name for one in _COUNTED) else value
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | torch.dtype | None)
+        }
+        seen += [fqn, type(module), plain]
+    return seen + [(fqn, one.shape, one.dtype, one.requires_grad) for fqn, one in block.named_parameters()]
+
+
+def _shortened(job: TrainingJob, found: Repetition, count: int) -> TrainingJob | None:
+    """The job with the first `count` blocks only; None if it wraps some blocks in another way than others."""
+
+    def model() -> nn.Module:
+        built = job.model()
+        blocks = built.get_submodule(found.fqn)
+        for name in list(blocks._modules)[count:]:
+            del blocks._modules[name]
+        return built
+
+    wrap = job.policies.wrap
+    if wrap is not None:
+        inside: dict[str, set[str]] = {str(place): set() for place in range(found.count)}
+        for name in wrap:
+            if name.startswith(f"{found.fqn}."):
+                place, _, rest = name.removeprefix(f"{found.fqn}.").partition(".")
+                inside.setdefault(place, set()).add(rest)
+        if any(rests != inside["0"] for rests in inside.values()):
+            return None
+        removed = {f"{found.fqn}.{place}" for place in range(count, found.count)}
+        wrap = tuple(name for name in wrap if not any(f"{name}.".startswith(f"{one}.") for one in removed))
+    return replace(job, model=model, policies=replace(job.policies, wrap=wrap))
+
+
+# -- lengthening a recording -------------------------------------------------------------------------------------------
+
+_Name: TypeAlias = tuple[int, int | None, int]
+"""Of a storage or a communication: the run of blocks that it began in, the block, a number there.
+
+What is held before the first step has a run for each category, below zero.
+"""
+
+
+@dataclass
+class _Part:
+    """What a block did in one run, forward, backward or optimizer; `block` is -1 outside of blocks."""
+
+    run: int
+    block: int
+    rising: bool
+    steps: list[Step] = field(default_factory=list)
+
+
+class _Parts:
+    """A trace in parts, one for each time that it comes to another block; and names for what is in it."""
+
+    def __init__(self, trace: Trace, repeated: str, count: int) -> None:
+        self.count = count
+        self._prefix = f"{repeated}."
+        self.names: dict[Held | int, _Name] = {}
+        self.known: dict[_Name, Held] = {}
+        numbers: Counter[tuple[int, int]] = Counter()
+
+        def name(one: Held | int, run: int, block: int) -> None:
+            number = numbers[run, block]
+            numbers[run, block] += 1
+            self.names[one] = (run, block if block >= 0 else None, number)
+            if isinstance(one, Held):
+                self.known[self.names[one]] = one
+
+        self.held: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for held, nbytes in trace.held:
+            run, block = -1 - CATEGORIES.index(held.category), -1 if held.block is None else held.block
+            name(held, run, block)
+            self.held[run, block].append(nbytes)
+        self.all = _parted(trace.steps)
+        for part in self.all:
+            for step in part.steps:
+                if isinstance(step, Changed) and step.held not in self.names:
+                    name(step.held, part.run, part.block)
+                elif isinstance(step, Launched):
+                    name(step.number, part.run, part.block)
+
+    def reference(self, one: Held | int, block: int) -> _Name:
+        """A name as it is seen from a block: with the distance of the block that it belongs to."""
+        run, own, number = self.names[one]
+        return run, None if own is None else own - block, number
+
+    def place(self, fqn: str) -> int:
+        """The block that a name is in; -1 for none."""
+        number = fqn[len(self._prefix) :].partition(".")[0] if fqn.startswith(self._prefix) else ""
+        return int(number) if number.isdigit() else -1
+
+    def moved(self, fqn: str, by: int) -> str:
+        """A name within a block, in the block that is `by` further on; other names stay."""
+        place = self.place(fqn)
+        if not by or place < 0:
+            return fqn
+        return f"{self._prefix}{place + by}{fqn[len(f'{self._prefix}{place}') :]}"
+
+    def described(self, part: _Part) -> list[Any]:
+        """What a part did, as seen from its block: equal for blocks that did the same."""
+        seen: list[Any] = []
+        for step in part.steps:
+            if isinstance(step, Launched):
+                fqn = self.moved(step.transfer.fqn, -part.block)
+                seen.append((self.reference(step.number, part.block), replace(step.transfer, fqn=fqn)))
+            elif isinstance(step, Changed):
+                where = self.moved(step.fqn, -part.block)
+                reference = self.reference(step.held, part.block)
+                seen.append((reference, step.held.category, step.nbytes, where, step.phase))
+            elif isinstance(step, Awaited):
+                number = self.reference(step.number, part.block) if step.number in self.names else None
+                seen.append((number, self.moved(step.fqn, -part.block), step.phase))
+            elif not isinstance(step, Entered):
+                seen.append(replace(step, fqn=self.moved(step.fqn, -part.block)))
+        return seen
+
+
+def _parted(steps: list[Step]) -> list[_Part]:
+    """Blocks follow one another, upwards or downwards; a run ends where that turns, or leaves the blocks."""
+    found = [_Part(0, -1, True)]
+    for step in steps:
+        if isinstance(step, Entered):
+            last = found[-1]
+            rising = step.block > last.block
+            inside = step.block >= 0 and last.block >= 0
+            turned = not inside or abs(step.block - last.block) != 1 or rising != last.rising
+            found.append(_Part(last.run + turned, step.block, rising or not inside))
+        found[-1].steps.append(step)
+    return found
+
+
+def lengthened(recording: Recording, repeated: str, more: int) -> Recording | None:
+    """A recording with `more` blocks in the middle that do what the one there did.
+
+    None if the blocks in the middle did not do the same, or do not do so with storages that are theirs.
+    """
+    if not recording.blocks or any(f"{repeated}." in place for place in recording.values_read):
+        return None
+    parts = _Parts(recording.trace, repeated, len(recording.blocks))
+    middle = _middle(parts, recording.blocks)
+    if middle is None:
+        return None
+    trace = _Longer(parts, middle, more).made(recording.trace)
+    return replace(recording, trace=trace, sizes=recording.sizes.plus(recording.blocks[middle], more))
+
+
+def _middle(parts: _Parts, blocks: list[Sizes]) -> int | None:
+    """A block that does in every run what the next one does, so that there can be more of it between the two."""
+    runs: dict[int, dict[int, Any]] = defaultdict(dict)
+    for (run, block), sizes in parts.held.items():
+        runs[run][block] = sizes
+    for part in parts.all:
+        runs[part.run].setdefault(part.block, []).append((part.rising, parts.described(part)))
+    for middle in sorted(range(parts.count - 1), key=lambda one: abs(2 * one - parts.count + 2)):
+        alike = {run: {block for block, done in seen.items() if done == seen.get(middle)} for run, seen in runs.items()}
+        both = all(middle + 1 in same or not (same - {-1}) for same in alike.values())
+        if both and blocks[middle] == blocks[middle + 1] and _near(parts, middle, alike):
+            return middle
+    return None
+
+
+def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
+    """Whether it is clear of each storage and communication which one it is in a longer trace.
+
+    What the two blocks in the middle are about must belong to blocks like them. The others must not reach over the
+    middle, nor what is outside of blocks be about the middle: there would have to be more of that, too.
+    """
+    for part in parts.all:
+        for step in part.steps:
+            one = step.held if isinstance(step, Changed) else step.number if isinstance(step, Awaited) else None
+            run, own, _ = parts.names.get(one, (0, None, 0)) if one is not None else (0, None, 0)
+            if own is None:
+                continue
+            if part.block in (middle, middle + 1):
+                clear = own in alike[run]
+            elif part.block < 0:
+                clear = own not in (middle, middle + 1)
+            else:
+                clear = (own > middle) == (part.block > middle) or own in alike[run]
+            if not clear:
+                return False
+    return True
+
+
+class _Longer:
+    """Makes a trace with more blocks: `more` copies of what block `middle` did, behind it."""
+
+    def __init__(self, parts: _Parts, middle: int, more: int) -> None:
+        self._parts, self._middle, self._more = parts, middle, more
+        self._copies: dict[_Name, Held] = {}
+        self._numbers: dict[_Name, int] = {}
+
+    def made(self, trace: Trace) -> Trace:
+        """The longer trace."""
+        longer = Trace()
+        for block, group in itertools.groupby(trace.held, lambda one: one[0].block):
+            some = list(group)
+            longer.held += some
+            for place in self._new() if block == self._middle else ():
+                longer.held += [(self._held(held, self._middle, place), nbytes) for held, nbytes in some]
+        for part in self._parts.all:
+            new = list(self._new()) if part.block == self._middle else []
+            places = [self._place(part.block), *new] if part.rising else [*reversed(new), self._place(part.block)]
+            for place in places:
+                longer.steps += [self._moved(step, part.block, place) for step in part.steps]
+        return longer
+
+    def _new(self) -> range:
+        return range(self._middle + 1, self._middle + 1 + self._more)
+
+    def _place(self, block: int) -> int:
+        """Where a recorded block is in the longer trace."""
+        return block + self._more if block > self._middle else block
+
+    def _target(self, one: Held | int, block: int, place: int) -> _Name:
+        """The name, in the longer trace, of what a step of `block` that has moved to `place` is about."""
+        run, own, number = self._parts.names[one]
+        if own is None:
+            return run, None, number
+        return run, place + own - block if block >= 0 else self._place(own), number
+
+    def _held(self, held: Held, block: int, place: int) -> Held:
+        run, own, number = name = self._target(held, block, place)
+        if own is None or own <= self._middle:
+            return self._parts.known[name]
+        if own > self._middle + self._more:
+            return self._parts.known[run, own - self._more, number]
+        if name not in self._copies:
+            self._copies[name] = Held(self._parts.known[run, self._middle, number].category, own)
+        return self._copies[name]
+
+    def _number(self, number: int, block: int, place: int) -> int:
+        if number not in self._parts.names:
+            return 0  # launched before the recording
+        return self._numbers.setdefault(self._target(number, block, place), len(self._numbers) + 1)
+
+    def _moved(self, step: Step, block: int, place: int) -> Step:
+        by = place - block if block >= 0 else 0
+        if isinstance(step, Entered):
+            return Entered(place)
+        fqn = step.transfer.fqn if isinstance(step, Launched) else step.fqn
+        if block < 0 and self._parts.place(fqn) > self._middle:  # outside of blocks, but about one of the last
+            by = self._more
+        fqn = self._parts.moved(fqn, by)
+        if isinstance(step, Changed):
+            return replace(step, held=self._held(step.held, block, place), fqn=fqn)
+        if isinstance(step, Launched):
+            return Launched(self._number(step.number, block, place), replace(step.transfer, fqn=fqn))
+        if isinstance(step, Awaited):
+            return Awaited(self._number(step.number, block, place), fqn, step.phase)
+        return step if not by else replace(step, fqn=fqn)

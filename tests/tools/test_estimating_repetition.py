@@ -1,0 +1,84 @@
+"""A recording of a few equal blocks, lengthened, against a recording of all of them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.tools import Policies, TrainingJob
+from shardkit.tools.estimating.repetition import lengthened, record, repetition_of
+from shardkit.tools.estimating.result import assess
+from shardkit.tools.estimating.simulation import simulate
+from shardkit.tools.machine import preset
+from tests.tools.llama_shaped import LlamaShaped
+
+BLOCKS = 18
+H100 = preset("h100")
+
+
+class Layered(LlamaShaped):
+    """Every `period`-th layer recomputes its activations."""
+
+    def __init__(self, period: int = 0) -> None:
+        super().__init__(128, 32, 80, BLOCKS, 4, 2)
+        self.period = period
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for number, layer in enumerate(self.layers, 1):
+            again = self.period and number % self.period == 0
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def job(policies: Policies, model=Layered) -> TrainingJob:
+    return TrainingJob(model, lambda: torch.randint(128, (2, 16)), policies=policies)
+
+
+@pytest.mark.parametrize(
+    ("policies", "axes"),
+    [
+        (Policies(), {"dp": 64}),
+        (Policies(reshard_after_forward=False, param_dtype=torch.bfloat16), {"dp_replicate": 4, "dp_shard": 16}),
+        (Policies(checkpoint=True, wrap=("DecoderLayer", "lm_head")), {"dp": 4096}),
+        (Policies(prefetch_budget=200_000), {"dp": 8}),
+    ],
+)
+def test_it_is_what_all_blocks_do(policies: Policies, axes: dict[str, int]):
+    one = job(policies)
+    full, short = simulate(one, axes, 0, H100), record(one, axes, 0, H100)
+    assert short.blocks and not full.blocks  # the first has run a few blocks, the second all
+    expected, found = (assess(recording, axes, 0, policies, H100) for recording in (full, short))
+    assert found.to_json() == expected.to_json()
+    assert found.memory.levels[-1][1] == expected.memory.levels[-1][1]
+    assert max(map(sum, (sizes for _, sizes in found.memory.levels))) == found.peak.bytes
+    assert sorted(found.timeline.spans) == sorted(expected.timeline.spans)
+
+
+def different() -> nn.Module:
+    model = Layered()
+    model.layers[9].self_attn.o_proj.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = Layered()
+    model.layers[3].mlp = model.layers[4].mlp
+    return model
+
+
+@pytest.mark.parametrize("model", [lambda: Layered(8), lambda: Layered(2), different, tied])
+def test_blocks_that_differ_are_all_run(model):
+    assert repetition_of(job(Policies(), model)) is None
+
+
+def test_what_reaches_over_many_blocks_is_not_lengthened():
+    model, ahead = lambda: Layered(), Policies(prefetch_depth=5)  # noqa: PLW0108 - a factory of its own
+    recording = simulate(job(ahead, model), {"dp": 8}, 0, H100, "layers")
+    assert recording.blocks and lengthened(recording, "layers", 3) is None
+    assert not record(job(ahead, model), {"dp": 8}, 0, H100).blocks
+
+
+def test_iterations_of_a_users_own_are_run_in_full():
+    assert repetition_of(job(Policies(accumulate=2))) is None
+    assert repetition_of(job(Policies())) is not None
