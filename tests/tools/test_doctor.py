@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core import fully_shard
+from shardkit.core import Owned, fully_shard
 from shardkit.tools.command import main
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import profile
@@ -233,3 +233,35 @@ def test_padding_counts_for_groups_that_are_unsharded_at_once() -> None:
     padded = [{"fqn": f"blocks.{index}", "padding_bytes": MIB} for index in range(20)]
     one = found(report(*(rank(number, operations(*padded)) for number in (0, 1))), "padding")
     assert one.cost == 3 * MIB
+
+
+def test_an_owner_that_steps_longest_is_told_with_its_parameters() -> None:
+    def owner(number: int, seconds: float, nbytes: int) -> Rank:
+        one = rank(number, operations(HIDDEN), owned={"blocks.0.up": nbytes, "blocks.0.down": MIB - nbytes})
+        return replace(one, steps=[replace(step, optimizer=seconds) for step in one.steps])
+
+    one = found(report(owner(0, 0.03, MIB), owner(1, 0.01, 0)), "uneven-owners")
+    assert one.cost == pytest.approx(0.01)  # the slowest takes 30 ms, all 20 ms on average
+    assert "takes rank 0 30.0 ms" in one.seen and "owns 1.0 MiB ('blocks.0.up')" in one.seen
+    assert "plan_owners" in one.change
+    assert "uneven-owners" not in rules(report(owner(0, 0.01, MIB), owner(1, 0.01, 0)))
+
+
+def own(rank: int, world_size: int) -> Report | None:
+    """Rank 1 owns both matrices; biases are sharded."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, shard_placement_fn=lambda one: Owned(rank=1) if one.ndim == 2 else None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with profile(model, optimizer) as recording:
+        for _ in range(2):
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return recording.report
+
+
+def test_a_profile_tells_owners_by_fqn() -> None:
+    made = run_ranks(2, own)[0]
+    assert [one.owned for one in made.ranks] == [{"0.weight": 0, "1.weight": 0}, {"0.weight": 16384, "1.weight": 16384}]
+    assert all(sum(one.shard_bytes.values()) == 2 * 64 * 4 // 2 for one in made.ranks)
+    assert "uneven-shards" not in rules(made)  # owners are uneven on purpose

@@ -155,10 +155,16 @@ _job_options = _options(
     click.option("--vocabulary", type=_COUNT, help="micro-batches are token ids below this"),
     click.option("--batch", type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
     click.option("--sequence", type=_COUNT, help="tokens of a sequence (default 2048)"),
-    click.option("--optimizer", default="adamw", help="adamw, adam, sgd, momentum or pkg.module:name"),
+    click.option("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
     click.option("--world-size", "--mesh", "mesh", default="8", help="ranks, or axis=size,... (default 8)"),
     click.option("--machine", default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
     click.option("--wrap", help="FQNs or class names to shard by themselves (default: repeated blocks)"),
+    click.option(
+        "--placements",
+        metavar="NAME",
+        help="owned or blocks: auto, or pkg.module:name of a function that gets the model "
+        "and returns a shard_placement_fn",
+    ),
     click.option("--reshard", help="after forward: true, false, default or a number of ranks"),
     click.option(
         "--dtype",
@@ -268,6 +274,7 @@ def profile(**options: Any) -> int:
 @tree.command()
 @click.argument("reports", metavar="REPORT [REPORT]", nargs=-1, required=True, type=_FILE)
 @click.option("--html", type=_FILE, help="write the (last) report as one HTML page")
+@click.option("--open", "open_page", is_flag=True, help="show the page of --html in a browser")
 @click.option("--trace", type=_FILE, help="write it as a trace for ui.perfetto.dev")
 @click.option("--estimate", type=_FILE, help="a result of `shardkit estimate --json` to stand beside it")
 @click.option("--json", type=_FILE, help="write it as JSON again, with the estimate in it")
@@ -279,6 +286,8 @@ def report(**options: Any) -> int:
 
     if len(options["reports"]) > 2:
         raise click.UsageError(f"{len(options['reports'])} reports were given; expected one, or two to compare")
+    if options["open_page"] and options["html"] is None:
+        raise click.UsageError("--open shows the page that --html names; give --html FILE as well")
     return run(_checked(options))
 
 

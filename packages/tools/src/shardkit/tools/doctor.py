@@ -151,6 +151,32 @@ def uneven_ranks(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def uneven_owners(facts: Facts) -> Iterator[Finding]:
+    """Owners of whole parameters that step much longer than others: all ranks wait for them."""
+    ranks = [rank for rank in facts.report.ranks if rank.steps]
+    if not any(rank.owned for rank in ranks):
+        return
+    seconds = {rank.rank: statistics.fmean(step.optimizer for step in rank.steps) for rank in ranks}
+    cost = max(seconds.values()) - statistics.fmean(seconds.values())
+    if cost < _LEAST_OF_RANK * facts.step:
+        return
+    slowest = max(ranks, key=lambda rank: seconds[rank.rank])
+    mean = statistics.fmean(sum(rank.owned.values()) for rank in ranks)
+    largest = sorted((fqn for fqn, size in slowest.owned.items() if size), key=lambda fqn: -slowest.owned[fqn])
+    yield Finding(
+        "uneven-owners",
+        "seconds",
+        cost,
+        cost / facts.step,
+        f"the optimizer takes rank {slowest.rank} {show(seconds[slowest.rank], 'seconds')}, all ranks "
+        f"{show(statistics.fmean(seconds.values()), 'seconds')} on average; it owns "
+        f"{show(sum(slowest.owned.values()), 'bytes')} ({_some(largest) or 'nothing'}) where the mean is "
+        f"{show(mean, 'bytes')}",
+        "balance owners over the whole model: shard_placement_fn=shardkit.core.plan_owners(model, choose, cost=...), "
+        "made before the first fully_shard, with the optimizer's cost of a matrix; or shard over fewer ranks (HSDP)",
+    )
+
+
 def host_bound(facts: Facts) -> Iterator[Finding]:
     """Starting communication takes the host long."""
     cost = max(sum(step.launch for step in rank.steps) / max(1, len(rank.steps)) for rank in facts.report.ranks)
@@ -410,6 +436,7 @@ def dominant_category(facts: Facts) -> Iterator[Finding]:
 _RULES = (
     late_rank,
     uneven_ranks,
+    uneven_owners,
     host_bound,
     slow_optimizer,
     small_groups,

@@ -16,7 +16,15 @@ import torch
 
 from shardkit.core.users_code import import_named, users_code
 from shardkit.tools.estimating.hf import job_from_config
-from shardkit.tools.estimating.job import EstimateError, Policies, Precision, TrainingJob, with_micro_batch
+from shardkit.tools.estimating.job import (
+    EstimateError,
+    Policies,
+    Precision,
+    TrainingJob,
+    muon,
+    muon_placements,
+    with_micro_batch,
+)
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.tables import DTYPES, changed, count_of, print_estimate, print_sweep, settings_of, sweep
@@ -31,6 +39,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": partial(torch.optim.SGD, lr=0.01),
+    "muon": muon,
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
 }
 
@@ -163,11 +172,24 @@ def _policies(options: SimpleNamespace) -> Policies | None:
     told = {name: getattr(options, name) for name in ("checkpoint", "offload", "accumulate", "prefetch_budget")}
     told["prefetch_depth"] = options.prefetch
     told = {name: value for name, value in told.items() if value is not None}
+    if options.placements is not None:
+        told["placements"] = _placements(options)
     if options.wrap is not None:
         told["wrap"] = tuple(name for name in options.wrap.split(",") if name)
     texts = {"reshard": options.reshard, "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
     policies = changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
     return policies if told or any(texts.values()) else None
+
+
+def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:
+    if options.placements != "auto":
+        return _function(options.placements, "--placements")
+    if options.optimizer not in _OPTIMIZERS:
+        raise EstimateError(
+            f"--placements auto knows what suits {', '.join(_OPTIMIZERS)}; for '{options.optimizer}' give "
+            "pkg.module:name of a function that gets the model and returns a shard_placement_fn"
+        )
+    return muon_placements if options.optimizer == "muon" else None
 
 
 def machine_named(name: str) -> Machine:

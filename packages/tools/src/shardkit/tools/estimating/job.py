@@ -12,9 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardkit.core import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Owned,
+    fully_shard,
+    placements_for,
+)
 from shardkit.core.state import state_of
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
 from shardkit.core.users_code import users_code
@@ -85,6 +94,35 @@ class _PreciseOptimizer(torch.optim.Optimizer):
                 self.state[own]["master_weight"] = weight
 
 
+class _Together(torch.optim.Optimizer):
+    """Several optimizers, each with parameters of its own, as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([one for each in optimizers for group in each.param_groups for one in group["params"]], {})
+        self._optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        for one in self._optimizers:
+            one.step()
+            self.state.update(one.state)
+
+
+def muon_placements(model: nn.Module) -> Callable[[nn.Parameter], Any]:
+    """What suits Muon: hidden matrices are owned."""
+    return placements_for(model, torch.optim.Muon)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Muon on the parameters that lie whole on their owner, AdamW on the others."""
+    owned: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for one in parameters:
+        owned[isinstance(one, DTensor) and any(isinstance(at, Owned) for at in one.placements)].append(one)
+    if not owned[True]:
+        raise EstimateError("no parameter is owned, so Muon has none to step; add --placements auto")
+    return _Together([torch.optim.Muon(owned[True]), torch.optim.AdamW(owned[False])])
+
+
 def _cast(state: dict[str, Any], dtype: torch.dtype) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
@@ -110,6 +148,7 @@ class Policies:
         checkpoint: whether the wrapped modules recompute their activations in backward.
         offload: whether shards, gradients and optimizer state live in host memory.
         accumulate: micro-batches of one iteration.
+        placements: called with the model, returns a `shard_placement_fn` for it; None for `Shard(0)` everywhere.
     """
 
     wrap: tuple[str, ...] | None = None
@@ -121,6 +160,7 @@ class Policies:
     checkpoint: bool = False
     offload: bool = False
     accumulate: int = 1
+    placements: Callable[[nn.Module], Callable[[nn.Parameter], Any]] | None = None
 
 
 def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
@@ -174,12 +214,14 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
         )
     precision = MixedPrecisionPolicy(param_dtype=policies.param_dtype, reduce_dtype=policies.reduce_dtype)
     offload = CPUOffloadPolicy() if policies.offload else OffloadPolicy()
+    given: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    if policies.placements is not None:
+        given["shard_placement_fn"] = policies.placements(model)
     for _, block in blocks_of(model, policies.wrap):
         if policies.checkpoint:
             _recompute(block)
-        reshard = policies.reshard_after_forward
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, reshard_after_forward=policies.reshard_after_forward, **given)
+    fully_shard(model, **given)
     assert isinstance(model, FSDPModule)
     if policies.prefetch_budget is None:
         model.set_prefetch_depth(policies.prefetch_depth)

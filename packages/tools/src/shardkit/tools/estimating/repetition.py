@@ -74,9 +74,11 @@ _KNOWN: WeakKeyDictionary[Any, Repetition | None] = WeakKeyDictionary()
 def repetition_of(job: TrainingJob) -> Repetition | None:
     """The list of equal blocks that make up most of a job's model; None if there is none.
 
-    None also for iterations that may do something else with all blocks: steps of a user's own, and accumulation.
+    None also for iterations that may do something else with all blocks, namely steps of a user's own and accumulation,
+    and where owners are chosen over the whole model.
     """
-    if job.takes_mesh or job.step is not None or job.policies.accumulate > 1:
+    policies = job.policies
+    if job.takes_mesh or job.step is not None or policies.accumulate > 1 or policies.placements is not None:
         return None
     try:
         if job.model not in _KNOWN:

@@ -16,7 +16,7 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
 from shardkit.tools.estimating.memory import Memory, Peak, memory_of
 from shardkit.tools.estimating.repetition import record
-from shardkit.tools.estimating.simulation import Recording, axes_of
+from shardkit.tools.estimating.simulation import Owners, Recording, axes_of
 from shardkit.tools.estimating.timeline import OperatorCosts, Roofline, Timeline, replay
 from shardkit.tools.estimating.trace import Transfer
 from shardkit.tools.machine import Machine, preset
@@ -56,6 +56,36 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class OwnerShares:
+    """Placements `Owned` and `Blocks`: bytes of parameters by rank of the shard group, and the optimizer's time.
+
+    Attributes:
+        bytes: of all parameters, by rank.
+        imbalance: most work of a rank on owned matrices over the mean; 1 if there are none.
+        slowest: the rank with most work.
+        optimizer_seconds: the optimizer's predicted time on that rank; on the estimated rank until that is known.
+        largest: FQNs of the parameters that the slowest rank owns.
+    """
+
+    bytes: tuple[int, ...]
+    imbalance: float
+    slowest: int
+    optimizer_seconds: float
+    largest: tuple[str, ...]
+
+
+def _shares(owners: Owners, timeline: Timeline) -> OwnerShares:
+    total, ranks = sum(owners.work), len(owners.bytes)
+    return OwnerShares(
+        owners.bytes,
+        max(owners.work) * ranks / total if total else 1.0,
+        owners.slowest,
+        sum(one.end - one.begin for one in timeline.spans if (one.lane, one.phase) == ("compute", "optimizer")),
+        tuple(fqn for fqn, rank in owners.by_fqn.items() if rank == owners.slowest),
+    )
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What one rank of a training job takes, in one iteration after the first.
 
@@ -74,6 +104,7 @@ class Estimate:
         checkpoint: predicted size and time of a checkpoint.
         dtypes: of parameters, computation, reduction and optimizer state.
         notes: what the estimate had to leave out or assume.
+        owners: how unevenly parameters lie, with `Owned` or `Blocks` placements.
     """
 
     axes: dict[str, int]
@@ -89,6 +120,7 @@ class Estimate:
     checkpoint: Checkpoint
     dtypes: dict[str, str]
     notes: tuple[str, ...]
+    owners: OwnerShares | None
     memory: Memory = dataclasses.field(repr=False)
     recording: Recording = dataclasses.field(repr=False)
 
@@ -106,7 +138,8 @@ class Estimate:
         """The estimate as JSON values; `schema` counts incompatible changes of it."""
         policies = {
             name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            for name, value in dataclasses.asdict(self.policies).items()
+            for name, value in vars(self.policies).items()
+            if name != "placements"
         }
         return {
             "schema": SCHEMA,
@@ -126,6 +159,7 @@ class Estimate:
             },
             "checkpoint": dataclasses.asdict(self.checkpoint),
             "dtypes": self.dtypes,
+            "owners": self.owners and dataclasses.asdict(self.owners),
             "notes": list(self.notes),
         }
 
@@ -181,7 +215,11 @@ def estimate_job(
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
     recording = record(job, axes, rank, described)
-    return assess(recording, axes, rank, job.policies, described, costs)
+    found = assess(recording, axes, rank, job.policies, described, costs)
+    if found.owners is None or found.owners.slowest == rank % len(found.owners.bytes):
+        return found
+    slowest = record(job, axes, found.owners.slowest, described)  # the shard group's ranks come first
+    return dataclasses.replace(found, owners=assess(slowest, axes, rank, job.policies, described, costs).owners)
 
 
 def assess(
@@ -193,7 +231,7 @@ def assess(
     costs: OperatorCosts | None = None,
 ) -> Estimate:
     """What a recording means on a machine."""
-    sizes = recording.sizes
+    sizes, timeline = recording.sizes, replay(recording.trace, machine, costs or Roofline(machine))
     state = sizes.own_weights + sizes.own_optimizer
     memory = memory_of(recording.trace)
     tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved
@@ -207,7 +245,8 @@ def assess(
         idle_bytes=memory.idle,
         reserved_bytes=tensors + machine.process_bytes,
         traffic=_rows(recording.trace.transfers),
-        timeline=replay(recording.trace, machine, costs or Roofline(machine)),
+        timeline=timeline,
+        owners=None if recording.owners is None else _shares(recording.owners, timeline),
         checkpoint=Checkpoint(state, sizes.whole_weights + sizes.whole_optimizer, state / machine.storage_bandwidth),
         dtypes=_dtypes(recording, policies),
         notes=_notes(recording, policies, machine),

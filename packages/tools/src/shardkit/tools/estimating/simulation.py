@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core import events
+from shardkit.core import Owned, events
+from shardkit.core.ownership import newton_schulz_flops
+from shardkit.core.placements import is_ours, layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import FlatTransport
 from shardkit.core.runtime.lanes import Program
@@ -282,6 +284,42 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Owners:
+    """How parameters lie on the ranks of the shard group, where `Owned` or `Blocks` decide it for some of them.
+
+    Attributes:
+        bytes: of all parameters, by rank.
+        work: of an optimizer step on owned matrices, by rank: FLOPs of one iteration of Newton-Schulz.
+        by_fqn: the owner of each owned parameter.
+    """
+
+    bytes: tuple[int, ...]
+    work: tuple[float, ...]
+    by_fqn: dict[str, int]
+
+    @property
+    def slowest(self) -> int:
+        """The rank with most work; of equals that with most bytes, then the lowest."""
+        return max(range(len(self.bytes)), key=lambda rank: (self.work[rank], self.bytes[rank], -rank))
+
+
+def _owners(model: nn.Module) -> Owners | None:
+    placed = [(fqn, one, one.placements[-1]) for fqn, one in model.named_parameters() if isinstance(one, DTensor)]
+    if not any(is_ours(at) for _, _, at in placed):
+        return None
+    ranks = placed[0][1].device_mesh.size(-1)
+    nbytes, work, by_fqn = [0] * ranks, [0.0] * ranks, {}
+    for fqn, one, at in placed:
+        layout = layout_for(None if isinstance(at, Replicate) else at, tuple(one.shape), ranks)
+        for rank in range(ranks):
+            nbytes[rank] += one.itemsize * (one.numel() if isinstance(at, Replicate) else layout.local_numel(rank))
+        if isinstance(at, Owned) and at.rank is not None:
+            by_fqn[fqn] = at.rank
+            work[at.rank] += newton_schulz_flops(torch.empty(one.shape, device="meta"))
+    return Owners(tuple(nbytes), tuple(work), by_fqn)
+
+
+@dataclass(frozen=True)
 class Recording:
     """What one iteration of a rank was.
 
@@ -291,6 +329,7 @@ class Recording:
         blocks: the same for each repeated block that the trace tells apart; none if it tells none apart.
         outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
+        owners: where owned parameters and those in blocks lie; None if there are none.
         values_read: where data of tensors was asked for.
         dtypes: of parameters and of the optimizer's state.
     """
@@ -300,6 +339,7 @@ class Recording:
     blocks: list[Sizes]
     mapped_bytes: int
     outbox_bytes: int
+    owners: Owners | None
     values_read: tuple[str, ...]
     dtypes: dict[str, str]
 
@@ -370,6 +410,7 @@ def _recorded(
         blocks=blocks,
         outbox_bytes=sum(one.outbox_bytes for one in transports),
         mapped_bytes=sum(one.mapped_bytes for one in transports),
+        owners=_owners(model),
         values_read=tuple(observer.values_read),
         dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(states)},
     )

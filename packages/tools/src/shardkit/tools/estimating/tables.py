@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardkit.tools.estimating.job import EstimateError, Policies
-from shardkit.tools.estimating.result import Estimate, TrafficRow
+from shardkit.tools.estimating.result import Estimate, OwnerShares, TrafficRow
 from shardkit.tools.estimating.trace import CATEGORIES
 from shardkit.tools.files import InputError
 from shardkit.tools.quantities import show
@@ -31,7 +31,8 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
         f"{estimate.machine.name}"
     )
     console.print("dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in estimate.dtypes.items()))
-    for table in (_memory(estimate), _traffic(estimate), _times(estimate)):
+    owners = () if estimate.owners is None else (_owners(estimate.owners),)
+    for table in (_memory(estimate), _traffic(estimate), _times(estimate), *owners):
         console.print()
         console.print(table)
     console.print()
@@ -91,6 +92,17 @@ def _times(estimate: Estimate) -> Table:
         f"checkpoint of {show(saved.whole, 'bytes')}, {show(saved.own, 'bytes')} by this rank",
         show(saved.seconds, "seconds"),
     )
+    return table
+
+
+def _owners(shares: OwnerShares) -> Table:
+    table = grid("parameters by rank of the shard group", "", title="placements")
+    least, most = min(shares.bytes), max(shares.bytes)
+    table.add_row(f"most, rank {shares.bytes.index(most)}", show(most, "bytes"))
+    table.add_row("mean", show(sum(shares.bytes) / len(shares.bytes), "bytes"))
+    table.add_row(f"least, rank {shares.bytes.index(least)}", show(least, "bytes"))
+    table.add_row("work on owned matrices, largest over mean", f"{shares.imbalance:.3f}")
+    table.add_row(f"optimizer of the slowest rank, {shares.slowest}", show(shares.optimizer_seconds, "seconds"))
     return table
 
 

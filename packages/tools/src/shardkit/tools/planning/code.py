@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_projections
-from shardkit.tools.estimating.job import Policies, TensorParallel
+from shardkit.tools.estimating.job import Policies, TensorParallel, muon_placements
 from shardkit.tools.planning.search import Proposal
 
 _RECOMPUTE = '''\
@@ -37,6 +40,7 @@ def code_of(proposal: Proposal) -> str:
     device = "cuda" if proposal.estimate.machine.device == "cuda" else "cpu"
     sizes, names = (tuple(column) for column in zip(*((size, name) for name, size in candidate.axes), strict=True))
     keywords = ["mesh=mesh", *_keywords(policies)]
+    keywords += ["shard_placement_fn=placements"] if policies.placements is not None else []
     loop = [f"    for block in {_blocks(proposal)}:"]
     loop += ["        recompute(block)"] if policies.checkpoint else []
     reshard = f"reshard_after_forward={policies.reshard_after_forward}"
@@ -51,6 +55,7 @@ def code_of(proposal: Proposal) -> str:
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
         f"    mesh = init_device_mesh({device!r}, {sizes!r}, mesh_dim_names={names!r})",
         *_tensor_parallel(proposal),
+        *_placements(policies),
         *(loop if proposal.blocks else []),
         f"    fully_shard(model, {', '.join(keywords)})",
         f"    model.set_prefetch_depth({policies.prefetch_depth})"
@@ -78,8 +83,16 @@ def _tensor_parallel(proposal: Proposal) -> list[str]:
     return [*lines, f"    mesh = mesh[{rest}]"]
 
 
-def _name_of(plan: TensorParallel) -> tuple[str, str]:
-    """Module and name to import a plan by."""
+def _placements(policies: Policies) -> list[str]:
+    if policies.placements is None:
+        return []
+    if policies.placements is muon_placements:
+        return ["    placements = placements_for(model, torch.optim.Muon)"]
+    return [f"    placements = {_name_of(policies.placements)[1]}(model)"]
+
+
+def _name_of(plan: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name to import a user's function by."""
     return plan.__module__, plan.__name__
 
 
@@ -95,7 +108,9 @@ def _imports(proposal: Proposal) -> list[str]:
         core.append("CPUOffloadPolicy")
     if policies.param_dtype or policies.reduce_dtype:
         core.append("MixedPrecisionPolicy")
-    torch_lines = ["import torch"] if policies.param_dtype or policies.reduce_dtype else []
+    suits_muon = policies.placements is muon_placements
+    core += ["placements_for"] if suits_muon else []
+    torch_lines = ["import torch"] if policies.param_dtype or policies.reduce_dtype or suits_muon else []
     torch_lines.append("from torch import nn")
     mesh_names = "init_device_mesh" if plan is not cut_projections else "DeviceMesh, init_device_mesh"
     torch_lines.append(f"from torch.distributed.device_mesh import {mesh_names}")
@@ -104,6 +119,8 @@ def _imports(proposal: Proposal) -> list[str]:
         torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
     torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
     own = [] if plan is None or plan is cut_projections else ["", "from {} import {}".format(*_name_of(plan))]
+    if policies.placements is not None and not suits_muon:
+        own += [*([] if own else [""]), "from {} import {}".format(*_name_of(policies.placements))]
     return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
 
 

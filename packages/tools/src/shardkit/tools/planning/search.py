@@ -123,6 +123,7 @@ def with_setting(candidate: Candidate, **changes: object) -> Candidate:
     return replace(candidate, policies=replace(candidate.policies, **settings))  # type: ignore[arg-type]
 
 
+_REPLICATED = 3
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
@@ -199,6 +200,9 @@ class _Search:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.run(candidate).timeline.step / samples
 
+    def smallest(self) -> list[Candidate]:
+        return sorted(self.known, key=lambda one: self.known[one].reserved_bytes)
+
     def ranked(self) -> list[Candidate]:
         return sorted(filter(self.fits, self.known), key=self.sample_seconds)
 
@@ -219,11 +223,11 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
-    Every combination of mesh, wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
-    the best also with tensor parallelism if the job has a plan for it. The best of those that fit get larger
-    micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes. The
-    smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part of
-    the limit that stays free, for what estimates miss. `tell` gets what could not be tried, `progress` the number of
+    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch, the
+    best also with replicas, and with tensor parallelism if the job has a plan for it. The best of those that fit get
+    larger micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes.
+    The smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part
+    of the limit that stays free, for what estimates miss. `tell` gets what could not be tried, `progress` the number of
     estimates so far.
 
     Raises:
@@ -234,10 +238,12 @@ def propose(
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
-    for candidate in candidates(
-        job.policies, wrappings(plain, job.policies.wrap), meshes(world_size, machine), micro_batch
-    ):
+    first, *other = meshes(world_size, machine)
+    for candidate in candidates(job.policies, wrappings(plain, job.policies.wrap), [first], micro_batch):
         search.attempt(candidate)
+    for candidate in (search.ranked() or search.smallest())[:_REPLICATED]:
+        for axes in other:
+            search.attempt(replace(candidate, axes=axes))
     if not search.known:
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, job, world_size)
@@ -259,8 +265,7 @@ def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
     if not entry_points(group=ADAPTERS):
         search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
-    smallest = sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
-    for candidate in (search.ranked() or smallest)[:_CUT]:
+    for candidate in (search.ranked() or search.smallest())[:_CUT]:
         for axes in tensor_parallel_meshes(world_size, search.machine):
             search.attempt(replace(candidate, axes=axes))
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.core import FSDPModule, events
+from shardkit.core import FSDPModule, Owned, events
 from shardkit.core.events import StorageAllocated
 from shardkit.tools.profiling.log import (
     ActivationDropped,
@@ -303,6 +303,7 @@ class Recorder:
         world: which rank this is, of how many, and what connects them.
         groups: the process groups that communication ran on.
         shards: bytes of this rank's part of each parameter, by FQN.
+        owned: those that lie whole on one rank.
         holders: the class of the module that holds each parameter, by the parameter's FQN.
         seconds: spent in the recorder.
     """
@@ -315,6 +316,7 @@ class Recorder:
         self.anchor: tuple[float, Any] | None = None
         self.truncated = self.full = False
         self.shards: dict[str, int] = {}
+        self.owned: set[str] = set()
         self.holders: dict[str, str] = {}
         self.device = device
         self.world = World.of_this_process()
@@ -506,7 +508,9 @@ class Recorder:
     def _count_holdings(self) -> None:
         roots = self._alive()
         if roots:
-            self.shards = {name: local_bytes([one]) for root in roots for name, one in root.named_parameters()}
+            named = [(name, one) for root in roots for name, one in root.named_parameters()]
+            self.shards = {name: local_bytes([one]) for name, one in named}
+            self.owned = {name for name, one in named if _is_owned(one)}
             self.holders = {
                 f"{path}.{name}" if path else name: _class_of(module)
                 for root in roots
@@ -532,6 +536,10 @@ class Recorder:
         if self._counted.get(category) != held:
             self._counted[category] = held
             self._write(HeldBytes(category, held))
+
+
+def _is_owned(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
 
 
 def _class_of(module: nn.Module) -> str:

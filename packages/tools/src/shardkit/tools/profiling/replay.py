@@ -328,7 +328,8 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
         spans=spans.spans,
         modules=_modules(prefetches, memory, recorder.holders),
         memory=memory.result(0.0),
-        shard_bytes=_by_module(recorder.shards, memory),
+        shard_bytes=_by_module({k: v for k, v in recorder.shards.items() if k not in recorder.owned}, memory),
+        owned={fqn: size for fqn, size in recorder.shards.items() if fqn in recorder.owned},
         overhead=Overhead(overhead, overhead / max(recorder.ended - recorder.began, 1e-9), len(recorder.entries)),
     )
     run = _run(recorder, len(steps), activations=activations)

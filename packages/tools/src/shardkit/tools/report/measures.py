@@ -137,7 +137,7 @@ def _padding(report: Report) -> float:
 
 
 def _imbalance(report: Report) -> float:
-    held = [sum(rank.shard_bytes.values()) for rank in report.ranks]
+    held = [sum(rank.shard_bytes.values()) + sum(rank.owned.values()) for rank in report.ranks]
     return max(held) / _mean([float(size) for size in held]) - 1 if any(held) else 0.0
 
 

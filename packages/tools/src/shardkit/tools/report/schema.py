@@ -5,7 +5,7 @@ All times are in seconds since the recording began on the rank that began first,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 SCHEMA = "shardkit.report"
@@ -207,7 +207,10 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Rank:
-    """Everything about one rank. `shard_bytes` are its shards by group label."""
+    """Everything about one rank. `shard_bytes` are its shards by group label.
+
+    `owned` are bytes of parameters on `Owned` placements by FQN, 0 for those of other owners.
+    """
 
     rank: int
     place: PlaceOfRank
@@ -222,6 +225,7 @@ class Rank:
     memory: MemoryOfRank
     shard_bytes: dict[str, int]
     overhead: Overhead
+    owned: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
