@@ -82,6 +82,8 @@ def machine_of(comparison: Comparison) -> Machine:
         operator_seconds=0.0,
         storage_bandwidth=1.0,
         process_bytes=0,
+        dtensor_seconds=0.0,
+        dtensor_each_seconds=0.0,
     )
 
 

@@ -404,7 +404,8 @@ class Observer(OperatorMode):
         if inside is None:  # nobody has announced it; peers get equal parts
             inside = round(wire_bytes * around.local_share)
         ranks, hosts = around.ranks, around.hosts
-        transfer = Transfer(what, fqn, phase, nbytes, wire_bytes, inside, dtype, ranks, hosts, of_core, compressed)
+        sizes = (nbytes, wire_bytes, inside, dtype, ranks, hosts)
+        transfer = Transfer(what, fqn, phase, *sizes, of_core, compressed, group.group_name)
         self._launched += 1
         self.trace.steps.append(Launched(self._launched, transfer))
         return self._launched

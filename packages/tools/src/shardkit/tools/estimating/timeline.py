@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -84,10 +84,13 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     )
 
 
+Lane: TypeAlias = Literal["compute", "waiting", "all-gather", "reduction", "all-reduce"]
+
+
 class Span(NamedTuple):
     """What a stream does from `begin` to `end`, for a module or a group of parameters."""
 
-    lane: Literal["compute", "waiting", "all-gather", "reduction"]
+    lane: Lane
     fqn: str
     phase: str
     begin: float
@@ -120,12 +123,15 @@ class Timeline:
 
 
 class _Lanes:
-    """What communicates beside the computation: one lane for gathers and one for everything else, as in core."""
+    """What communicates beside the computation: a lane each for gathers, reductions and all-reduces, as in core."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._free: dict[bool, float] = defaultdict(float)
+        self._lanes: dict[Lane, float] = defaultdict(float)
+        self._groups: dict[str, float] = defaultdict(float)
+        self._reduced: dict[str, float] = {}
         self._pending: dict[int, tuple[float, float, str]] = {}
+        self._later = (0.0, "")
         self.communication = 0.0
         self.spans: list[Span] = []
 
@@ -135,15 +141,32 @@ class _Lanes:
         if self._machine.transport == "shared" and transfer.of_core:
             self._pending[number] = now, seconds, transfer.fqn
             return
-        lane = transfer.collective == "all-gather"
-        end = self._free[lane] = max(self._free[lane], now) + seconds
-        self.spans.append(Span("all-gather" if lane else "reduction", transfer.fqn, transfer.phase, end - seconds, end))
+        lane: Lane = "reduction"
+        if transfer.collective in ("all-gather", "all-reduce"):
+            lane = "all-gather" if transfer.collective == "all-gather" else "all-reduce"
+        if lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu":
+            now = self._reduced.get(transfer.fqn, now)  # queued right behind its reduce-scatter
+        begin = max(self._lanes[lane], now)
+        if self._machine.transport == "nccl":
+            begin = max(begin, self._groups[transfer.group])
+        end = self._lanes[lane] = self._groups[transfer.group] = begin + seconds
+        self.spans.append(Span(lane, transfer.fqn, transfer.phase, begin, end))
+        if lane == "reduction":
+            self._reduced[transfer.fqn] = end
+        if lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu":
+            self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs what it brings
+            return
         self._pending[number] = end, 0.0, transfer.fqn
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
         """When the communication's bytes are there, if one waits from `now` on, and whose they are."""
         end, work, fqn = self._pending.pop(number, (now, 0.0, ""))
         return max(end, now) + work, fqn
+
+    def settle(self, now: float) -> tuple[float, str]:
+        """The same for the all-reduces that backward has left to its end."""
+        (end, fqn), self._later = self._later, (0.0, "")
+        return max(end, now), fqn
 
 
 def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
@@ -164,8 +187,16 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         elif device > begin:
             spans.append(Span(lane, fqn, phase, begin, device))
 
+    def wait(ready: float, fqn: str, phase: str) -> None:
+        nonlocal device
+        exposed[fqn] += ready - device
+        before, device = device, ready
+        note("waiting", fqn, phase, before)
+
     for step in trace.steps:
         if isinstance(step, Ran):
+            if step.phase not in ("forward", "backward"):
+                wait(*lanes.settle(device), step.phase)
             seconds = seconds_of.get(step.operator)
             if seconds is None:
                 seconds = seconds_of[step.operator] = costs.seconds(step.operator)
@@ -183,17 +214,15 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
         elif isinstance(step, Launched):
             lanes.launch(step.number, step.transfer, device)
         elif isinstance(step, Awaited):
-            ready, fqn = lanes.wait(step.number, device)
-            exposed[fqn] += ready - device
-            before, device = device, ready
-            note("waiting", fqn, step.phase, before)
+            wait(*lanes.wait(step.number, device), step.phase)
         moments.append(device)
+    wait(*lanes.settle(device), "backward")
     return Timeline(
         step=max(device, host if queued else 0.0),
         compute=sum(compute.values()),
         communication=lanes.communication,
         exposed=sum(exposed.values()),
-        exposed_by_fqn=dict(exposed),
+        exposed_by_fqn={fqn: seconds for fqn, seconds in exposed.items() if fqn or seconds},
         compute_by_fqn=dict(compute),
         spans=(*spans, *lanes.spans),
         moments=tuple(moments),

@@ -47,6 +47,7 @@ class Transfer:
         hosts: how many hosts they are on.
         of_core: whether `fully_shard` made it.
         compressed: whether a `CompressionPolicy` rounds what travels.
+        group: name of the process group; on a GPU its collectives run one after the other.
     """
 
     collective: Collective
@@ -60,6 +61,7 @@ class Transfer:
     hosts: int
     of_core: bool
     compressed: bool = False
+    group: str = ""
 
     @property
     def moved(self) -> int:
