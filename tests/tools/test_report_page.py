@@ -178,7 +178,7 @@ def hostile_job() -> TrainingJob:
 
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-        made.add_module("<script>document.title='taken'</script>", nn.Linear(64, 64))
+        made.add_module("<script>document['title']='taken'</script>", nn.Linear(64, 64))
         return made
 
     return TrainingJob(model, lambda: torch.rand(8, 64))

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from shardkit.tools.files import InputError, check_targets
 from shardkit.tools.launching import run_command
 from shardkit.tools.profiling.session import ACTIVATIONS, STEPS, TARGET, WARMUP
-from shardkit.tools.report.command import write_outputs
+from shardkit.tools.report.command import print_report, write_outputs
 from shardkit.tools.report.files import is_record, read_records
 from shardkit.tools.report.merge import merge
-from shardkit.tools.report.tables import print_report
 from shardkit.tools.terminal import print_error, terminal
 
 __all__ = ["run"]

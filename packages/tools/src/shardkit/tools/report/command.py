@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import shlex
+import statistics
 import webbrowser
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from shardkit.tools.files import InputError, check_targets, write_text
-from shardkit.tools.report.files import read_estimate, read_report, write_report
-from shardkit.tools.report.measures import Limit, parse_limit
-from shardkit.tools.report.page import page_html, trace_json
-from shardkit.tools.report.schema import Report
-from shardkit.tools.report.tables import print_comparison, print_report
-from shardkit.tools.terminal import terminal
+from rich.console import Console
+from rich.table import Table
 
-__all__ = ["run", "write_outputs"]
+from shardkit.tools.files import InputError, check_targets, write_text
+from shardkit.tools.quantities import show, show_bandwidth
+from shardkit.tools.report.files import read_estimate, read_report, write_report
+from shardkit.tools.report.measures import (
+    MEASURES,
+    Limit,
+    compare_with_estimate,
+    exposed_by_rank,
+    lateness,
+    parse_limit,
+    times_last,
+)
+from shardkit.tools.report.page import page_html, trace_json
+from shardkit.tools.report.schema import CATEGORIES, Report
+from shardkit.tools.terminal import grid, terminal
+
+__all__ = ["print_comparison", "print_report", "run", "write_outputs"]
 
 
 def run(options: SimpleNamespace) -> int:
@@ -56,3 +69,93 @@ def _check(limits: list[Limit], reports: list[Report]) -> int:
     for found in violations:
         terminal(stderr=True).print(f"limit broken: {found}")
     return 1 if violations else 0
+
+
+_ROWS = 12
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints the figures of a run, its ranks, what it waited for most, its memory, and the estimate if there is one."""
+    run = report.run
+    console.print(
+        f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}",
+        markup=False,
+    )
+    console.print(shlex.join(run.command), style="dim", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"note: {note}", style="yellow")
+    tables = [_figures(report), _ranks(report), _collectives(report), _memory(report)]
+    if report.estimate is not None:
+        tables.append(_predictions(report))
+    for table in tables:
+        console.print()
+        console.print(table)
+
+
+def print_comparison(before: Report, after: Report, console: Console) -> None:
+    """Prints the figures of two runs side by side."""
+    table = grid("measure", "first", "second", "change")
+    for measure in MEASURES:
+        old, new = measure.of(before), measure.of(after)
+        change = f"{(new - old) / old:+.1%}" if old else ("-" if not new else "new")
+        table.add_row(measure.name, show(old, measure.unit), show(new, measure.unit), change)
+    console.print(table)
+
+
+def _figures(report: Report) -> Table:
+    table = grid("measure", "value", "is", left=3)
+    for measure in MEASURES:
+        table.add_row(measure.name, show(measure.of(report), measure.unit), measure.meaning)
+    return table
+
+
+def _ranks(report: Report) -> Table:
+    late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
+    table = grid("rank", "step", "exposed", "came last", "late by", "peak memory", "profiler", title="ranks")
+    for rank in report.ranks:
+        table.add_row(
+            str(rank.rank),
+            show(statistics.median([step.end - step.begin for step in rank.steps] or [0.0]), "seconds"),
+            show(exposed[rank.rank], "seconds"),
+            str(last[rank.rank]),
+            show(late[rank.rank], "seconds"),
+            show(rank.memory.peak, "bytes"),
+            show(rank.overhead.share, "share"),
+        )
+    return table
+
+
+def _collectives(report: Report) -> Table:
+    transports = ", ".join(dict.fromkeys(one.transport for one in report.collectives))
+    title = f"most waited for, a step (through: {transports})"
+    table = grid("group", "collective", "bytes", "exposed", "of it skew", "waited by", "bus", title=title, left=2)
+    for one in report.collectives[:_ROWS]:
+        table.add_row(
+            one.fqn,
+            f"{one.kind}, {one.phase}",
+            show(one.bytes, "bytes"),
+            show(one.exposed, "seconds"),
+            show(one.exposed_by_skew, "seconds"),
+            one.waited_by,
+            show_bandwidth(one.bus_bandwidth),
+        )
+    return table
+
+
+def _memory(report: Report) -> Table:
+    worst = max(report.ranks, key=lambda rank: rank.memory.peak)
+    memory = worst.memory
+    where = f"{memory.peak_phase} of {memory.peak_module}"
+    table = grid("category", "bytes", title=f"memory at the peak: rank {worst.rank}, in {where}")
+    for name in CATEGORIES:
+        table.add_row(name, show(memory.peak_categories[name], "bytes"))
+    table.add_row("all", show(memory.peak, "bytes"))
+    return table
+
+
+def _predictions(report: Report) -> Table:
+    table = grid("figure", "predicted", "measured", "error", title="estimate against measurement")
+    for one in compare_with_estimate(report):
+        error = "-" if one.error is None else f"{one.error:+.1%}"
+        table.add_row(one.name, show(one.predicted, one.unit), show(one.measured, one.unit), error)
+    return table
