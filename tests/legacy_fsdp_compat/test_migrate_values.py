@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from shardkit.core.checkpoint import stored
-from shardkit.core.checkpoint.stored import joined
+from shardkit.core.checkpoint.leaves import name_of
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
 
@@ -232,7 +232,7 @@ def test_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = [tmp_path / "full.pt", tmp_path / "out", "--without", "extra.rng", "--without", "n"]
     assert main([*map(str, arguments), "--no-progress"]) == 0
     left = open_checkpoint(tmp_path / "out")
-    assert {joined(path) for path in (*left.tensors, *left.objects)} == {"model.a", "model.ab", "extra.seen"}
+    assert {name_of(path) for path in (*left.tensors, *left.objects)} == {"model.a", "model.ab", "extra.seen"}
     assert "'o', which is to be left out" in refused(capsys, tmp_path / "full.pt", tmp_path / "2", "--without", "o")
 
 

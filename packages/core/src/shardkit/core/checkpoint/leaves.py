@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "object_from",
     "stock_path",
     "unflatten",
+    "walk",
 ]
 
 
@@ -49,8 +50,10 @@ class At:
         return str(self.at)
 
 
-Path = tuple[str | int | At, ...]
+Path = tuple[Any, ...]
+"""The keys that lead to a leaf: keys of mappings as they are, and an `At` for each place in a list."""
 
+_SEQUENCES = {"list": list, "tuple": tuple}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -72,6 +75,21 @@ def stock_path(path: Path) -> tuple[str | int, ...]:
     return tuple(part.at if isinstance(part, At) else str(part) for part in path)
 
 
+def walk(value: Any, is_opened: Callable[[Any], bool], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of nested state with the paths that lead there, in order.
+
+    `is_opened` is asked about each mapping, list and tuple; those that it denies are leaves.
+    """
+    if isinstance(value, Mapping) and is_opened(value):
+        for key, below in value.items():
+            yield from walk(below, is_opened, (*path, key))
+    elif isinstance(value, list | tuple) and is_opened(value):
+        for number, below in enumerate(value):
+            yield from walk(below, is_opened, (*path, At(number, type(value).__name__)))
+    else:
+        yield path, value
+
+
 def flatten(state: Mapping[Any, Any], prefix: Path = ()) -> Leaves:
     """The leaves of nested state.
 
@@ -82,66 +100,78 @@ def flatten(state: Mapping[Any, Any], prefix: Path = ()) -> Leaves:
     if not isinstance(state, Mapping):
         raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
     leaves = Leaves()
-    _walk(prefix, state, leaves)
     seen: dict[str, Path] = {}
-    for path in leaves.values:
+    for path, value in walk(state, _is_taken_apart, prefix):
+        for number, key in enumerate(path):
+            if not isinstance(key, str | int | At) or isinstance(key, bool):
+                where = name_of(path[:number])
+                raise TypeError(f"{where}: the key {key!r} is a {type(key).__name__}, expected str or int")
+        if isinstance(value, Mapping):
+            leaves.empties.append(path)
+            continue
         other = seen.setdefault(name_of(path), path)
         if other != path:
             raise ValueError(f"{name_of(path)}: two values have this name, at {other} and at {path}; rename one")
+        leaves.values[path] = value
     return leaves
 
 
-def _walk(path: Path, value: Any, leaves: Leaves) -> None:
+def _is_taken_apart(value: Any) -> bool:
+    """Mappings, and lists that hold more than objects, as torch.distributed.checkpoint has it."""
     if isinstance(value, Mapping):
-        if not value:
-            leaves.empties.append(path)
-        for key, below in value.items():
-            if not isinstance(key, str | int) or isinstance(key, bool):
-                raise TypeError(f"{name_of(path)}: the key {key!r} is a {type(key).__name__}, expected str or int")
-            _walk((*path, key), below, leaves)
-    elif isinstance(value, list) and _holds_more_than_objects(value):
-        for number, below in enumerate(value):
-            _walk((*path, At(number)), below, leaves)
-    else:
-        leaves.values[path] = value
-
-
-def _holds_more_than_objects(value: list[Any]) -> bool:
-    return any(
-        isinstance(one, Mapping | torch.Tensor) or (isinstance(one, list) and _holds_more_than_objects(one))
-        for one in value
+        return bool(value)
+    return isinstance(value, list) and any(
+        isinstance(one, Mapping | torch.Tensor) or (isinstance(one, list) and _is_taken_apart(one)) for one in value
     )
 
 
+class _Level(dict[Any, Any]):
+    """A mapping or list on the way to leaves, told from a leaf that is a dict."""
+
+
 def unflatten(values: Mapping[Path, Any], empties: Iterable[Path] = ()) -> Any:
-    """The nested state that `flatten` took apart; the value itself if its path is empty."""
-    root: dict[Any, Any] = {}
+    """The nested state that `walk` or `flatten` took apart; the value itself if its path is empty.
+
+    Raises:
+        DamagedCheckpointError: for a value at whose place others lie below it.
+    """
+    root = _Level()
     for path, value in values.items():
         if not path:
             return value
-        _place(root, path)[path[-1]] = value
+        place = _level(root, path[:-1])
+        there = place.get(path[-1])
+        if not isinstance(there, _Level):
+            place[path[-1]] = value
+        elif type(value) is dict:
+            there.update(value)
+        else:
+            raise DamagedCheckpointError(f"{name_of(path)}: is a value, and others lie below it")
     for path in empties:
-        if path:
-            _place(root, path).setdefault(path[-1], {})  # another rank's may have been empty where this one's is not
-    return _with_lists(root)
+        if path:  # another rank's may have been empty where this one's is not
+            _level(root, path[:-1]).setdefault(path[-1], {})
+    return _closed(root)
 
 
-def _place(root: dict[Any, Any], path: Path) -> dict[Any, Any]:
+def _level(root: _Level, path: Path) -> _Level:
     place = root
-    for key in path[:-1]:
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
+    for key in path:
+        below = place.setdefault(key, _Level())
+        if type(below) is dict:
+            below = place[key] = _Level(below)
+        if not isinstance(below, _Level):
             raise DamagedCheckpointError(f"{name_of(path)}: lies below '{key}', which is a value")
+        place = below
     return place
 
 
-def _with_lists(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    below = {key: _with_lists(value) for key, value in tree.items()}
-    if below and all(isinstance(key, At) for key in below):
-        return [below[key] for key in sorted(below, key=lambda key: key.at)]
-    return below
+def _closed(level: Any) -> Any:
+    if not isinstance(level, _Level):
+        return level
+    if level and all(isinstance(key, At) for key in level):
+        items = sorted(level, key=lambda item: item.at)
+        return _SEQUENCES[items[0].of](_closed(level[item]) for item in items)
+    return {key: _closed(below) for key, below in level.items()}
 
 
 def object_bytes(name: str, value: Any) -> bytes:

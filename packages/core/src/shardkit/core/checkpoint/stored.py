@@ -6,25 +6,23 @@ Every offline conversion streams from these, whatever format they come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of, walk
 
-__all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "StoredTensor", "joined"]
+__all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "StoredTensor", "paths_of"]
 
 CHUNK_BYTES = 32 * 2**20
 """How much of a tensor is in memory at a time; a row that is longer is read whole."""
 
 Read = Callable[[int, int], torch.Tensor]
-
-
-def joined(path: tuple[Any, ...]) -> str:
-    """A path as one name: the keys that lead to a value, joined by dots."""
-    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class StoredTensor:
         CheckpointError: if the parts do not make up the tensor, each element once.
     """
 
-    path: tuple[Any, ...]
+    path: LeafPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -76,7 +74,7 @@ class StoredTensor:
     @property
     def name(self) -> str:
         """Its flat name."""
-        return joined(self.path)
+        return name_of(self.path)
 
     @property
     def numel(self) -> int:
@@ -132,6 +130,25 @@ class StoredTensor:
             yield self.read(low, high)
 
 
+def paths_of(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
+    """The leaves of a state that is converted: tensors, empty dicts, and everything that holds no tensors and
+    is no plain dict: a Counter stays a Counter.
+    """
+    return walk(value, _is_taken_apart, path)
+
+
+def _is_taken_apart(value: Any) -> bool:
+    if type(value) in (dict, OrderedDict):
+        return bool(value)
+    return (isinstance(value, Mapping) or type(value) in (list, tuple)) and _holds_tensors(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_holds_tensors, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, torch.Tensor | StoredTensor)
+
+
 @dataclass
 class Checkpoint:
     """What a source holds.
@@ -149,8 +166,8 @@ class Checkpoint:
     kind: str
     files: list[str]
     world_size: int = 1
-    tensors: dict[tuple[Any, ...], StoredTensor] = field(default_factory=dict)
-    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    tensors: dict[LeafPath, StoredTensor] = field(default_factory=dict)
+    objects: dict[LeafPath, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: dict[str, Any] | None = None
 

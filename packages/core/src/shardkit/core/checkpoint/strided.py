@@ -13,7 +13,8 @@ import torch
 
 from shardkit.core.checkpoint import stored as chunks
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Part, Read, StoredTensor
 from shardkit.core.checkpoint.torch_files import release_pages
 
 __all__ = ["Memory", "mapped_reader", "row_major_strides", "whole"]
@@ -22,7 +23,7 @@ __all__ = ["Memory", "mapped_reader", "row_major_strides", "whole"]
 def whole(path: tuple[Any, ...], tensor: torch.Tensor, file: str) -> StoredTensor:
     """A stored tensor that is one mapped tensor of one file."""
     numel = tensor.numel()
-    part = Part(0, numel, mapped_reader(joined(path), tensor, 0, file), file)
+    part = Part(0, numel, mapped_reader(name_of(path), tensor, 0, file), file)
     return StoredTensor(path, tensor.dtype, tuple(tensor.shape), (part,) if numel else ())
 
 

@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from shardkit.core.checkpoint.errors import CheckpointError, printable
-from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
 from shardkit.legacy_fsdp_compat.migrate.model_factory import model_of, shapes_of_model
@@ -133,9 +134,9 @@ def _run(options: argparse.Namespace) -> int:
         )
     if options.dry_run:
         for path, stored in checkpoint.tensors.items():
-            sys.stdout.write(printable(f"{joined(path)}\t{tuple(stored.shape)}\t{stored.dtype}") + "\n")
+            sys.stdout.write(printable(f"{name_of(path)}\t{tuple(stored.shape)}\t{stored.dtype}") + "\n")
         for path in checkpoint.objects:
-            sys.stdout.write(printable(f"{joined(path)}\t(object)") + "\n")
+            sys.stdout.write(printable(f"{name_of(path)}\t(object)") + "\n")
         _say(f"would write {options.to} to {options.target}; nothing was written")
         return 0
     with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:

@@ -21,14 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.memory import memory_of
-from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, joined
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import DcpWriter
 from shardkit.legacy_fsdp_compat.migrate.flat_files import SafetensorsWriter, TorchFileWriter
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks, LocalWriter
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter
 from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 
 __all__ = ["FORMATS", "LOCAL", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
 
@@ -41,7 +42,7 @@ class _Writer(Protocol):
 
     def begin(self, records: dict[str, Any]) -> None: ...
 
-    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]: ...
+    def write(self, path: LeafPath, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]: ...
 
     def finish(self) -> None: ...
 
@@ -144,7 +145,7 @@ def _convert(
     writer.begin(journal.records if writer.file.exists() else journal.forget())
     migration = Migration(target, resumed=len(journal.records), nbytes=checkpoint.nbytes)
     for path, stored in checkpoint.tensors.items():
-        name = joined(path)
+        name = name_of(path)
         if name not in journal.records:
             digest = hashlib.sha256()
             record = writer.write(path, _hashed(stored, digest, progress))
@@ -203,12 +204,12 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
-    seen: dict[str, Path_] = {}
+    seen: dict[str, LeafPath] = {}
     for path in (*checkpoint.tensors, *checkpoint.objects):
-        other = seen.setdefault(joined(path), path)
+        other = seen.setdefault(name_of(path), path)
         if other != path:
             raise CheckpointError(
-                f"both {path} and {other} are called '{joined(path)}', and one would overwrite the other; rename one"
+                f"both {path} and {other} are called '{name_of(path)}', and one would overwrite the other; rename one"
             )
 
 
@@ -218,16 +219,16 @@ def _verify(
     """Reads the output as anyone would, and compares names, shapes, dtypes, every byte and every object."""
     output = open_checkpoint(partial, writer.shapes if isinstance(writer, LocalWriter) else None)
     if output.objects.keys() != checkpoint.objects.keys():
-        odd = [joined(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
+        odd = [name_of(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
         raise CheckpointError(f"the objects {odd} are in one of source and output only")
     for path, value in checkpoint.objects.items():
         if repr(output.objects[path]) != repr(writer.kept(value)):
             raise CheckpointError(
-                f"'{joined(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}"
+                f"'{name_of(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}"
             )
-    written = {joined(path): stored for path, stored in output.tensors.items()}
+    written = {name_of(path): stored for path, stored in output.tensors.items()}
     for path, stored in checkpoint.tensors.items():
-        name = joined(path)
+        name = name_of(path)
         copy = written.get(name)
         if copy is None or (copy.shape, copy.dtype) != (stored.shape, stored.dtype):
             seen = "missing" if copy is None else f"of shape {copy.shape} and {copy.dtype}"
@@ -247,7 +248,11 @@ def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str
         "format": to,
         "source": {"kind": checkpoint.kind, "files": checkpoint.files, "world_size": checkpoint.world_size},
         "tensors": {
-            joined(path): {"shape": list(one.shape), "dtype": str(one.dtype), "sha256": migration.hashes[joined(path)]}
+            name_of(path): {
+                "shape": list(one.shape),
+                "dtype": str(one.dtype),
+                "sha256": migration.hashes[name_of(path)],
+            }
             for path, one in checkpoint.tensors.items()
         },
     }
@@ -260,7 +265,7 @@ def _report(partial: Path, migration: Migration, checkpoint: Checkpoint, to: str
 def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     """Of the source's files, by size and time, and of the tensors in them."""
     described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
-    described.append([(joined(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
+    described.append([(name_of(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
     parts = (part for one in checkpoint.tensors.values() for part in one.parts)
     for name in sorted({file for part in parts for file in (part.file, *part.others)}):
         found = Path(name).stat()

@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import At
+from shardkit.core.checkpoint.leaves import At, name_of, unflatten
+from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.reading import read_objects, stored_tensors
 from shardkit.core.checkpoint.stock_metadata import METADATA
-from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.stored import Checkpoint, paths_of
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill, paths_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import fill
 from shardkit.legacy_fsdp_compat.torch_compat import StorageInfo, flatten_for_checkpoint
 
 __all__ = ["METADATA", "DcpWriter", "read_dcp"]
@@ -56,7 +57,7 @@ def read_dcp(directory: Path, left_out: LeftOut) -> Checkpoint:
     }
     checkpoint = Checkpoint("DCP", [str(directory)], index.world_size or max(1, len(index.files)))
     # Lists without tensors, which the planner has taken apart, become whole again.
-    return fill(checkpoint, paths_of(tree_of({**leaves, **{path: {} for path in index.empties}})))
+    return fill(checkpoint, paths_of(unflatten({**leaves, **{path: {} for path in index.empties}})))
 
 
 class DcpWriter:
@@ -71,13 +72,13 @@ class DcpWriter:
         stand_ins = {path: torch.empty(0, device="meta") for path in checkpoint.tensors}
         whole_objects = _whole_objects(checkpoint.objects)
         split = {path: value for path, value in checkpoint.objects.items() if not _lies_in(path, whole_objects)}
-        flat, self._paths = flatten_for_checkpoint(tree_of({**stand_ins, **split}))
+        flat, self._paths = flatten_for_checkpoint(unflatten({**stand_ins, **split}))
         path_of = {id(tensor): path for path, tensor in stand_ins.items()}
         self._key_of = {path_of[id(value)]: key for key, value in flat.items() if id(value) in path_of}
         self._objects = {key: value for key, value in flat.items() if id(value) not in path_of}
         for path, value in whole_objects.items():
-            self._objects[joined(path)] = value
-            self._paths[joined(path)] = tuple(part.at if isinstance(part, At) else part for part in path)
+            self._objects[name_of(path)] = value
+            self._paths[name_of(path)] = tuple(part.at if isinstance(part, At) else part for part in path)
         self._chunks: dict[str, list[tuple[list[int], list[int], int, int]]] = {}
         self._tensors = checkpoint.tensors
         self.file = directory / _DATA
@@ -95,9 +96,9 @@ class DcpWriter:
         for name, record in records.items():
             self._chunks[name] = [tuple(chunk) for chunk in record["chunks"]]
 
-    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+    def write(self, path: LeafPath, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor; returns its record. Each slab: first and last element, values."""
-        stored, name = self._tensors[path], joined(path)
+        stored, name = self._tensors[path], name_of(path)
         chunks: list[tuple[list[int], list[int], int, int]] = []
         with self.file.open("ab") as file:
             for low, high, values in slabs:
@@ -118,7 +119,7 @@ class DcpWriter:
         described: dict[str, Any] = {}
         storage: dict[MetadataIndex, Any] = {}
         for path, stored in self._tensors.items():
-            key, chunks = self._key_of[path], self._chunks[joined(path)]
+            key, chunks = self._key_of[path], self._chunks[name_of(path)]
             described[key] = TensorStorageMetadata(
                 TensorProperties(dtype=stored.dtype),
                 torch.Size(stored.shape),
@@ -145,22 +146,22 @@ def _check_keys(checkpoint: Checkpoint) -> None:
         if odd:
             what = "in a tuple" if isinstance(odd[0], At) else f"below the key {odd[0]!r}, which is no string"
             raise CheckpointError(
-                f"'{joined(path)}' is a tensor {what}: a torch.distributed.checkpoint cannot hold it. Convert with "
+                f"'{name_of(path)}' is a tensor {what}: a torch.distributed.checkpoint cannot hold it. Convert with "
                 "--to full; for optimizer state save names, by FSDP.optim_state_dict"
             )
 
 
-def _whole_objects(objects: dict[Path_, Any]) -> dict[Path_, Any]:
+def _whole_objects(objects: dict[LeafPath, Any]) -> dict[LeafPath, Any]:
     """Objects that torch would change by taking them apart (keys that are no strings, empty dicts), as they are."""
-    found: dict[Path_, Any] = {}
-    below: dict[Path_, dict[Path_, Any]] = {}
+    found: dict[LeafPath, Any] = {}
+    below: dict[LeafPath, dict[LeafPath, Any]] = {}
     for path, value in objects.items():
         odd = next((number for number, part in enumerate(path) if not isinstance(part, str | At)), None)
         if odd is not None:
             below.setdefault(path[:odd], {})[path[odd:]] = value
         elif not _survives(value):
             found[path] = value
-    return found | {path: tree_of(leaves) for path, leaves in below.items()}
+    return found | {path: unflatten(leaves) for path, leaves in below.items()}
 
 
 def _survives(value: Any) -> bool:
@@ -170,5 +171,5 @@ def _survives(value: Any) -> bool:
     return all(map(_survives, value)) if isinstance(value, list) else True
 
 
-def _lies_in(path: Path_, roots: dict[Path_, Any]) -> bool:
+def _lies_in(path: LeafPath, roots: dict[LeafPath, Any]) -> bool:
     return any(path[: len(root)] == root for root in roots)

@@ -12,13 +12,14 @@ import torch
 
 from shardkit.core.checkpoint.archive import storages_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import At
+from shardkit.core.checkpoint.leaves import At, name_of, unflatten
+from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, mapped_safetensors
-from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.strided import whole
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, places_of, tree_of
+from shardkit.legacy_fsdp_compat.migrate.trees import places_of
 
 __all__ = ["SafetensorsWriter", "TorchFileWriter", "read_safetensors"]
 
@@ -48,11 +49,11 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
     return checkpoint
 
 
-def _encoded(path: Path_) -> list[Any]:
+def _encoded(path: LeafPath) -> list[Any]:
     return [{part.of: part.at} if isinstance(part, At) else part for part in path]
 
 
-def _decoded(path: Any) -> Path_:
+def _decoded(path: Any) -> LeafPath:
     """The path that `_encoded` encoded; raises ValueError for anything else."""
     if not isinstance(path, list) or not path:
         raise ValueError(f"path {path!r}")
@@ -86,9 +87,9 @@ class _RegionWriter:
     def _find_offsets(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+    def write(self, path: LeafPath, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor; returns its record."""
-        offset = self._offsets[joined(path)]
+        offset = self._offsets[name_of(path)]
         with self.file.open("r+b") as file:
             for low, _, values in slabs:
                 file.seek(offset + low * values.element_size())
@@ -113,9 +114,9 @@ class SafetensorsWriter(_RegionWriter):
         self._starts: dict[str, int] = {}
         for path, stored in checkpoint.tensors.items():
             if stored.dtype not in _DTYPES:
-                raise CheckpointError(f"'{joined(path)}' has dtype {stored.dtype}, which safetensors has not")
-            self._starts[joined(path)] = at
-            header[joined(path)] = {
+                raise CheckpointError(f"'{name_of(path)}' has dtype {stored.dtype}, which safetensors has not")
+            self._starts[name_of(path)] = at
+            header[name_of(path)] = {
                 "dtype": _DTYPES[stored.dtype],
                 "shape": list(stored.shape),
                 "data_offsets": [at, at + stored.nbytes],
@@ -144,9 +145,9 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
     for path in (*checkpoint.tensors, *checkpoint.objects):
         odd = [part for part in path if type(part) not in (str, int, At)]
         if odd:
-            raise CheckpointError(f"'{joined(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
-    if any(len(path) > 1 or path[0] != joined(path) for path in checkpoint.tensors):
-        notes[_PATHS] = json.dumps({joined(path): _encoded(path) for path in checkpoint.tensors})
+            raise CheckpointError(f"'{name_of(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
+    if any(len(path) > 1 or path[0] != name_of(path) for path in checkpoint.tensors):
+        notes[_PATHS] = json.dumps({name_of(path): _encoded(path) for path in checkpoint.tensors})
     for path, value in checkpoint.objects.items():
         try:
             kept = repr(json.loads(json.dumps(value))) == repr(_as_json(value))
@@ -154,7 +155,7 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
             kept = False
         if not kept:
             raise CheckpointError(
-                f"'{joined(path)}' is {value!r:.60}, and safetensors holds no objects but what JSON has; convert "
+                f"'{name_of(path)}' is {value!r:.60}, and safetensors holds no objects but what JSON has; convert "
                 "to dcp or full"
             )
     if checkpoint.objects:
@@ -180,7 +181,7 @@ class TorchFileWriter(_RegionWriter):
         # Memory that is never touched is never there: these tensors only have sizes, and skip_data writes no values.
         empty = {path: torch.empty(one.shape, dtype=one.dtype) for path, one in self._checkpoint.tensors.items()}
         with torch.serialization.skip_data():
-            torch.save(tree_of({**empty, **self._checkpoint.objects}), self.file)
+            torch.save(unflatten({**empty, **self._checkpoint.objects}), self.file)
 
     @staticmethod
     def kept(value: Any) -> Any:
@@ -190,7 +191,7 @@ class TorchFileWriter(_RegionWriter):
     def _find_offsets(self) -> dict[str, int]:
         found = _storages(self.file)
         # torch.save numbers storages in the order in which it meets them.
-        return {joined(path): found[str(number)][0] for number, path in enumerate(places_of(self._checkpoint))}
+        return {name_of(path): found[str(number)][0] for number, path in enumerate(places_of(self._checkpoint))}
 
 
 def _storages(file: Path) -> dict[str, tuple[int, int]]:

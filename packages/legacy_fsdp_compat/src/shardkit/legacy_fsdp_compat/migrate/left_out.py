@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import joined
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
 
 __all__ = ["LeftOut"]
 
@@ -19,14 +19,14 @@ class LeftOut:
         self._keys = tuple(keys)
         self._found: set[str] = set()
 
-    def has(self, path: Path_) -> bool:
+    def has(self, path: LeafPath) -> bool:
         """Whether what lies at `path` is left out."""
-        name = joined(path)
+        name = name_of(path)
         found = [key for key in self._keys if name == key or name.startswith(f"{key}.")]
         self._found.update(found)
         return bool(found)
 
-    def rest(self, leaves: Mapping[Path_, Any]) -> Iterator[tuple[Path_, Any]]:
+    def rest(self, leaves: Mapping[LeafPath, Any]) -> Iterator[tuple[LeafPath, Any]]:
         """What is not left out."""
         return ((path, value) for path, value in leaves.items() if not self.has(path))
 

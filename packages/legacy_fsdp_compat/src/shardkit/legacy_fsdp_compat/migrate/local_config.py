@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, alignment_of, flat_key
 
 __all__ = ["found_config"]
@@ -20,7 +20,7 @@ _CANDIDATES = (None, "bfloat16", "float32", "float64", "float8_e4m3fn")
 """A `param_dtype` for each size of elements, for alignment follows the size alone."""
 
 
-def found_config(files: list[RankFile], base: Path_, shapes: ModelShapes, cut: set[str]) -> dict[str, Any] | None:
+def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut: set[str]) -> dict[str, Any] | None:
     """What `--config` takes, of the model at `base` whose parameters `cut` are sharded; None for files that FSDP1's own
     layouts do not explain.
     """
@@ -39,7 +39,7 @@ def found_config(files: list[RankFile], base: Path_, shapes: ModelShapes, cut: s
         return None
 
 
-def _fits(files: list[RankFile], base: Path_, wrapping: Wrapping, unit: str, param_dtype: str | None) -> bool:
+def _fits(files: list[RankFile], base: LeafPath, wrapping: Wrapping, unit: str, param_dtype: str | None) -> bool:
     """Whether every rank's pieces lie in its flat tensor as this `param_dtype` would have them."""
     names, path = wrapping.members[unit], (*base, flat_key(unit))
     dtype = files[0].leaves[path].dtype

@@ -13,20 +13,21 @@ from collections.abc import Sequence
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor
 from shardkit.core.checkpoint.strided import mapped_reader
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.local_config import found_config
 from shardkit.legacy_fsdp_compat.migrate.local_optimizer import Cut, add_optimizer, optimizer_bases
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 
 __all__ = ["is_local", "local_checkpoint"]
 
 
-def _is_flat(path: Path_) -> bool:
+def _is_flat(path: LeafPath) -> bool:
     return str(path[-1]).rpartition(".")[2] == FLAT_NAME
 
 
@@ -63,7 +64,7 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
 
 
 def _model(
-    checkpoint: Checkpoint, files: list[RankFile], base: Path_, shapes: ModelShapes
+    checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, shapes: ModelShapes
 ) -> tuple[ModelShapes, list[list[Cut]]]:
     """Adds one model's parameters and buffers, in order of the shapes; returns these as the files have ties, and how
     its parameters were cut: a list for each parameter that the optimizer had.
@@ -73,7 +74,7 @@ def _model(
     unknown = sorted(str(name) for name in here - shapes.names)
     if unknown:
         raise CheckpointError(
-            f"the files hold {unknown} beside '{joined((*base, FLAT_NAME))}', which the shapes lack. A parameter that "
+            f"the files hold {unknown} beside '{name_of((*base, FLAT_NAME))}', which the shapes lack. A parameter that "
             'is tied to another one stands among the shapes as well: in JSON as "name": "the other name"'
         )
     cuts = {name: cut for name in shapes.own if (cut := _piece_cut(files, (*base, name), shapes.own[name])) is not None}
@@ -99,7 +100,7 @@ def _model(
     return shapes, units
 
 
-def _check_tie(files: list[RankFile], base: Path_, name: str, first: StoredTensor, cut: Cut) -> None:
+def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTensor, cut: Cut) -> None:
     """With use_orig_params=True the files list a tied parameter under each of its names."""
     listed = [file for file in files if isinstance(file.leaves.get((*base, name)), torch.Tensor)]
     if not listed:
@@ -107,13 +108,13 @@ def _check_tie(files: list[RankFile], base: Path_, name: str, first: StoredTenso
     found = _piece_cut(files, (*base, name), cut.shape)
     if found is None or not _from_pieces(files, (*base, name), found).same_values(first):
         raise CheckpointError(
-            f"'{joined((*base, name))}' is tied to '{cut.name}', say the shapes, but {listed[0].path} and the others "
+            f"'{name_of((*base, name))}' is tied to '{cut.name}', say the shapes, but {listed[0].path} and the others "
             "hold other values for it: it was a parameter of its own, which has a shape of its own"
         )
 
 
 def _with_ties_of_files(
-    checkpoint: Checkpoint, files: list[RankFile], flats: list[Path_], shapes: ModelShapes, buffers: set[str]
+    checkpoint: Checkpoint, files: list[RankFile], flats: list[LeafPath], shapes: ModelShapes, buffers: set[str]
 ) -> ModelShapes:
     """Of parameters that are tied across FSDP modules FSDP1 keeps a copy in each, which then train apart; ours stay
     tied. How long the flat tensors are says which it was.
@@ -125,7 +126,7 @@ def _with_ties_of_files(
     # What lies in no FSDP module is a buffer, also one that the files lack.
     outside = frozenset(name for name in shapes.given if not name.startswith(prefixes))
     wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), outside | buffers, use_orig_params=False)
-    of_flats = {unit: stored_shards(joined(path), files, path) for unit, path in names.items()}
+    of_flats = {unit: stored_shards(name_of(path), files, path) for unit, path in names.items()}
     if not wrapping.parted or any(
         wrapping.layout(u, len(files), one.dtype).numel != one.numel for u, one in of_flats.items()
     ):
@@ -138,7 +139,7 @@ def _with_ties_of_files(
     return wrapping.known
 
 
-def _piece_cut(files: list[RankFile], path: Path_, shape: tuple[int, ...]) -> Cut | None:
+def _piece_cut(files: list[RankFile], path: LeafPath, shape: tuple[int, ...]) -> Cut | None:
     """With use_orig_params=True: how a parameter was cut, by its pieces. Together they are as long as it is, which
     tells pieces from buffers, of which every rank has all.
     """
@@ -153,7 +154,7 @@ def _piece_cut(files: list[RankFile], path: Path_, shape: tuple[int, ...]) -> Cu
     return Cut(str(path[-1]), shape, pieces, (0,) * len(files), tuple(lengths))
 
 
-def _check_shard_sizes(files: list[RankFile], base: Path_, cuts: dict[str, Cut]) -> None:
+def _check_shard_sizes(files: list[RankFile], base: LeafPath, cuts: dict[str, Cut]) -> None:
     """Pieces lie in the flat tensors, so a rank cannot have more of them than its part of those is long."""
     for file in files:
         flats = [value for path, value in file.leaves.items() if path[:-1] == base and _is_flat(path)]
@@ -166,8 +167,8 @@ def _check_shard_sizes(files: list[RankFile], base: Path_, cuts: dict[str, Cut])
             )
 
 
-def _from_pieces(files: list[RankFile], path: Path_, cut: Cut) -> StoredTensor:
-    name = joined(path)
+def _from_pieces(files: list[RankFile], path: LeafPath, cut: Cut) -> StoredTensor:
+    name = name_of(path)
     parts = [
         Part(low, high, mapped_reader(name, file.leaves[path], low, str(file.path)), str(file.path))
         for file in files
@@ -178,10 +179,10 @@ def _from_pieces(files: list[RankFile], path: Path_, cut: Cut) -> StoredTensor:
 
 
 def _flat_unit(
-    tensors: dict[str, StoredTensor], files: list[RankFile], path: Path_, shapes: ModelShapes, buffers: set[str]
+    tensors: dict[str, StoredTensor], files: list[RankFile], path: LeafPath, shapes: ModelShapes, buffers: set[str]
 ) -> list[Cut]:
     """One FSDP module of a model with use_orig_params=False: adds its parameters to `tensors`."""
-    flat = stored_shards(joined(path), files, path)
+    flat = stored_shards(name_of(path), files, path)
     prefix = path[-1].removesuffix(FLAT_NAME)
     others = {one[-1].removesuffix(FLAT_NAME) for file in files for one in file.leaves if _is_flat(one)}
     inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
@@ -191,7 +192,7 @@ def _flat_unit(
     layout = FlatLayout(tuple(shapes.own[name] for name in names), len(files))
     if layout.numel != flat.numel:
         raise CheckpointError(
-            f"'{joined(path)}' has {flat.numel} elements, the parameters that the shapes have below '{prefix}' make "
+            f"'{name_of(path)}' has {flat.numel} elements, the parameters that the shapes have below '{prefix}' make "
             f"{layout.numel}: {[(name, shapes.own[name]) for name in names]}. Are these the shapes of the model that "
             'was saved, in its order, and are tied parameters marked (in JSON as "name": "the other name"; --model '
             "finds them)?"

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of, unflatten
+from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, paths_of
 from shardkit.core.checkpoint.strided import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.flat_layout import Interval
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, paths_of, tree_of
 
 __all__ = ["Cut", "add_optimizer", "optimizer_bases"]
 
@@ -40,13 +41,13 @@ class Cut:
     lengths: tuple[int, ...]
 
 
-def optimizer_bases(files: list[RankFile]) -> list[Path_]:
+def optimizer_bases(files: list[RankFile]) -> list[LeafPath]:
     """Where optimizers are: what holds "param_groups"."""
     found = (path[: path.index(_GROUPS)] for file in files for path in file.leaves if _GROUPS in path)
     return list(dict.fromkeys(found))
 
 
-def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: Path_, units: list[list[Cut]]) -> None:
+def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, units: list[list[Cut]]) -> None:
     """Adds the state of the optimizer at `base`; `units` has the parameters behind each of its numbers.
 
     Raises:
@@ -70,10 +71,10 @@ def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: Path_, un
         checkpoint.objects[*base, _STATE] = {}
 
 
-def _groups(file: RankFile, base: Path_) -> list[dict[str, Any]]:
+def _groups(file: RankFile, base: LeafPath) -> list[dict[str, Any]]:
     at = len(base)
     below = {path[at:]: value for path, value in file.leaves.items() if path[: at + 1] == (*base, _GROUPS)}
-    groups: list[dict[str, Any]] = tree_of(below)[_GROUPS]
+    groups: list[dict[str, Any]] = unflatten(below)[_GROUPS]
     return groups
 
 
@@ -88,19 +89,19 @@ def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: Ra
         )
 
 
-def _put(checkpoint: Checkpoint, path: Path_, value: Any, file: RankFile) -> None:
+def _put(checkpoint: Checkpoint, path: LeafPath, value: Any, file: RankFile) -> None:
     if isinstance(value, torch.Tensor):
         checkpoint.tensors[path] = whole(path, value, str(file.path))
     else:
         checkpoint.objects[path] = value
 
 
-def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: Path_, cuts: list[Cut]) -> None:
+def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, cuts: list[Cut]) -> None:
     """One value of one numbered parameter, for each parameter that this is."""
     found = [file.leaves[where] for file in files if where in file.leaves]
     if len(cuts) == 1 and any(isinstance(one, StoredShards) for one in found):  # written by this package, as DTensors
         target = (*where[:-2], cuts[0].name, where[-1])
-        checkpoint.tensors[target] = stored_shards(joined(target), files, where)
+        checkpoint.tensors[target] = stored_shards(name_of(target), files, where)
         return
     is_cut = any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in found)
     if not is_cut:
@@ -114,7 +115,7 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: Path_, cuts
         checkpoint.tensors[target] = StoredTensor(target, found[0].dtype, cut.shape, parts)
 
 
-def _part(cut: Cut, file: RankFile, where: Path_) -> Iterator[Part]:
+def _part(cut: Cut, file: RankFile, where: LeafPath) -> Iterator[Part]:
     """A rank's part of a state that is as long as its parameter: none, or one."""
     low, high = cut.pieces[file.rank]
     if low == high:
@@ -123,8 +124,8 @@ def _part(cut: Cut, file: RankFile, where: Path_) -> Iterator[Part]:
     if type(value) is not torch.Tensor or value.numel() != expected:
         seen = f"{value.numel()} elements" if type(value) is torch.Tensor else f"a {type(value).__name__}"
         raise CheckpointError(
-            f"'{joined(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was the "
+            f"'{name_of(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was the "
             "optimizer built from model.parameters()?"
         )
-    read = mapped_reader(joined(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
+    read = mapped_reader(name_of(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
     yield Part(low, high, read, str(file.path))

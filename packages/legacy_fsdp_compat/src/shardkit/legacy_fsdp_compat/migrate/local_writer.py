@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter, check_count
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
@@ -48,7 +49,7 @@ class _Unit:
         dtype: of it.
     """
 
-    base: Path_
+    base: LeafPath
     names: list[str]
     layout: FlatLayout
     dtype: torch.dtype
@@ -74,14 +75,14 @@ class LocalWriter(ShardedWriter):
         self._check_parted()
         self._units = {base: {unit: self._unit(base, unit) for unit in ranks.wrapping.units} for base in bases}
 
-    def _check_ties(self, bases: Iterable[Path_]) -> None:
+    def _check_ties(self, bases: Iterable[LeafPath]) -> None:
         """What is tied lies in the files once."""
         for name, first in self._wrapping.known.ties.items():
             for base in bases:
                 one, other = (self._checkpoint.tensors[*base, each] for each in (name, first))
                 if one is not other and not one.same_values(other):
                     raise CheckpointError(
-                        f"'{joined((*base, name))}' is tied to '{first}' in the model, but has other values in the "
+                        f"'{name_of((*base, name))}' is tied to '{first}' in the model, but has other values in the "
                         "checkpoint: only one of them can be written; give it a shape of its own, or another wrapping"
                     )
 
@@ -94,16 +95,16 @@ class LocalWriter(ShardedWriter):
             if name in self._wrapping.known.own and lacking:
                 raise CheckpointError(
                     f"'{name}' is tied to '{first}' of another FSDP module, which FSDP1 parts, but the checkpoint has "
-                    f"optimizer state for '{joined(lacking[0])}' alone; leave the optimizer out (--without "
-                    f"{joined(lacking[0][:-2])})"
+                    f"optimizer state for '{name_of(lacking[0])}' alone; leave the optimizer out (--without "
+                    f"{name_of(lacking[0][:-2])})"
                 )
 
-    def _unit(self, base: Path_, unit: str) -> _Unit:
+    def _unit(self, base: LeafPath, unit: str) -> _Unit:
         names = self._wrapping.members[unit]
         dtypes = {name: self._checkpoint.tensors[*base, name].dtype for name in names}
         if len(set(dtypes.values())) != 1:
             raise CheckpointError(
-                f"a LOCAL checkpoint keeps one flat tensor for each FSDP module, but '{joined((*base, unit))}' has "
+                f"a LOCAL checkpoint keeps one flat tensor for each FSDP module, but '{name_of((*base, unit))}' has "
                 f"parameters of {len(set(dtypes.values()))} dtypes: {dtypes}"
             )
         dtype = next(iter(dtypes.values()))
@@ -112,7 +113,7 @@ class LocalWriter(ShardedWriter):
     def content(self, rank: int) -> Content:
         """Flat parameters, rows of what is cut besides, and all of everything else."""
         content = Content()
-        done: set[Path_] = set()
+        done: set[LeafPath] = set()
         for path, stored in self._checkpoint.tensors.items():
             base = path[:-1]
             if base not in self._units:
@@ -123,7 +124,7 @@ class LocalWriter(ShardedWriter):
         content.leaves.update(self._checkpoint.objects)
         return content
 
-    def _add_model(self, content: Content, base: Path_, rank: int) -> None:
+    def _add_model(self, content: Content, base: LeafPath, rank: int) -> None:
         flats = {unit: self._flat(content, described, rank) for unit, described in self._units[base].items()}
         pieces: dict[str, torch.Tensor] = {}
         for unit, described in self._units[base].items():

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, joined
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint
 
 __all__ = ["ModelShapes", "Shapes", "check_shapes"]
 
@@ -64,7 +65,7 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     Raises:
         CheckpointError: for names that one of both lacks, and for other shapes.
     """
-    models: dict[Path_, dict[str, tuple[int, ...]]] = {}
+    models: dict[LeafPath, dict[str, tuple[int, ...]]] = {}
     for path in checkpoint.tensors:
         if path[-1] in shapes.names:
             models.setdefault(path[:-1], {})
@@ -74,10 +75,10 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     if not models:
         raise CheckpointError(
             f"none of the {len(shapes.own)} names of the shapes ({_some(list(shapes.own))}) is in the checkpoint; it "
-            f"has {_some([joined(path) for path in checkpoint.tensors])}"
+            f"has {_some([name_of(path) for path in checkpoint.tensors])}"
         )
     for base, found in models.items():
-        where = f"below '{joined(base)}'" if base else "at its top"
+        where = f"below '{name_of(base)}'" if base else "at its top"
         unknown = [name for name in found if name not in shapes.names]
         missing = [name for name in [*shapes.own, *shapes.ties] if name not in found]
         misfits = [

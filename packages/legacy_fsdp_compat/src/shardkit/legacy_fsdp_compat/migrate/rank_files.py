@@ -13,14 +13,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, paths_of
 from shardkit.core.checkpoint.strided import mapped_reader, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
 from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED, StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, paths_of
 
 __all__ = [
     "RankFile",
@@ -47,7 +48,7 @@ class RankFile:
 
     path: Path
     rank: int
-    leaves: dict[Path_, Any]
+    leaves: dict[LeafPath, Any]
 
 
 def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
@@ -105,7 +106,7 @@ def _natural(path: Path) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
 
-def leaves_of_file(path: Path) -> dict[Path_, Any]:
+def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
     """What a file of torch.save holds, by path; its tensors are mapped.
 
     Raises:
@@ -116,7 +117,7 @@ def leaves_of_file(path: Path) -> dict[Path_, Any]:
         raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
     try:
         found = {
-            key: without_mesh(joined(key), leaf, path) if isinstance(leaf, DTensor) else leaf
+            key: without_mesh(name_of(key), leaf, path) if isinstance(leaf, DTensor) else leaf
             for key, leaf in paths_of(dict(value))
         }
     except CheckpointError:
@@ -124,7 +125,7 @@ def leaves_of_file(path: Path) -> dict[Path_, Any]:
     except Exception as error:  # DTensors that were put together by hand fail in any way
         raise DamagedCheckpointError(f"{path} holds DTensors that are damaged: {error}") from error
     for key, leaf in found.items():
-        _check_leaf(joined(key), leaf, path)
+        _check_leaf(name_of(key), leaf, path)
     return found
 
 
@@ -155,8 +156,8 @@ def _check_same_step(files: list[RankFile]) -> None:
             other = file.leaves.get(path)
             if _is_number(other) and float(other) != float(value):
                 raise CheckpointError(
-                    f"'{joined(path)}' is {float(value):g} in {files[0].path} and {float(other):g} in {file.path}: the "
-                    "files are of different steps"
+                    f"'{name_of(path)}' is {float(value):g} in {files[0].path} and {float(other):g} in {file.path}: "
+                    "the files are of different steps"
                 )
 
 
@@ -166,7 +167,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
-def stored_shards(name: str, files: list[RankFile], path: Path_, notes: list[str] | None = None) -> StoredTensor:
+def stored_shards(name: str, files: list[RankFile], path: LeafPath, notes: list[str] | None = None) -> StoredTensor:
     """A tensor whose boxes, or flat parts, lie in the files. A box that ranks of several groups have, which share
     nothing else of the tensor, is taken from the first of them; where others differ, that is added to the notes.
 
@@ -234,7 +235,7 @@ def _check_same_keys(files: list[RankFile]) -> None:
     """Files without sharded tensors are of ranks that have everything, or of no ranks: weights and optimizer apart."""
     first, *others = files
     for other in others:
-        odd = [joined(path) for path in first.leaves.keys() ^ other.leaves.keys()]
+        odd = [name_of(path) for path in first.leaves.keys() ^ other.leaves.keys()]
         if odd:
             raise CheckpointError(
                 f"{first.path} and {other.path} hold no ShardedTensors or DTensors, and {len(odd)} keys, such as "
@@ -242,7 +243,7 @@ def _check_same_keys(files: list[RankFile]) -> None:
             )
 
 
-def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None:
+def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> None:
     """Puts what the files have at `path` into the checkpoint.
 
     Raises:
@@ -250,7 +251,7 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None
             then, as in FSDP1's own FULL state dicts, and a note says so.
     """
     if any(isinstance(file.leaves.get(path), StoredShards) for file in files):
-        checkpoint.tensors[path] = stored_shards(joined(path), files, path, checkpoint.notes)
+        checkpoint.tensors[path] = stored_shards(name_of(path), files, path, checkpoint.notes)
         return
     holder = next(file for file in files if path in file.leaves)
     value = holder.leaves[path]
@@ -259,14 +260,14 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: Path_) -> None
     except CheckpointError:
         if not _is_buffer(files, path):
             raise
-        checkpoint.notes.append(f"'{joined(path)}' differs from rank to rank; taken from {holder.path}")
+        checkpoint.notes.append(f"'{name_of(path)}' differs from rank to rank; taken from {holder.path}")
     if isinstance(value, torch.Tensor):
         checkpoint.tensors[path] = whole(path, value, str(holder.path))
     else:
         checkpoint.objects[path] = value
 
 
-def same_everywhere(files: list[RankFile], path: Path_) -> None:
+def same_everywhere(files: list[RankFile], path: LeafPath) -> None:
     """Compares what the files have at `path`, to the last byte.
 
     Raises:
@@ -282,13 +283,14 @@ def same_everywhere(files: list[RankFile], path: Path_) -> None:
             same = type(mine) is type(theirs) and repr(mine) == repr(theirs)
         if not same:
             raise CheckpointError(
-                f"'{joined(path)}' is no ShardedTensor, and differs between {first.path} and {other.path}; one of them "
-                "would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not optimizer.state_dict(); "
-                "leave out what belongs to a rank (random states, positions of data loaders) with --without KEY"
+                f"'{name_of(path)}' is no ShardedTensor, and differs between {first.path} and {other.path}; one of "
+                "them would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not "
+                "optimizer.state_dict(); leave out what belongs to a rank (random "
+                "states, positions of data loaders) with --without KEY"
             )
 
 
-def _is_buffer(files: list[RankFile], path: Path_) -> bool:
+def _is_buffer(files: list[RankFile], path: LeafPath) -> bool:
     """Whether a plain tensor stands beside sharded ones, all ranks' of one shape, and outside of an optimizer."""
     found = [file.leaves[path] for file in files if path in file.leaves]
     if not all(isinstance(one, torch.Tensor) and one.shape == found[0].shape for one in found):

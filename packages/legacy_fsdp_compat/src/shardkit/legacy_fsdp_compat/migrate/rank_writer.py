@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.archive import storages_in
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import unflatten
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import Shapes
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, tree_of
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 __all__ = ["Content", "Place", "RankWriter"]
@@ -38,8 +39,8 @@ class Content:
         padding: memory, first and last element, and what they are filled with.
     """
 
-    leaves: dict[Path_, Any] = field(default_factory=dict)
-    places: dict[Path_, Place] = field(default_factory=dict)
+    leaves: dict[LeafPath, Any] = field(default_factory=dict)
+    places: dict[LeafPath, Place] = field(default_factory=dict)
     padding: list[tuple[torch.Tensor, int, int, float]] = field(default_factory=list)
 
 
@@ -56,7 +57,7 @@ class RankWriter:
     def __init__(self, directory: Path, count: int) -> None:
         self._files = [directory / f"rank{rank}.pt" for rank in range(count)]
         self.file = self._files[0]
-        self._targets: list[dict[Path_, tuple[Place, int]]] = []
+        self._targets: list[dict[LeafPath, tuple[Place, int]]] = []
 
     def content(self, rank: int) -> Content:
         """What `rank`'s file holds: the same at every call."""
@@ -72,14 +73,14 @@ class RankWriter:
     @staticmethod
     def _lay_out(file: Path, content: Content) -> None:
         with torch.serialization.skip_data():
-            torch.save(tree_of(content.leaves), file)
+            torch.save(unflatten(content.leaves), file)
         offsets = _offsets(file, content)
         with file.open("r+b") as opened:
             for memory, first, last, value in content.padding:
                 opened.seek(offsets[_storage(memory)] + first * memory.element_size())
                 opened.write(memory_of(torch.full((last - first,), value, dtype=memory.dtype)))
 
-    def write(self, path: Path_, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
+    def write(self, path: LeafPath, slabs: Iterator[tuple[int, int, torch.Tensor]]) -> dict[str, Any]:
         """Writes one tensor into every file that has a part of it; returns its record."""
         for low, high, values in slabs:
             for file, targets in zip(self._files, self._targets, strict=True):
@@ -103,7 +104,7 @@ class RankWriter:
         return value
 
 
-def _targets(file: Path, content: Content) -> dict[Path_, tuple[Place, int]]:
+def _targets(file: Path, content: Content) -> dict[LeafPath, tuple[Place, int]]:
     """Each place with the byte of the file at which it begins."""
     offsets = _offsets(file, content)
     return {
@@ -115,7 +116,7 @@ def _targets(file: Path, content: Content) -> dict[Path_, tuple[Place, int]]:
 
 def _offsets(file: Path, content: Content) -> dict[Any, int]:
     """Byte in the file of each storage. torch.save numbers storages in the order in which it meets them."""
-    storages = dict.fromkeys(_storage(tensor) for tensor in _tensors(tree_of(content.leaves)))
+    storages = dict.fromkeys(_storage(tensor) for tensor in _tensors(unflatten(content.leaves)))
     with file.open("rb") as opened:
         found = storages_in(opened, 0, file.stat().st_size, str(file))
     return {storage: found[str(number)][0] for number, storage in enumerate(storages)}

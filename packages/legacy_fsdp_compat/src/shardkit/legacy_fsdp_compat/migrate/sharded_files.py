@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
 from shardkit.legacy_fsdp_compat.flat_layout import row_intervals
 from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place, RankWriter
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 __all__ = ["Ranks", "ShardedWriter", "check_count", "parameters_in_groups"]
@@ -82,7 +83,7 @@ class ShardedWriter(RankWriter):
         content.leaves.update(self._checkpoint.objects)
         return content
 
-    def _add(self, content: Content, path: Path_, stored: StoredTensor, rank: int) -> None:
+    def _add(self, content: Content, path: LeafPath, stored: StoredTensor, rank: int) -> None:
         if path not in self._cut:
             whole = torch.empty(stored.shape, dtype=stored.dtype)
             content.leaves[path] = whole
@@ -98,7 +99,7 @@ class ShardedWriter(RankWriter):
             content.places[path] = Place(*intervals[rank], local)
 
 
-def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Path_]:
+def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[LeafPath]:
     shapes = {path[-1]: one.shape for path, one in checkpoint.tensors.items() if path[-1] in parameters}
     missing = sorted(name for name in parameters if name not in shapes)
     if shapes and missing:
@@ -112,7 +113,7 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Pat
         elif len(path) > 2 and path[-3] == _STATE:
             if not isinstance(path[-2], str):
                 raise CheckpointError(
-                    f"'{joined(path)}' is optimizer state by number; rank files need names, as "
+                    f"'{name_of(path)}' is optimizer state by number; rank files need names, as "
                     "FSDP.optim_state_dict gives them"
                 )
             if path[-2] in parameters and stored.shape == shapes.get(path[-2], stored.shape):

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.stored import Checkpoint, joined
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.strided import whole
 from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
 from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
@@ -19,7 +21,7 @@ from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_chec
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import Path_, fill
+from shardkit.legacy_fsdp_compat.migrate.trees import fill
 
 __all__ = ["open_checkpoint", "shapes_of_checkpoint", "shapes_of_file"]
 
@@ -117,10 +119,10 @@ def shapes_of_checkpoint(checkpoint: Checkpoint) -> dict[str, tuple[int, ...] | 
     """Shapes of what lies below "model" or "state_dict" in a checkpoint, else of all of it; nothing tells of ties."""
     base = _base_of_model(checkpoint)
     found = {key: one.shape for key, one in checkpoint.tensors.items() if key[: len(base)] == base}
-    return {joined(key[len(base) :]): shape for key, shape in found.items()}
+    return {name_of(key[len(base) :]): shape for key, shape in found.items()}
 
 
-def _base_of_model(checkpoint: Checkpoint) -> Path_:
+def _base_of_model(checkpoint: Checkpoint) -> LeafPath:
     below = [key for key in ("model", "state_dict") if any(one[0] == key for one in checkpoint.tensors)]
     return (below[0],) if below else ()
 
@@ -135,7 +137,7 @@ def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
     return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
 
 
-def _ties(path: Path, base: Path_) -> dict[str, str]:
+def _ties(path: Path, base: LeafPath) -> dict[str, str]:
     """Name -> first name, of tensors that share their memory in a file of torch.save."""
     if not path.is_file() or _is_safetensors(path):
         return {}
@@ -143,7 +145,7 @@ def _ties(path: Path, base: Path_) -> dict[str, str]:
     ties = {}
     for key, leaf in leaves_of_file(path).items():
         if isinstance(leaf, torch.Tensor) and leaf.numel() and key[: len(base)] == base:
-            name = joined(key[len(base) :])
+            name = name_of(key[len(base) :])
             known = first.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride()), name)
             if known != name:
                 ties[name] = known
