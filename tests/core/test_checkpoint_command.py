@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.comparing import differences as lines
+from shardkit.core.checkpoint.dcp_writer import DcpWriter
 from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
+from shardkit.core.checkpoint.safetensors_files import SAFETENSORS_DTYPES, SafetensorsWriter
+from shardkit.core.checkpoint.sources import open_file
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
 from tests.core.test_checkpoint_restoring import Held
@@ -85,14 +87,12 @@ def test_safetensors_there_and_back(
     tmp_path: Path, saved: tuple[Path, Any], file_mb: int, monkeypatch: pytest.MonkeyPatch
 ):
     safetensors = pytest.importorskip("safetensors.torch")
-    import shardkit.core.checkpoint.exporting as exporting
 
     path, expected = saved
     if file_mb == 1:  # values of this model are a few hundred bytes
-        original = exporting.export_safetensors
         monkeypatch.setattr(
-            "shardkit.core.checkpoint.command.export_safetensors",
-            lambda target, tensors, file_bytes: original(target, tensors, 200),
+            "shardkit.core.checkpoint.command.SafetensorsWriter",
+            lambda directory, checkpoint, file_bytes: SafetensorsWriter(directory, checkpoint, 200),
         )
     target = tmp_path / "hf"
     assert main(["export", str(path), str(target), "--file-mb", str(file_mb)]) == 0
@@ -162,7 +162,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
     assert f"error: {file} is damaged" in capsys.readouterr().err
     assert main(["verify", str(path), "--fallback"]) == 0
     printed = capsys.readouterr().out
-    assert f"damaged: {file}" in printed and f"{path / 'step-000001'}: 5 files are what was written" in printed
+    assert f"damaged: {file}" in printed and f"{path / 'step-000001'}: 5 files verified" in printed
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_errors_are_one_line(
     message: str,
 ):
     assert main([one.format(tmp=tmp_path, saved=saved[0]) for one in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and message in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,7 +203,7 @@ def test_as_a_module(saved: tuple[Path, Any]):
     command = [sys.executable, "-m", "shardkit.core", "checkpoint", "verify", str(saved[0])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "5 files are what was written" in done.stdout
+    assert "5 files verified" in done.stdout
 
 
 def save_user(path: Path, step: int, value: Any) -> Path:
@@ -226,7 +226,7 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     for step in (999_998, 999_999, 10**6):
         save_user(run, step, torch.full((3,), float(step)))
     shutil.copytree(run / "step-999998", run / "step-1000001.damaged")
-    assert "step-1000000: 2 files are what was written" in said(capsys, "verify", run)[1]
+    assert "step-1000000: 2 files verified" in said(capsys, "verify", run)[1]
     (run / "step-1000000" / "manifest.json").unlink()
     missing = f"{run / 'step-1000000' / 'manifest.json'} is missing"
     for arguments in (["inspect"], ["verify"], ["export", exported], ["reshard", exported, "--ranks", 1]):
@@ -273,7 +273,7 @@ def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.Ca
     status, text = said(capsys, "verify", run / "step-000002")
     assert status == 2 and "step-000002/__0_0.distcp is damaged" in text
     status, text = said(capsys, "verify", run / "step-000002", "--fallback")
-    assert status == 0 and f"{run / 'step-000001'}: 2 files are what was written" in text
+    assert status == 0 and f"{run / 'step-000001'}: 2 files verified" in text
     expected = (1, "user.value: 3 and 1\n1 differences\n")
     assert said(capsys, "diff", run / "step-000003", run / "step-000001") == expected
     assert said(capsys, "diff", run, run / "step-000001") == expected
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_named_from_where_one_is(
     flip(tmp_path / "run" / "step-000002" / "__0_0.distcp")
     monkeypatch.chdir(tmp_path / "run")
     status, text = said(capsys, "verify", "step-000002", "--fallback")
-    assert status == 0 and f"{tmp_path / 'run' / 'step-000001'}: 2 files are what was written" in text
+    assert status == 0 and f"{tmp_path / 'run' / 'step-000001'}: 2 files verified" in text
 
 
 def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -489,7 +489,7 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
     }
     torch.save({**tensors, "epoch": 3}, tmp_path / "views.pt")
     status, text = said(capsys, "import", tmp_path / "views.pt", tmp_path / "views", "--ranks", 2)
-    assert status == 0 and text.startswith("left out, no tensor: epoch\nwrote 4 tensors")
+    assert status == 0 and "wrote 4 tensors" in text and "note: left out, no tensor: epoch\n" in text
     assert main(["export", str(tmp_path / "views"), str(tmp_path / "back.pt"), "--to", "torch"]) == 0
     expected = {name: value.resolve_conj().resolve_neg() for name, value in tensors.items()}
     assert differences(torch.load(tmp_path / "back.pt"), expected) == []
@@ -521,13 +521,85 @@ def test_a_checkpoint_that_is_resharded_keeps_what_is_no_tensor(tmp_path: Path):
 
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tuples = save_user(tmp_path / "tuples", 1, (torch.ones(2),))
-    status, text = said(capsys, "export", tuples, tmp_path / "x", "--to", "torch", "--all")
-    assert status == 2 and "holds tensors; they go into no single file" in text
     double = save_user(tmp_path / "double", 1, torch.ones(2, dtype=torch.complex128))
     status, text = said(capsys, "export", double, tmp_path / "x", "--prefix", "user.")
-    assert status == 2 and "value has dtype torch.complex128, which safetensors has not; export to torch" in text
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["double", "tuples"]
+    assert (
+        status == 2
+        and "'value' has dtype torch.complex128, which safetensors has not; write a file of torch.save" in text
+    )
+    assert [one.name for one in tmp_path.iterdir()] == ["double"]
+
+
+def test_tensors_in_tuples_are_exported(tmp_path: Path):
+    """A checkpoint holds the tuple as one value."""
+    value = (torch.ones(2), {"x": (torch.zeros(3), 1)})
+    run = save_user(tmp_path / "run", 1, value)
+    assert main(["export", str(run), str(tmp_path / "x.pt"), "--to", "torch", "--all"]) == 0
+    assert differences(torch.load(tmp_path / "x.pt")["user"]["value"], value) == []
+
+
+def test_options_that_conversions_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = save_user(tmp_path / "run", 1, {"a": torch.ones(2), "b": {"c": torch.zeros(3)}, "d": {}, "e": 4})
+    full = tmp_path / "full.pt"
+    torch.save({"a": torch.ones(2), "b": torch.zeros(3)}, full)
+    for command, without in (
+        (["export", run, tmp_path / "x", "--to", "torch", "--all"], "user.value.b"),
+        (["reshard", run, tmp_path / "x", "--ranks", 2], "user.value.b"),
+        (["import", full, tmp_path / "x"], "model.b"),
+    ):
+        status, text = said(capsys, *command, "--without", without, "--dry-run", "--no-progress")
+        assert status == 0 and "\t(2,)\ttorch.float32\n" in text and "nothing was written" in text
+        assert without not in text and not (tmp_path / "x").exists()
+        status, text = said(capsys, *command, "--without", "nothing")
+        assert status == 2 and "has no 'nothing', which is to be left out" in text
+    assert main(["reshard", str(run), str(tmp_path / "y"), "--ranks=2", "--without=user.value.b", "--without=rng"]) == 2
+    assert main(["reshard", str(run), str(tmp_path / "y"), "--ranks=2", "--without=user.value.b"]) == 0
+    index = open_index(tmp_path / "y")
+    assert set(index.objects) == set(open_index(run).objects) and "user.value.b.c" not in index.tensors
+    assert main(["verify", str(tmp_path / "y"), "--no-progress"]) == 0
+
+
+def test_an_interrupted_reshard_goes_on(
+    tmp_path: Path, saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    arguments = ["reshard", str(saved[0]), str(tmp_path / "x"), "--ranks", "3"]
+    write, written = DcpWriter.write, []
+
+    def stop(self: DcpWriter, *rest: Any) -> Any:
+        written.append(rest)
+        if len(written) == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DcpWriter, "write", stop)
+        assert said(capsys, *arguments)[0] == 2
+    with (tmp_path / "x.partial" / "__1_0.distcp").open("ab") as file:
+        file.write(b"what a write that failed has left")
+    status, text = said(capsys, *arguments)
+    assert status == 0 and "(5 by an earlier attempt)" in text
+    assert main(["verify", str(tmp_path / "x")]) == 0
+    assert main(["diff", str(saved[0]), str(tmp_path / "x")]) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("arguments", [["export"], ["export", "--to=torch"], ["reshard", "--ranks=2"]], ids=str)
+def test_everything_is_on_disk_before_it_appears(
+    tmp_path: Path, saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+):
+    synced, fsync = {}, os.fsync
+
+    def noted(descriptor: int) -> None:
+        assert not (tmp_path / "target").exists() or Path(f"/proc/self/fd/{descriptor}").readlink() == tmp_path
+        seen = os.fstat(descriptor)
+        synced[seen.st_ino] = seen.st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert main([arguments[0], str(saved[0]), str(tmp_path / "target"), *arguments[1:]]) == 0
+    target = tmp_path / "target"
+    for file in [target] if target.is_file() else target.iterdir():
+        assert synced[file.stat().st_ino] == file.stat().st_size
 
 
 def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.archive import archive_of
-from shardkit.core.checkpoint.index import BLOCK_BYTES
+from shardkit.core.checkpoint.dcp_writer import DataFile
+from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.parts import write_file
-from shardkit.core.checkpoint.rewriting import FileWriter
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.verified_file import checksums
 from tests.core.checkpoint_cases import Trainee, differences
@@ -160,22 +160,20 @@ def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "sizes", [(), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (9, 2 * 2**20)]
 )
-def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Any):
-    """And all of it is there when the system is asked to put it on disk."""
+def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
+    """Also of one that an earlier attempt has begun, and written more of than it noted."""
     parts = [os.urandom(size) for size in sizes]
-    synced, fsync = [], os.fsync
-
-    def noted(descriptor: int) -> None:
-        synced.append(os.fstat(descriptor).st_size)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    with FileWriter(tmp_path / "file") as file:
-        for part in parts:
-            file.write(part)
-    assert (tmp_path / "file").read_bytes() == b"".join(parts)
-    assert file.blocks == list(checksums(memoryview(b"".join(parts))))
-    assert file.at == sum(sizes) and synced == [sum(sizes)]
+    whole = b"".join(parts)
+    for begun in (0, len(whole) // 2):
+        (tmp_path / "file").write_bytes(whole[:begun] + b"more" * bool(begun))
+        file = DataFile(tmp_path / "file", begun, sealed=True)
+        file.append(memoryview(whole)[begun:])
+        assert (tmp_path / "file").read_bytes() == whole
+        assert file.finish() == File("file", len(whole), tuple(checksums(memoryview(whole))))
+    file = DataFile(tmp_path / "file", 0, sealed=True)
+    for part in parts:
+        file.append(part)
+    assert file.finish().blocks == tuple(checksums(memoryview(whole)))
 
 
 def truncate(path: Path) -> None:

@@ -496,7 +496,7 @@ def test_rank_files_need_names(tmp_path: Path):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     files = sorted(str(path) for path in (copied / "LOCAL").iterdir())
     arguments = [*files, str(tmp_path / "out"), "--shapes", str(copied / "shapes.pt"), "--no-progress"]
     assert main([*arguments, "--dry-run"]) == 0
@@ -505,9 +505,10 @@ def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "LOCAL checkpoint of 2 rank(s)" in shown.err
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
-    assert "wrote and verified" in capsys.readouterr().err
+    assert "wrote and verified" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "error:" in capsys.readouterr().err
     by_model = [*files, str(tmp_path / "again"), "--model", "tests.legacy_fsdp_compat.both:Model"]
-    assert main(by_model) == 0  # with a progress bar
-    assert "write and verify" in capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as rich sees it
+    assert main(by_model) == 0
+    assert "write dcp" in capsys.readouterr().err

@@ -47,7 +47,8 @@ def converted(source: Path, target: Path, model: str, to: str, capsys: pytest.Ca
     status = main([str(source), str(target), "--to", to, *ranks, "--no-progress", "--model", model])
     assert target.exists() == (status == 0)
     assert not target.with_name(target.name + ".partial").exists()
-    return status, capsys.readouterr().err.splitlines()[-1]
+    shown = capsys.readouterr()
+    return status, (shown.err if status else shown.out).splitlines()[-1]
 
 
 def fails() -> nn.Module:

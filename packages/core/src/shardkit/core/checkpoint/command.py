@@ -6,21 +6,34 @@ An entry point offers it to the common command of shardkit-tools, too.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from shardkit.core.checkpoint.comparing import differences
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, printable
-from shardkit.core.checkpoint.exporting import export_safetensors, export_torch, renamed
+from shardkit.core.checkpoint.conversion import convert
+from shardkit.core.checkpoint.dcp_writer import DcpWriter
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.manifest import MANIFEST, dtype_name
 from shardkit.core.checkpoint.opening import candidates
-from shardkit.core.checkpoint.reading import read_objects, stored_tensors
-from shardkit.core.checkpoint.rewriting import write_checkpoint
+from shardkit.core.checkpoint.reading import checkpoint_of, stored_tensors
+from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter
 from shardkit.core.checkpoint.sources import tensors_of_files
-from shardkit.core.checkpoint.stored import StoredTensor
+from shardkit.core.checkpoint.stored import Checkpoint
+from shardkit.core.checkpoint.terminal import (
+    add_conversion_options,
+    add_progress_option,
+    progress,
+    run_conversion,
+    say,
+    status_of,
+)
+from shardkit.core.checkpoint.torch_writer import TorchWriter
 from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
 
 __all__ = ["main"]
@@ -30,19 +43,15 @@ T = TypeVar("T")
 _DESCRIPTION = """\
 Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
 CheckpointManager or torch.distributed.checkpoint has written; of a directory of several, the newest is meant. Sources
-are only read, and verified where they have checksums; a target appears when it is complete.
+are only read, and verified where they have checksums; a target appears when it is complete. What an interrupted
+conversion has written is gone on with when it is started again.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status: 0, 1 if `diff` finds differences, 2 after an error, which goes to stderr."""
     options = _parser().parse_args(arguments)
-    try:
-        status: int = options.run(options)
-    except (CheckpointError, OSError, ImportError) as error:
-        sys.stderr.write(printable(f"error: {error}") + "\n")
-        return 2
-    return status
+    return status_of(lambda: int(options.run(options)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,10 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add_for_one("inspect", _inspect, "what a checkpoint holds; no values are read")
-    add_for_one("verify", _verify, "read all of a checkpoint and compare every checksum")
+    add_progress_option(add_for_one("verify", _verify, "read all of a checkpoint and compare every checksum"))
     one = add("diff", _diff, "the tensors and values in which two checkpoints differ, however they are sharded")
     one.add_argument("first", type=Path)
     one.add_argument("second", type=Path)
+    add_progress_option(one)
     one = add_for_one(
         "export", _export, "weights as safetensors in the layout of Hugging Face, or one file of torch.save"
     )
@@ -75,14 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--prefix", default="model.", help="export what has this prefix, without it (default: model.)")
     one.add_argument("--all", action="store_true", help="everything, nested as it was saved; only for --to torch")
     one.add_argument("--file-mb", type=_positive, default=5000, help="MB in a safetensors file (default: 5000)")
+    add_conversion_options(one)
     one = add("import", _import, "a checkpoint of weights from safetensors files or a file of torch.save")
     one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
     one.add_argument("target", type=Path)
     one.add_argument("--key", help="of a file of torch.save that holds more, what lies under this key")
     one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
+    add_conversion_options(one)
     one = add_for_one("reshard", _reshard, "the same checkpoint in another number of data files")
     one.add_argument("target", type=Path)
     one.add_argument("--ranks", type=_positive, required=True, help="data files to write")
+    add_conversion_options(one)
     return parser
 
 
@@ -90,10 +103,6 @@ def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(printable(line) + "\n")
 
 
 def _open(path: Path) -> tuple[Path, Index]:
@@ -110,22 +119,22 @@ def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
         except DamagedCheckpointError as error:
             if not options.fallback:
                 raise DamagedCheckpointError(f"{error}; --fallback takes the one before") from error
-            _say(f"damaged: {error}")
+            say(f"damaged: {error}")
     return use(oldest, read_oldest())
 
 
 def _inspect(options: argparse.Namespace) -> int:
     path, index = _of_one(options, lambda *found: found)
     written_by = "unknown" if index.world_size is None else index.world_size
-    _say(f"{path}: step {index.step}, written by {written_by} rank(s)")
+    say(f"{path}: step {index.step}, written by {written_by} rank(s)")
     for name, value in index.info.items():
-        _say(f"  {name} = {value!r}")
+        say(f"  {name} = {value!r}")
     for name, entry in index.tensors.items():
-        _say(f"{name}\t{dtype_name(entry.dtype)}\t{list(entry.shape)}\t{len(entry.chunks)} chunk(s)")
+        say(f"{name}\t{dtype_name(entry.dtype)}\t{list(entry.shape)}\t{len(entry.chunks)} chunk(s)")
     for name, one in index.objects.items():
-        _say(f"{name}\tobject\t{one.length} bytes")
+        say(f"{name}\tobject\t{one.length} bytes")
     sealed = all(file.blocks is not None for file in index.files.values())
-    _say(
+    say(
         f"{len(index.tensors)} tensors, {index.nbytes / 1e6:.1f} MB, {len(index.objects)} other values, "
         f"{len(index.files)} files, {'with' if sealed else 'without'} checksums"
     )
@@ -133,80 +142,111 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    path, index = _of_one(options, _verified)
+    def read(path: Path, index: Index) -> tuple[Path, Index, int]:
+        nbytes = sum(file.nbytes for file in index.files.values())
+        with progress("verify", nbytes, shown=not options.no_progress) as report:
+            for file in index.files.values():
+                verify(path, file, report)
+        return path, index, nbytes
+
+    path, index, nbytes = _of_one(options, read)
     if any(file.blocks is None for file in index.files.values()):
         raise CheckpointError(
             f"{path} has no checksums to compare: it has no {MANIFEST}, as torch.distributed.checkpoint writes none"
         )
-    _say(f"{path}: {len(index.files)} files are what was written, {_megabytes(index)} MB")
+    say(f"{path}: {len(index.files)} files verified, {nbytes / 1e6:.1f} MB")
     return 0
 
 
-def _verified(path: Path, index: Index) -> tuple[Path, Index]:
-    for file in index.files.values():
-        verify(path, file)
-    return path, index
-
-
-def _megabytes(index: Index) -> str:
-    return f"{sum(file.nbytes for file in index.files.values()) / 1e6:.1f}"
-
-
 def _diff(options: argparse.Namespace) -> int:
+    first, second = _open(options.first), _open(options.second)
     found = 0
-    for line in differences(_open(options.first), _open(options.second)):
-        _say(line)
-        found += 1
-    _say(f"{found} differences" if found else "no differences")
+    with progress("compare", first[1].nbytes, shown=not options.no_progress) as report:
+        for line in differences(first, second, report):
+            say(line)
+            found += 1
+    say(f"{found} differences" if found else "no differences")
     return int(bool(found))
 
 
 def _export(options: argparse.Namespace) -> int:
-    def export(path: Path, index: Index) -> list[StoredTensor]:
-        tensors = stored_tensors(path, index)
+    def export(path: Path, index: Index) -> int:
+        left_out = LeftOut(options.without)
         if options.all:
-            export_torch(options.target, tensors, read_objects(path, index, index.objects), index)
-            return tensors
-        tensors = renamed(tensors, options.prefix)
-        if not tensors:
-            raise CheckpointError(f"{path} has no tensor whose name begins with '{options.prefix}'")
-        if options.to == "torch":
-            export_torch(options.target, tensors, {}, Index({}, {}, {}))
+            checkpoint = checkpoint_of(path, index, left_out)
         else:
-            export_safetensors(options.target, tensors, options.file_mb * 10**6)
-        return tensors
+            checkpoint = _weights(path, index, options.prefix, left_out)
+        left_out.check(path)
+        write: Callable[[Path], TorchWriter | SafetensorsWriter]
+        if options.to == "torch":
+            write = partial(TorchWriter, checkpoint=checkpoint)
+        else:
+            write = partial(SafetensorsWriter, checkpoint=checkpoint, file_bytes=options.file_mb * 10**6)
+        as_file, described = options.to == "torch", f"{options.to}, {options.file_mb} MB"
+        return run_conversion(
+            options,
+            checkpoint,
+            options.to,
+            lambda report: convert(checkpoint, options.target, write, described, as_file=as_file, progress=report),
+        )
 
     if options.all and options.to != "torch":
         raise CheckpointError("--all: safetensors holds no other values than tensors; add --to torch")
-    _say_written(_of_one(options, export), options.target)
-    return 0
+    return _of_one(options, export)
 
 
-def _say_written(tensors: Sequence[StoredTensor], target: Path) -> None:
-    _say(f"wrote {len(tensors)} tensors, {sum(one.nbytes for one in tensors) / 1e6:.1f} MB: {target}")
+def _weights(path: Path, index: Index, prefix: str, left_out: LeftOut) -> Checkpoint:
+    """The tensors whose names begin with `prefix`, without it and under flat names."""
+    checkpoint = Checkpoint("DCP", [str(path)], index.world_size or max(1, len(index.files)))
+    for one in stored_tensors(path, index):
+        if one.name.startswith(prefix) and not left_out.has(one.path):
+            flat = (one.name.removeprefix(prefix),)
+            checkpoint.add(flat, replace(one, path=flat))
+    if not checkpoint.tensors:
+        raise CheckpointError(f"{path} has no tensor whose name begins with '{prefix}'")
+    return checkpoint
 
 
 def _import(options: argparse.Namespace) -> int:
-    left_out: list[str] = []
-    tensors = tensors_of_files(options.source, ("model",), options.key, left_out.append)
-    if not tensors:
+    names: list[str] = []
+    left_out = LeftOut(options.without)
+    tensors = tensors_of_files(options.source, ("model",), options.key, names.append)
+    files = dict.fromkeys(part.file for one in tensors for part in one.parts)
+    checkpoint = Checkpoint("FULL", list(files))
+    checkpoint.notes += [f"left out, no tensor: {name}" for name in names]
+    checkpoint.tensors = {one.path: one for one in tensors if not left_out.has(one.path)}
+    left_out.check(options.source)
+    if not checkpoint.tensors:
         raise CheckpointError(f"{options.source} holds no tensors")
-    for name in left_out:
-        _say(f"left out, no tensor: {name}")
-    write_checkpoint(options.target, tensors, {}, Index({}, {}, {}), options.ranks)
-    _say_written(tensors, options.target)
-    return 0
+    return _write_sealed(options, checkpoint, {})
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    def rewrite(path: Path, index: Index) -> Index:
-        objects = {}
+    def rewrite(path: Path, index: Index) -> int:
+        left_out = LeftOut(options.without)
+        objects: dict[LeafPath, bytes] = {}
         for one in index.objects.values():
-            with VerifiedFile(path, index.files[one.file]) as file:
-                objects[one.path] = file.read(one.offset, one.length)
-        write_checkpoint(options.target, stored_tensors(path, index), objects, index, options.ranks)
-        return index
+            if not left_out.has(one.path):
+                with VerifiedFile(path, index.files[one.file]) as file:
+                    objects[one.path] = file.read(one.offset, one.length)
+        kept = replace(
+            index,
+            empties=tuple(one for one in index.empties if not left_out.has(one)),
+            order=tuple(one for one in index.order if not left_out.has(one)),
+        )
+        checkpoint = Checkpoint("DCP", [str(path)], index.world_size or max(1, len(index.files)), about=kept)
+        checkpoint.tensors = {one.path: one for one in stored_tensors(path, index) if not left_out.has(one.path)}
+        left_out.check(path)
+        return _write_sealed(options, checkpoint, objects)
 
-    index = _of_one(options, rewrite)
-    _say(f"wrote {len(index.tensors)} tensors in {options.ranks} data file(s): {options.target}")
-    return 0
+    return _of_one(options, rewrite)
+
+
+def _write_sealed(options: argparse.Namespace, checkpoint: Checkpoint, objects: dict[LeafPath, bytes]) -> int:
+    write = partial(DcpWriter, checkpoint=checkpoint, objects=objects, ranks=options.ranks, sealed=True)
+    return run_conversion(
+        options,
+        checkpoint,
+        f"{options.ranks} data file(s)",
+        lambda report: convert(checkpoint, options.target, write, f"{options.ranks} data files", progress=report),
+    )

@@ -15,7 +15,7 @@ from shardkit.core.checkpoint.image import places
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
-from shardkit.core.checkpoint.manifest import MANIFEST, pack
+from shardkit.core.checkpoint.manifest import MANIFEST, SAVE_ID, pack
 from shardkit.core.checkpoint.metadata_pickle import stock_metadata
 from shardkit.core.checkpoint.parts import Part, data_file, read_part, write_file
 from shardkit.core.checkpoint.pieces import Layout, Piece
@@ -132,10 +132,14 @@ def _chunk(piece: Piece, start: int, file: str) -> Chunk:
     return Chunk(file, start, archive.length, piece.offsets, piece.sizes, start + len(archive.head))
 
 
-def write_index(directory: Path, index: Index) -> None:
-    """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both."""
-    metadata = stock_metadata(index)
+def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
+    """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both.
+
+    Without a seal there is no manifest, and the directory is one as torch.distributed.checkpoint writes it.
+    """
+    metadata = stock_metadata(index, SAVE_ID if sealed else None)
     blocks = write_file(directory / METADATA, [metadata], lambda _: None)
-    beside = File(METADATA, len(metadata), tuple(blocks))
-    manifest = pack(index, datetime.now(UTC).isoformat(timespec="microseconds"), beside)
-    write_file(directory / MANIFEST, [manifest], lambda _: None)
+    if sealed:
+        beside = File(METADATA, len(metadata), tuple(blocks))
+        manifest = pack(index, datetime.now(UTC).isoformat(timespec="microseconds"), beside)
+        write_file(directory / MANIFEST, [manifest], lambda _: None)

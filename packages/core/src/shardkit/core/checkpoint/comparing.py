@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ from shardkit.core.checkpoint.stored import StoredTensor
 __all__ = ["differences"]
 
 
-def differences(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterator[str]:
+def differences(
+    first: tuple[Path, Index], second: tuple[Path, Index], progress: Callable[[int], object] = lambda _: None
+) -> Iterator[str]:
     """A line for each tensor or object in which two checkpoints differ, to the last bit; however they are cut.
+
+    `progress` is told how many bytes of the first one were done.
 
     Raises:
         DamagedCheckpointError: if either is damaged.
@@ -31,6 +35,7 @@ def differences(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterat
             yield f"{name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
         elif text := _of_values(a, b):
             yield f"{name}: {text}"
+        progress(0 if a is None else a.nbytes)
     yield from _of_objects(first, second)
 
 

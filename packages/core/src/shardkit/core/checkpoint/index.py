@@ -152,8 +152,11 @@ class Index:
         return tensors | {name: one.path for name, one in self.objects.items()}
 
     def in_order(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
-        """Values by path in the order in which they were saved, where that is known."""
-        place = {path: number for number, path in enumerate(self.order)}
+        """Values by path in the order in which they were saved, where that is known; empty mappings come last."""
+        place = dict.fromkeys(self.empties, len(self.order))
+        for number, path in enumerate(self.order):
+            for end in range(1, len(path) + 1):
+                place.setdefault(path[:end], number)
         return dict(sorted(values.items(), key=lambda item: place.get(item[0], -1)))
 
     @property

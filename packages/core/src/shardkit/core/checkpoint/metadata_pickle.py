@@ -48,7 +48,7 @@ _MARK, _DICT, _LIST, _NONE = b"(", b"}", b"]", b"N"
 _SETITEMS, _APPENDS, _BUILD, _POP = b"u", b"e", b"b", b"0"
 
 
-def stock_metadata(index: Index) -> bytes:
+def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
     """The metadata that torch.distributed.checkpoint needs to load what an index describes."""
     paths = {name: stock_path(path) for name, path in index.paths.items()}
     state = {
@@ -56,7 +56,7 @@ def stock_metadata(index: Index) -> bytes:
         "state_dict_metadata": _dict(_described(index)),
         "planner_data": _pushed(paths),
         "storage_data": _dict(_stored(index)),
-        "storage_meta": _pushed(StorageMeta(save_id=SAVE_ID)),
+        "storage_meta": _pushed(StorageMeta(save_id=save_id)),
     }
     remembered = [_pushed(key) + _put(number) + _POP for key, number in _MEMO.items()]
     return b"".join([b"\x80\x02", *remembered, _instance(Metadata, *map(_item, state.items())), _END])

@@ -16,14 +16,15 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
 from shardkit.core.checkpoint.layouts import Layout, layout_in
 from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of, object_from
+from shardkit.core.checkpoint.leaves import name_of, object_from, unflatten
+from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.pieces import boxes_of
-from shardkit.core.checkpoint.stored import CHUNK_BYTES, Part, StoredTensor
-from shardkit.core.checkpoint.strided import Memory, row_major_strides
+from shardkit.core.checkpoint.stored import CHUNK_BYTES, Checkpoint, Part, StoredTensor, paths_of
+from shardkit.core.checkpoint.strided import Memory, row_major_strides, whole
 from shardkit.core.checkpoint.verified_file import VerifiedFile
 
-__all__ = ["Read", "read_box", "read_objects", "read_tensors", "reads_of", "stored_tensors"]
+__all__ = ["Read", "checkpoint_of", "read_box", "read_objects", "read_tensors", "reads_of", "stored_tensors"]
 
 Span = tuple[int, int]
 
@@ -175,6 +176,25 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, Layout | None]:
 def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
     """The tensors of a checkpoint; reading verifies."""
     return [_stored(directory, index, entry) for entry in index.tensors.values()]
+
+
+def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoint:
+    """A checkpoint directory as a source of conversions; of what is left out nothing is read.
+
+    Lists without tensors, which were taken apart for torch.distributed.checkpoint, are whole again.
+
+    Raises:
+        DamagedCheckpointError: for damaged objects.
+    """
+    names = [name for name in index.objects if not left_out.has(index.paths[name])]
+    leaves: dict[LeafPath, Any] = read_objects(directory, index, names)
+    leaves |= {one.path: one for one in stored_tensors(directory, index) if not left_out.has(one.path)}
+    in_order = {path: leaves[path] for path in index.paths.values() if path in leaves}
+    empties = [path for path in index.empties if not left_out.has(path)]
+    checkpoint = Checkpoint("DCP", [str(directory)], index.world_size or max(1, len(index.files)), about=index)
+    for path, value in paths_of(unflatten(in_order, empties)):
+        checkpoint.add(path, whole(path, value, str(directory)) if isinstance(value, torch.Tensor) else value)
+    return checkpoint
 
 
 def _stored(directory: Path, index: Index, entry: TensorEntry) -> StoredTensor:

@@ -17,45 +17,22 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.safetensors_files import HF_INDEX, mapped_safetensors
 from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.core.checkpoint.strided import whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.region import Region
 
 __all__ = [
-    "SAFETENSORS_DTYPES",
-    "HF_INDEX",
     "DictSource",
     "Entry",
     "SafetensorsSource",
     "Source",
     "TorchFileSource",
     "open_file",
-    "mapped_safetensors",
     "open_source",
     "tensors_of_files",
 ]
-
-HF_INDEX = "model.safetensors.index.json"
-
-SAFETENSORS_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True)
@@ -148,27 +125,6 @@ class SafetensorsSource(DictSource):
     def __init__(self, path: Path) -> None:
         super().__init__(mapped_safetensors(path)[0], str(path))
         self.fingerprint = _fingerprint(path, self.entries)
-
-
-def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, mapped, and the texts in its metadata. Raises as `SafetensorsSource`."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            f"reading {path} needs the package safetensors; run: pip install 'shardkit-core[safetensors]'"
-        ) from error
-    try:
-        # Any: the package is not annotated.
-        opened: Any = safe_open(str(path), framework="pt")
-        for name in opened.keys():  # noqa: SIM118 (no mapping)
-            kind = opened.get_slice(name).get_dtype()
-            if kind not in SAFETENSORS_DTYPES:
-                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(SAFETENSORS_DTYPES)}")
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise DamagedCheckpointError(f"{path} ({path.stat().st_size} bytes) is damaged: {error}") from error
-    return tensors, opened.metadata() or {}
 
 
 def open_source(source: object) -> Source | None:

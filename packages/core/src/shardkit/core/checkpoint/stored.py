@@ -14,15 +14,19 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of, walk
+from shardkit.core.checkpoint.leaves import name_of, unflatten, walk
 
-__all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "StoredTensor", "paths_of"]
+__all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "Slab", "StoredTensor", "paths_of"]
 
 CHUNK_BYTES = 32 * 2**20
 """How much of a tensor is in memory at a time; a row that is longer is read whole."""
 
 Read = Callable[[int, int], torch.Tensor]
+
+Slab = tuple[int, int, torch.Tensor]
+"""First and last element of a range of a tensor, and its values."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class Checkpoint:
         objects: everything else, by path.
         notes: what the user should know about how it was read.
         config: of LOCAL files how the model is wrapped, as `--config` takes it.
+        about: of a directory its step, world size, info, empty mappings and order.
     """
 
     kind: str
@@ -170,6 +175,19 @@ class Checkpoint:
     objects: dict[LeafPath, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: dict[str, Any] | None = None
+    about: Index = field(default_factory=lambda: Index({}, {}, {}))
+
+    def add(self, path: LeafPath, value: Any) -> None:
+        """Puts a leaf in: a stored tensor, or an object."""
+        if isinstance(value, StoredTensor):
+            self.tensors[path] = value
+        else:
+            self.objects[path] = value
+
+    def nested(self, leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
+        """Values by path as the state that they are leaves of."""
+        state: dict[str, Any] = unflatten(self.about.in_order(leaves))
+        return state
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -139,10 +139,11 @@ class VerifiedFile:
         self.close()
 
 
-def verify(directory: Path, file: File) -> None:
-    """Reads all of a file; raises as `VerifiedFile`."""
+def verify(directory: Path, file: File, progress: Callable[[int], object] = lambda _: None) -> None:
+    """Reads all of a file, and tells how many bytes it has read; raises as `VerifiedFile`."""
     block = bytearray(BLOCK_BYTES)
     with VerifiedFile(directory, file) as opened:
         for start in range(0, file.nbytes, BLOCK_BYTES):
             size = min(BLOCK_BYTES, file.nbytes - start)
             opened.read_into(start, memoryview(block)[:size])
+            progress(size)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from shardkit.core.checkpoint.errors import CheckpointError, printable
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.stored import Checkpoint
+from shardkit.core.checkpoint.terminal import add_conversion_options, run_conversion, status_of
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
 from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
 from shardkit.legacy_fsdp_compat.migrate.model_factory import model_of, shapes_of_model
@@ -36,8 +33,6 @@ from shardkit.legacy_fsdp_compat.migrate.wrapping import (
 
 __all__ = ["main"]
 
-_MIB = 2**20
-
 _DESCRIPTION = """\
 Converts FSDP1 checkpoints on one machine, without a process group: FULL (one file), SHARDED (a directory of
 torch.distributed.checkpoint, or a file for each rank) and LOCAL (a file for each rank), weights and optimizer state.
@@ -52,11 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["script"]:
         return rewrite_script(arguments[1:])
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (CheckpointError, OSError, ImportError) as error:
-        _say(f"error: {error}")
-        return 2
+    return status_of(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,15 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="instead: JSON with shapes and wrapping, or the migration.json that a conversion from LOCAL leaves",
     )
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="leave out a value, or a dict with all in it; again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_conversion_options(parser)
     return parser
 
 
@@ -122,28 +105,19 @@ def _run(options: argparse.Namespace) -> int:
     known = _known(options)
     source = options.source[0] if len(options.source) == 1 else options.source
     checkpoint = open_checkpoint(source, known.shapes, without=options.without)
-    _say(_summary(checkpoint))
-    for note in checkpoint.notes:
-        _say(f"note: {note}")
     ranks = _ranks(options, checkpoint, known)
     if isinstance(ranks, LocalRanks) and ranks.wrapping.parted:
-        _say(
-            f"note: {list(ranks.wrapping.parted)} are tied to parameters of other FSDP modules, and FSDP1 keeps a copy "
+        checkpoint.notes.append(
+            f"{list(ranks.wrapping.parted)} are tied to parameters of other FSDP modules, and FSDP1 keeps a copy "
             f"in each: these files are for stock FSDP1. shardkit keeps them tied; for it convert to '{SHARDED}' or "
             "'dcp'"
         )
-    if options.dry_run:
-        for path, stored in checkpoint.tensors.items():
-            sys.stdout.write(printable(f"{name_of(path)}\t{tuple(stored.shape)}\t{stored.dtype}") + "\n")
-        for path in checkpoint.objects:
-            sys.stdout.write(printable(f"{name_of(path)}\t(object)") + "\n")
-        _say(f"would write {options.to} to {options.target}; nothing was written")
-        return 0
-    with _Progress(2 * checkpoint.nbytes, shown=not options.no_progress) as progress:
-        done = convert(checkpoint, options.target, options.to, ranks=ranks, progress=progress)
-    resumed = f", {done.resumed} of them by an earlier attempt" if done.resumed else ""
-    _say(f"wrote and verified {len(done.hashes)} tensors{resumed}: {done.target}")
-    return 0
+    return run_conversion(
+        options,
+        checkpoint,
+        options.to,
+        lambda report: convert(checkpoint, options.target, options.to, ranks=ranks, progress=report),
+    )
 
 
 @dataclass(frozen=True)
@@ -214,38 +188,3 @@ def _parameters(checkpoint: Checkpoint, known: _Known) -> Collection[str]:
             "--model MODULE:FUNCTION"
         )
     return found
-
-
-def _summary(checkpoint: Checkpoint) -> str:
-    return (
-        f"{checkpoint.kind} checkpoint of {checkpoint.world_size} rank(s): {len(checkpoint.tensors)} tensors, "
-        f"{checkpoint.nbytes / _MIB:.1f} MiB, {len(checkpoint.objects)} other values; "
-        f"tensors take at most {checkpoint.bound_bytes / _MIB:.1f} MiB of memory at a time"
-    )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(printable(text) + "\n")
-
-
-class _Progress:
-    """A bar by tqdm, if that is installed."""
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._update: Callable[[int], object] = lambda _: None
-        self._close: Callable[[], object] = lambda: None
-        if shown:
-            try:
-                tqdm: Any = importlib.import_module("tqdm").tqdm  # not annotated
-            except ImportError:
-                return
-            bar = tqdm(total=total, unit="B", unit_scale=True, desc="write and verify", file=sys.stderr)
-            self._update, self._close = bar.update, bar.close
-
-    def __enter__(self) -> Callable[[int], object]:
-        return self._update
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()

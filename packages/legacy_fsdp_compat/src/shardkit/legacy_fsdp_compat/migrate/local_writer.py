@@ -13,9 +13,9 @@ from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint
+from shardkit.core.checkpoint.torch_writer import Content, Place
 from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, check_shapes
-from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place
 from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter, check_count
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
@@ -68,9 +68,8 @@ class LocalWriter(ShardedWriter):
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: LocalRanks) -> None:
         super().__init__(directory, checkpoint, Ranks(ranks.count, ranks.wrapping.parameters))
         self._wrapping = ranks.wrapping
-        self.shapes = ranks.wrapping.known.given
         check_shapes(checkpoint, ranks.wrapping.known)
-        bases = dict.fromkeys(path[:-1] for path in checkpoint.tensors if path[-1] in self.shapes)
+        bases = dict.fromkeys(path[:-1] for path in checkpoint.tensors if path[-1] in ranks.wrapping.known.given)
         self._check_ties(bases)
         self._check_parted()
         self._units = {base: {unit: self._unit(base, unit) for unit in ranks.wrapping.units} for base in bases}
@@ -110,17 +109,17 @@ class LocalWriter(ShardedWriter):
         dtype = next(iter(dtypes.values()))
         return _Unit(base, names, self._wrapping.layout(unit, self._count, dtype), dtype)
 
-    def content(self, rank: int) -> Content:
+    def content(self, number: int) -> Content:
         """Flat parameters, rows of what is cut besides, and all of everything else."""
         content = Content()
         done: set[LeafPath] = set()
         for path, stored in self._checkpoint.tensors.items():
             base = path[:-1]
             if base not in self._units:
-                self._add(content, path, stored, rank)
+                self._add(content, path, stored, number)
             elif base not in done:
                 done.add(base)
-                self._add_model(content, base, rank)
+                self._add_model(content, base, number)
         content.leaves.update(self._checkpoint.objects)
         return content
 

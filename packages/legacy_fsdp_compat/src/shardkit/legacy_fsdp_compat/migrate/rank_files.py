@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, paths_of
 from shardkit.core.checkpoint.strided import mapped_reader, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
 from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
-from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
 from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED, StoredShards
 
 __all__ = [

@@ -13,8 +13,8 @@ from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
+from shardkit.core.checkpoint.torch_writer import Content, Place, TorchWriter
 from shardkit.legacy_fsdp_compat.flat_layout import row_intervals
-from shardkit.legacy_fsdp_compat.migrate.rank_writer import Content, Place, RankWriter
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 __all__ = ["Ranks", "ShardedWriter", "check_count", "parameters_in_groups"]
@@ -62,7 +62,7 @@ def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
     return {key for key in listed if isinstance(key, str)}
 
 
-class ShardedWriter(RankWriter):
+class ShardedWriter(TorchWriter):
     """`rank0.pt` and so on, nested dicts with ShardedTensors.
 
     Raises:
@@ -70,24 +70,25 @@ class ShardedWriter(RankWriter):
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
-        super().__init__(directory, ranks.count)
-        self._checkpoint = checkpoint
+        super().__init__(directory, checkpoint, [f"rank{rank}.pt" for rank in range(ranks.count)])
         self._count = ranks.count
         self._cut = _what_is_cut(checkpoint, ranks.parameters)
 
-    def content(self, rank: int) -> Content:
+    def memory_in(self, leaf: Any) -> torch.Tensor | None:
+        """The tensor that a leaf is pickled with."""
+        return leaf.local if isinstance(leaf, PickledShards) else super().memory_in(leaf)
+
+    def content(self, number: int) -> Content:
         """Rows of what is cut, and all of everything else."""
         content = Content()
         for path, stored in self._checkpoint.tensors.items():
-            self._add(content, path, stored, rank)
+            self._add(content, path, stored, number)
         content.leaves.update(self._checkpoint.objects)
         return content
 
     def _add(self, content: Content, path: LeafPath, stored: StoredTensor, rank: int) -> None:
         if path not in self._cut:
-            whole = torch.empty(stored.shape, dtype=stored.dtype)
-            content.leaves[path] = whole
-            content.places[path] = Place(0, stored.numel, whole)
+            content.add_whole(path, stored)
             return
         rest = stored.shape[1:]
         intervals = row_intervals(stored.shape, self._count)

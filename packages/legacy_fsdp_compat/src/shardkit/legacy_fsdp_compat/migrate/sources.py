@@ -12,16 +12,18 @@ import torch
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import Path as LeafPath
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.left_out import LeftOut
+from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.reading import checkpoint_of
+from shardkit.core.checkpoint.safetensors_files import read_safetensors
+from shardkit.core.checkpoint.stock_metadata import METADATA
 from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.strided import whole
-from shardkit.legacy_fsdp_compat.migrate.dcp_files import METADATA, read_dcp
-from shardkit.legacy_fsdp_compat.migrate.flat_files import read_safetensors
-from shardkit.legacy_fsdp_compat.migrate.left_out import LeftOut
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes, Shapes, check_shapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.trees import fill
 
 __all__ = ["open_checkpoint", "shapes_of_checkpoint", "shapes_of_file"]
 
@@ -63,7 +65,7 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if (path / METADATA).exists():
-        return read_dcp(path, left_out)
+        return _directory(path, left_out)
     files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")
     for one in files:
         if one.is_symlink() and not one.resolve().is_relative_to(path.resolve()):
@@ -77,16 +79,29 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
     return _file(files[0], shapes, left_out) if len(files) == 1 else _rank_files(files, shapes, left_out)
 
 
+def _directory(path: Path, left_out: LeftOut) -> Checkpoint:
+    """A directory of torch.distributed.checkpoint, or of core."""
+    index = open_index(path, left_out.has)
+    for name, where in index.paths.items():
+        if name.rpartition(".")[2] == FLAT_NAME and name in index.tensors and not left_out.has(where):
+            raise CheckpointError(
+                f"'{name}' in {path} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files "
+                "of ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it "
+                "as SHARDED_STATE_DICT"
+            )
+    return checkpoint_of(path, index, left_out)
+
+
 def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
     if _is_safetensors(path):
         return read_safetensors(path, left_out)
     leaves = dict(left_out.rest(leaves_of_file(path)))
     if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
         return _rank_files([path], shapes, left_out)
-    stored = (
-        (key, whole(key, leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf) for key, leaf in leaves.items()
-    )
-    return fill(Checkpoint("FULL", [str(path)]), stored)
+    checkpoint = Checkpoint("FULL", [str(path)])
+    for key, leaf in leaves.items():
+        checkpoint.add(key, whole(key, leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
+    return checkpoint
 
 
 def _is_safetensors(path: Path) -> bool:

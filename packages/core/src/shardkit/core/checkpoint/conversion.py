@@ -1,0 +1,321 @@
+"""Converts a checkpoint: streamed, resumable, verified, and in place only when it is complete.
+
+Until everything is written, and has been read back where that is asked for, the output lies in `<target>.partial`.
+A journal beside it has one line for the source, then one for each tensor that is written. An interrupted conversion
+goes on there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardkit.core.checkpoint.directory import sync_directory
+from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.memory import memory_of
+from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor
+
+__all__ = ["REPORT", "Converted", "Writer", "convert", "refuse_existing"]
+
+REPORT = "migration.json"
+_JOURNAL = "journal.jsonl"
+
+
+class Writer(Protocol):
+    """One format. Every writer lays its files out in `begin`, or takes up what an earlier attempt has written.
+
+    Attributes:
+        file: is there once all files are laid out.
+    """
+
+    file: Path
+
+    def begin(self, records: dict[str, Any]) -> None:
+        """Starts; `records` has what `write` returned for tensors that are written already."""
+
+    def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
+        """Writes one tensor; returns what it takes to go on behind it, as JSON."""
+
+    def finish(self) -> None:
+        """Completes the files."""
+
+    def kept(self, value: Any) -> Any:
+        """An object as the format gives it back."""
+
+
+@dataclass
+class Converted:
+    """What was done.
+
+    Attributes:
+        target: the directory or file.
+        hashes: sha256 of each tensor's bytes, by name, as read from the source and, if verified, from the output.
+        resumed: how many tensors an earlier attempt had written.
+        nbytes: bytes of all tensors.
+        verified: whether the output was read back.
+    """
+
+    target: Path
+    hashes: dict[str, str] = field(default_factory=dict)
+    resumed: int = 0
+    nbytes: int = 0
+    verified: bool = False
+
+
+def convert(
+    checkpoint: Checkpoint,
+    target: Path,
+    make: Callable[[Path], Writer],
+    described: str,
+    *,
+    read_back: Callable[[Path], Checkpoint] | None = None,
+    report: str | None = None,
+    as_file: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Converted:
+    """Writes `checkpoint` to `target`, slab by slab.
+
+    Args:
+        checkpoint: its files are only read.
+        target: must not exist; appears when everything is on disk.
+        make: makes the writer, for a directory.
+        described: tells this attempt from those with other options.
+        read_back: opens the output, which is then compared with what was read from the source; None to leave that.
+        report: the format, for a `migration.json` in the output; None for none.
+        as_file: the target is the file that the writer names, not a directory.
+        progress: is told how many bytes were done; read back they count again.
+
+    Raises:
+        CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
+    """
+    refuse_existing(target)
+    _check_names(checkpoint)
+    _check_place(checkpoint, target)
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    _check_own(partial)
+    with _alone(partial):
+        with _removed_if_refused(partial, only_empty=True):
+            writer = make(partial)  # raises for what it cannot write, before anything is noted
+        journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, described))
+        done = Converted(target, nbytes=checkpoint.nbytes, verified=read_back is not None)
+        with _removed_if_refused(partial), ThreadPoolExecutor(1) as beside:
+            _write(checkpoint, journal, writer, done, progress if read_back else lambda n: progress(2 * n))
+            synced = beside.submit(_sync, partial)
+            if read_back is not None:
+                _verify(done, checkpoint, writer, read_back(partial), progress)
+            synced.result()
+        if report is not None:
+            _report(partial, done, checkpoint, report)
+        (partial / _JOURNAL).unlink()
+        (writer.file if as_file else partial).rename(target)
+    if as_file:
+        partial.rmdir()
+    sync_directory(target.absolute().parent)
+    return done
+
+
+def _write(
+    checkpoint: Checkpoint, journal: _Journal, writer: Writer, done: Converted, progress: Callable[[int], object]
+) -> None:
+    writer.begin(journal.records if writer.file.exists() else journal.forget())
+    done.resumed = len(journal.records)
+    with ThreadPoolExecutor(1) as beside:
+        for path, stored in checkpoint.tensors.items():
+            name = name_of(path)
+            if name not in journal.records:
+                digest = hashlib.sha256()
+                record = writer.write(path, _hashed(stored, digest, beside, progress))
+                journal.add(name, {**record, "sha256": digest.hexdigest()})
+            else:
+                progress(stored.nbytes)
+            done.hashes[name] = journal.records[name]["sha256"]
+    writer.finish()
+
+
+def _sync(directory: Path) -> None:
+    """Has the system put all files of a directory on disk."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises `CheckpointError` if there is anything at `target`."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists; it would be overwritten: remove it, or choose another place")
+
+
+def _hashed(
+    stored: StoredTensor, digest: Any, beside: ThreadPoolExecutor, progress: Callable[[int], object]
+) -> Iterator[Slab]:
+    """The slabs of a tensor. Each is hashed while it is used, and the next one is read."""
+    hashing: Future[None] | None = None
+    for low, high in stored.ranges():
+        values = stored.read(low, high)
+        if hashing is not None:
+            hashing.result()
+        hashing = beside.submit(digest.update, memory_of(values))
+        yield low, high, values
+        progress(values.nbytes)
+    if hashing is not None:
+        hashing.result()
+
+
+def _check_place(checkpoint: Checkpoint, target: Path) -> None:
+    """The source is only read, also its directory."""
+    for source in (Path(name).resolve() for name in checkpoint.files):
+        if target.resolve().is_relative_to(source):
+            raise CheckpointError(f"{target} lies in the source {source}; choose a place outside of it")
+
+
+def _check_own(partial: Path) -> None:
+    """In a directory that others may write to, they could have made it, to have something else overwritten."""
+    seen = partial.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
+        raise CheckpointError(f"{partial} is a link, or belongs to another user; remove it, or choose another place")
+
+
+@contextmanager
+def _alone(partial: Path) -> Iterator[None]:
+    """Holds a lock on the directory; it goes with the process, however that ends."""
+    directory = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise CheckpointError(f"another process is writing {partial}; wait for it, or choose another place") from error
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def _removed_if_refused(partial: Path, *, only_empty: bool = False) -> Iterator[None]:
+    """What an interruption has left is gone on with; what cannot be converted would not be the next time either."""
+    try:
+        yield
+    except CheckpointError:
+        if not only_empty or not any(partial.iterdir()):
+            shutil.rmtree(partial)
+        raise
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    seen: dict[str, LeafPath] = {}
+    for path in (*checkpoint.tensors, *checkpoint.objects):
+        other = seen.setdefault(name_of(path), path)
+        if other != path:
+            raise CheckpointError(
+                f"both {path} and {other} are called '{name_of(path)}', and one would overwrite the other; rename one"
+            )
+
+
+def _verify(
+    done: Converted, checkpoint: Checkpoint, writer: Writer, output: Checkpoint, progress: Callable[[int], object]
+) -> None:
+    """Compares names, shapes, dtypes, every byte and every object of the output, read as anyone would."""
+    if output.objects.keys() != checkpoint.objects.keys():
+        odd = [name_of(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
+        raise CheckpointError(f"the objects {odd} are in one of source and output only")
+    for path, value in checkpoint.objects.items():
+        if repr(output.objects[path]) != repr(writer.kept(value)):
+            raise CheckpointError(
+                f"'{name_of(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}"
+            )
+    written = {name_of(path): stored for path, stored in output.tensors.items()}
+    with ThreadPoolExecutor(1) as beside:
+        for path, stored in checkpoint.tensors.items():
+            name = name_of(path)
+            copy = written.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (stored.shape, stored.dtype):
+                seen = "missing" if copy is None else f"of shape {copy.shape} and {copy.dtype}"
+                raise CheckpointError(
+                    f"'{name}' is {seen} in the output; expected shape {stored.shape} and {stored.dtype}"
+                )
+            digest = hashlib.sha256()
+            for _ in _hashed(copy, digest, beside, progress):
+                pass
+            if digest.hexdigest() != done.hashes[name]:
+                raise CheckpointError(
+                    f"'{name}' reads back differently: sha256 {digest.hexdigest()}, expected {done.hashes[name]}; "
+                    "try again, perhaps on another disk"
+                )
+
+
+def _report(partial: Path, done: Converted, checkpoint: Checkpoint, to: str) -> None:
+    report: dict[str, Any] = {
+        "format": to,
+        "source": {"kind": checkpoint.kind, "files": checkpoint.files, "world_size": checkpoint.world_size},
+        "tensors": {
+            name_of(path): {
+                "shape": list(one.shape),
+                "dtype": str(one.dtype),
+                "sha256": done.hashes[name_of(path)],
+            }
+            for path, one in checkpoint.tensors.items()
+        },
+    }
+    if checkpoint.config is not None:
+        report["config"] = checkpoint.config
+    (partial / REPORT).write_text(json.dumps(report, indent=1))
+
+
+def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
+    """Of the source's files, by size and time, and of the tensors in them."""
+    described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
+    described.append([(name_of(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
+    parts = (part for one in checkpoint.tensors.values() for part in one.parts)
+    for name in sorted({file for part in parts for file in (part.file, *part.others)}):
+        found = Path(name).stat()
+        described.append([name, found.st_size, found.st_mtime_ns])
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+class _Journal:
+    """What an attempt has written. A last line that is not whole, from an interruption, does not count."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        self._fingerprint = fingerprint
+        self.records: dict[str, Any] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
+        whole = []
+        for line in lines:
+            try:
+                whole.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        if whole and whole[0] != fingerprint:
+            raise CheckpointError(
+                f"{path.parent} is left from a conversion of another source, or to another format; remove it first"
+            )
+        try:
+            self.records = {str(entry["name"]): {**entry, "sha256": str(entry["sha256"])} for entry in whole[1:]}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}; remove {path.parent} and start anew") from error
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in [fingerprint, *whole[1:]]))
+
+    def forget(self) -> dict[str, Any]:
+        """Starts anew: the data file is gone."""
+        self.records = {}
+        self._path.write_text(json.dumps(self._fingerprint) + "\n")
+        return self.records
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        """Notes a tensor as written."""
+        self.records[name] = {"name": name, **record}
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.records[name]) + "\n")

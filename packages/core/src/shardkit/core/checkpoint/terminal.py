@@ -1,0 +1,116 @@
+"""What the commands that look at checkpoints and convert them have in common: options, messages, progress, status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardkit.core.checkpoint.conversion import Converted, refuse_existing
+from shardkit.core.checkpoint.errors import CheckpointError, printable
+from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Checkpoint
+
+__all__ = ["add_conversion_options", "add_progress_option", "note", "progress", "run_conversion", "say", "status_of"]
+
+Progress = Callable[[int], object]
+"""Is told how many bytes were done."""
+
+
+def say(line: str) -> None:
+    """A line of the result, to stdout."""
+    sys.stdout.write(printable(line) + "\n")
+
+
+def note(line: str) -> None:
+    """A line beside the result, to stderr."""
+    sys.stderr.write(printable(line) + "\n")
+
+
+def status_of(run: Callable[[], int]) -> int:
+    """The exit status of a command: its own, or 2 after an error, which is printed to stderr in one line."""
+    try:
+        return run()
+    except (CheckpointError, OSError, ImportError) as error:
+        note(f"error: {error}")
+        return 2
+
+
+def add_progress_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that read everything."""
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_conversion_options(parser: argparse.ArgumentParser) -> None:
+    """For commands that write a target."""
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="omit a value, or a dict and everything below it (repeatable)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
+    add_progress_option(parser)
+
+
+def run_conversion(
+    options: argparse.Namespace, checkpoint: Checkpoint, what: str, convert: Callable[[Progress], Converted]
+) -> int:
+    """Says what the source holds, converts it, and says what was written; with --dry-run lists it and writes nothing.
+
+    Args:
+        options: those of `add_conversion_options`, and the target.
+        checkpoint: the source.
+        what: the format.
+        convert: is told where to report its progress.
+    """
+    refuse_existing(options.target)
+    note(
+        f"{checkpoint.kind} checkpoint of {checkpoint.world_size} rank(s): {len(checkpoint.tensors)} tensors, "
+        f"{checkpoint.nbytes / 1e6:.1f} MB, {len(checkpoint.objects)} other values; "
+        f"tensors take at most {checkpoint.bound_bytes / 1e6:.1f} MB of memory at a time"
+    )
+    for text in checkpoint.notes:
+        note(f"note: {text}")
+    if options.dry_run:
+        for path, stored in checkpoint.tensors.items():
+            say(f"{name_of(path)}\t{tuple(stored.shape)}\t{stored.dtype}")
+        for path in checkpoint.objects:
+            say(f"{name_of(path)}\t(object)")
+        note(f"would write {what} to {options.target}; nothing was written")
+        return 0
+    with progress(f"write {what}", 2 * checkpoint.nbytes, shown=not options.no_progress) as report:
+        done = convert(report)
+    resumed = f" ({done.resumed} by an earlier attempt)" if done.resumed else ""
+    say(
+        f"{'wrote and verified' if done.verified else 'wrote'} {len(checkpoint.tensors)} tensors{resumed}, "
+        f"{done.nbytes / 1e6:.1f} MB: {done.target}"
+    )
+    return 0
+
+
+@contextmanager
+def progress(what: str, total: int, *, shown: bool) -> Iterator[Progress]:
+    """A bar by rich, if that is installed and stderr is a terminal; it counts bytes up to `total`."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+    except ImportError:
+        shown = False
+    if not shown:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda nbytes: bars.advance(task, nbytes)
