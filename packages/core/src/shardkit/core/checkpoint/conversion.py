@@ -83,18 +83,20 @@ def convert(
     read_back: Callable[[Path], Checkpoint] | None = None,
     report: str | None = None,
     as_file: bool = False,
+    durable: bool = True,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Converted:
     """Writes `checkpoint` to `target`, slab by slab.
 
     Args:
         checkpoint: its files are only read.
-        target: must not exist; appears when everything is on disk.
+        target: must not exist; appears when everything is written.
         make: makes the writer, for a directory.
         described: tells this attempt from those with other options.
         read_back: opens the output, which is then compared with what was read from the source; None to leave that.
         report: the format, for a `migration.json` in the output; None for none.
         as_file: the target is the file that the writer names, not a directory.
+        durable: has the system put everything on disk before the target appears.
         progress: is told how many bytes were done; read back they count again.
 
     Raises:
@@ -113,10 +115,11 @@ def convert(
         done = Converted(target, nbytes=checkpoint.nbytes, verified=read_back is not None)
         with _removed_if_refused(partial), ThreadPoolExecutor(1) as beside:
             _write(checkpoint, journal, writer, done, progress if read_back else lambda n: progress(2 * n))
-            synced = beside.submit(_sync, partial)
+            synced = beside.submit(_sync, partial) if durable else None
             if read_back is not None:
                 _verify(done, checkpoint, writer, read_back(partial), progress)
-            synced.result()
+            if synced is not None:
+                synced.result()
         if report is not None:
             _report(partial, done, checkpoint, report)
         (partial / _JOURNAL).unlink()

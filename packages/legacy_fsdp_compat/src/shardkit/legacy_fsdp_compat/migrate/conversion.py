@@ -63,6 +63,7 @@ def convert(
         f"{to} for {_described(ranks)}",
         read_back=lambda directory: open_checkpoint(directory, shapes),
         report=to,
+        durable=False,  # what was lost with the power is made anew from the source
         progress=progress,
     )
 
