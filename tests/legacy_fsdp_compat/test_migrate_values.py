@@ -20,6 +20,7 @@ from shardkit.core.checkpoint import stored
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -335,6 +336,14 @@ def test_control_characters_stay_in_the_file(tmp_path: Path, capsys: pytest.Capt
     assert not {"\x1b", "\x9b"} & set(shown.out + shown.err)
     said = refused(capsys, tmp_path / "state.pt", tmp_path / "out", "--without", "\x1b[1m")
     assert "\x1b" not in said and "\\x1b[1m" in said
+
+
+def test_a_sharded_tensor_where_a_dict_should_be(tmp_path: Path):
+    """Its stand-in has no values to print."""
+    path = tmp_path / "rank0.pt"
+    torch.save(PickledShards(torch.ones(2), torch.Size([4]), torch.float32, [([0], [2]), ([2], [2])], 0, 2), path)
+    with pytest.raises(CheckpointError, match=r"rank0.pt holds a StoredShards: a ShardedTensor; expected a dict"):
+        open_checkpoint(path)
 
 
 def test_a_journal_that_is_damaged(tmp_path: Path):

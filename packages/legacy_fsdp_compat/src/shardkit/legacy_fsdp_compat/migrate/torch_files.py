@@ -66,6 +66,10 @@ class StoredShards(torch.Tensor):
             self.parts = [(_moved(at, by), part, rank) for by, one in inner for at, part, rank in one.parts]
             self.boxes = [(_moved(at, by), sizes, rank) for by, one in inner for at, sizes, rank in one.boxes]
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """For messages: what a tensor prints is calculated."""
+        return "a ShardedTensor"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
