@@ -125,8 +125,8 @@ NOT_A_FUNCTION, A_MODULE = 5, Net()
             "with_extra_state",
             r"state_dict of the model raised RuntimeError in line \d+ of .*_function.py: no state yet;",
         ),
-        ("wider", r"_flat_param' has \d+ elements, .* make \d+"),
-        ("with_more", r"'model._flat_param' has 14 elements, .* make 20"),
+        ("wider", r"_flat_param' has \d+ elements in .* make \d+"),
+        ("with_more", r"'model._flat_param' has 14 elements in .* make 20"),
     ],
 )
 def test_functions(name: str, message: str, local_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

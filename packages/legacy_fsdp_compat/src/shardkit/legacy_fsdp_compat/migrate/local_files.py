@@ -74,8 +74,9 @@ def _model(
     unknown = sorted(str(name) for name in here - shapes.names)
     if unknown:
         raise CheckpointError(
-            f"the files hold {unknown} beside '{name_of((*base, FLAT_NAME))}', which the shapes lack. A parameter that "
-            'is tied to another one stands among the shapes as well: in JSON as "name": "the other name"'
+            f"{files[0].path} and others hold {unknown} beside '{name_of((*base, FLAT_NAME))}', which the shapes lack. "
+            "A parameter that is tied to another one stands among the shapes as well: in JSON as "
+            '"name": "the other name"'
         )
     cuts = {name: cut for name in shapes.own if (cut := _piece_cut(files, (*base, name), shapes.own[name])) is not None}
     units = [[cut] for cut in cuts.values()]
@@ -192,10 +193,10 @@ def _flat_unit(
     layout = FlatLayout(tuple(shapes.own[name] for name in names), len(files))
     if layout.numel != flat.numel:
         raise CheckpointError(
-            f"'{name_of(path)}' has {flat.numel} elements, the parameters that the shapes have below '{prefix}' make "
-            f"{layout.numel}: {[(name, shapes.own[name]) for name in names]}. Are these the shapes of the model that "
-            'was saved, in its order, and are tied parameters marked (in JSON as "name": "the other name"; --model '
-            "finds them)?"
+            f"'{name_of(path)}' has {flat.numel} elements in {files[0].path} and others, the parameters that the "
+            f"shapes have below '{prefix}' make {layout.numel}: {[(name, shapes.own[name]) for name in names]}. Are "
+            "these the shapes of the model that was saved, in its order, and are tied parameters marked (in JSON as "
+            '"name": "the other name"; --model finds them)?'
         )
     for name, (start, stop) in zip(names, layout.intervals, strict=True):
         tensors[name] = _from_flat(flat, name, shapes.own[name], start, stop)
