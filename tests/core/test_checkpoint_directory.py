@@ -297,21 +297,23 @@ def test_a_save_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "files"),
+    ("arguments", "files", "named"),
     [
-        (["reshard", "--ranks=2"], ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json", ".x.incomplete"]),
-        (["export"], ["model.safetensors", ".x.incomplete"]),
-        (["export", "--to=torch"], [".x.incomplete"]),
+        (["reshard", "--ranks=2"], [".metadata", "__0_0.distcp", "__1_0.distcp"], ["rename x.partial x"]),
+        (["export"], ["model.safetensors"], ["rename x.partial x"]),
+        (["export", "--to=torch"], ["checkpoint.pt"], ["rename checkpoint.pt x", "rmdir x.partial"]),
     ],
     ids=str,
 )
 def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], files: list[str], named: list[str]
 ):
     CheckpointManager(tmp_path).save(1, TrainingState(torch.nn.Linear(1, 1)), blocking=True)
     command = [arguments[0], str(tmp_path), str(tmp_path / "x"), *arguments[1:]]
     seen = [one for one in calls_of(monkeypatch, lambda: main(command)) if not one.startswith("write ")]
-    assert seen == [*(f"fsync {one}" for one in files), "rename .x.incomplete x", f"fsync {tmp_path.name}"]
+    synced = seen.index("fsync x.partial")
+    assert {f"fsync {one}" for one in files} <= set(seen[:synced])
+    assert seen[synced + 1 :] == ["unlink journal.jsonl", *named, f"fsync {tmp_path.name}"]
 
 
 def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -322,7 +324,7 @@ def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatc
 
     def noted(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.is_file():
+        if path.suffix == ".pt":
             synced.append(torch.load(path, weights_only=True))
         fsync(descriptor)
 

@@ -265,6 +265,24 @@ def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path
     assert {name: entry["sha256"] for name, entry in report["tensors"].items()} == done.hashes
 
 
+def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written: Any, tmp_path: Path):
+    """Its journal may have reached the disk, and what it says was written not."""
+    source = written(STOCK, False, 2)
+
+    def stop(nbytes: int) -> None:
+        if len(journal.read_text().splitlines()) == 5:
+            raise Interruption
+
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    with pytest.raises(Interruption):
+        convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "full", progress=stop)
+    header, *entries = journal.read_text().splitlines()
+    journal.write_text("\n".join([json.dumps(json.loads(header) | {"boot": "before"}), *entries, ""]))
+    done = convert(open_checkpoint(source.path / "SHARDED"), tmp_path / "out", "full")
+    assert entries and done.resumed == 0
+    assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+
+
 def test_an_attempt_of_another_source_is_not_taken_up(written: Any, tmp_path: Path):
     source = written(STOCK, False, 2)
     partial = tmp_path / "out.partial"

@@ -2,7 +2,7 @@
 
 Until everything is written, and has been read back where that is asked for, the output lies in `<target>.partial`.
 A journal beside it has one line for the source, then one for each tensor that is written. An interrupted conversion
-goes on there.
+goes on there, unless the system has been started again since: then nobody knows what has reached the disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ def _write(
 
 def _sync(directory: Path) -> None:
     """Has the system put all files of a directory on disk."""
-    for path in directory.iterdir():
+    for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sync_directory(directory)
@@ -287,12 +288,20 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
+def _boot() -> str:
+    """Names the time since the system was started; a new name each time where the system tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return secrets.token_hex()
+
+
 class _Journal:
     """What an attempt has written. A last line that is not whole, from an interruption, does not count."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self._path = path
-        self._fingerprint = fingerprint
+        self._header = {"source": fingerprint, "boot": _boot()}
         self.records: dict[str, Any] = {}
         lines = path.read_text().splitlines() if path.exists() else []
         whole = []
@@ -301,20 +310,23 @@ class _Journal:
                 whole.append(json.loads(line))
             except json.JSONDecodeError:
                 break
-        if whole and whole[0] != fingerprint:
+        header = whole[0] if whole and isinstance(whole[0], dict) else {}
+        if whole and header.get("source") != fingerprint:
             raise CheckpointError(
                 f"{path.parent} is left from a conversion of another source, or to another format; remove it first"
             )
+        if header != self._header:
+            whole = []
         try:
             self.records = {str(entry["name"]): {**entry, "sha256": str(entry["sha256"])} for entry in whole[1:]}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}; remove {path.parent} and start anew") from error
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in [fingerprint, *whole[1:]]))
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in [self._header, *whole[1:]]))
 
     def forget(self) -> dict[str, Any]:
         """Starts anew: the data file is gone."""
         self.records = {}
-        self._path.write_text(json.dumps(self._fingerprint) + "\n")
+        self._path.write_text(json.dumps(self._header) + "\n")
         return self.records
 
     def add(self, name: str, record: dict[str, Any]) -> None:
