@@ -272,9 +272,10 @@ def test_stock_metadata_runs_nothing(tmp_path: Path):
 _ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 
 
-def test_members_of_enumerations_may_be_named():
+@pytest.mark.parametrize("builtins", [b"builtins", b"__builtin__"])  # the latter below pickle's protocol 3
+def test_members_of_enumerations_may_be_named(builtins: bytes):
     """Python 3.11.2 writes them as `getattr(enumeration, name)`, other versions by their value."""
-    by_name = b"cbuiltins\ngetattr\n" + _ENCODING + b"X\x17\x00\x00\x00TORCH_CONTIGUOUS_FORMAT\x86R."
+    by_name = b"c" + builtins + b"\ngetattr\n" + _ENCODING + b"X\x17\x00\x00\x00TORCH_CONTIGUOUS_FORMAT\x86R."
     by_value = _ENCODING + b"K\x00\x85R."
     assert type(unpickle_metadata(by_name)) is type(unpickle_metadata(by_value))
     with pytest.raises(pickle.UnpicklingError, match=r"attribute '__subclasses__' of .*StorageMeta"):

@@ -64,7 +64,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 writes a member of an enumeration: by name
+        if name == "getattr" and module in ("builtins", "__builtin__"):  # Python 3.11.2 writes enumerations by name
             return _unused_member
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
