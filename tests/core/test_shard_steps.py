@@ -159,14 +159,20 @@ def _around_a_step(rank: int, world_size: int) -> None:
     model = _model(world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     seen: list[bool] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(_holds_dtensors(optimizer)))
+
+    def look(*_: object) -> None:
+        seen.append(_holds_dtensors(optimizer))
+
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(look)
     optimizer_step_on_shards(optimizer)
-    optimizer.register_step_post_hook(lambda *_: seen.append(_holds_dtensors(optimizer)))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(look)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     _step(model, optimizer, 0)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert seen == [True, True]
+    assert seen == [True] * 4
     assert all(p.grad is None for p in model.parameters())
     before = [p.to_local().clone() for p in model.parameters()]
 

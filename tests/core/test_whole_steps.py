@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardkit.core import Blocks, Owned, fully_shard, plan_owners
+from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, plan_owners
 from shardkit.core.torch_compat import local_of
 from tests.support import rank_mesh, run_ranks
 
@@ -120,6 +120,35 @@ def _same(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_steps_on_whole_matrices_as_one_process_does(world_size: int, name: str) -> None:
     run_ranks(world_size, _same, name, timeout=120)
+
+
+def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-2)
+
+
+def _clip_in_hooks(rank: int, world_size: int, on_shards: bool) -> None:
+    reference, model = build(), build()
+    model = shard(model, world_size, plan_owners(model))
+    ours, theirs = (torch.optim.SGD(matrices(one), lr=1.0) for one in (model, reference))
+    if on_shards:
+        optimizer_step_on_shards(ours)
+    seen: list[bool] = []
+    for optimizer in (ours, theirs):
+        optimizer.register_step_pre_hook(_clip)
+    ours.register_step_post_hook(lambda *_: seen.extend(isinstance(p, DTensor) for p in ours.param_groups[0]["params"]))
+    for step in range(2):
+        gradients_for(model, reference, rank, step)
+        ours.step()
+        theirs.step()
+        for sharded, whole in zip(matrices(model), matrices(reference), strict=True):
+            torch.testing.assert_close(sharded.full_tensor(), whole)
+    assert seen == [True] * 8
+    assert len(ours._optimizer_step_pre_hooks) == 1, "ours come and go with each step"
+
+
+@pytest.mark.parametrize("on_shards", [False, True])
+def test_step_hooks_see_whole_norms(on_shards: bool) -> None:
+    run_ranks(2, _clip_in_hooks, on_shards)
 
 
 class Wide(nn.Module):

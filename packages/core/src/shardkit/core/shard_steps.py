@@ -5,8 +5,8 @@ DTensor operators cost host time for each parameter and each operator. An elemen
 it does to an element depends on that element alone, so every rank can update its shard as a plain tensor. While the
 optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they hold
 at any other time. The same holds for updates that depend on a block of consecutive elements: a rank's blocks start with
-its shard. Schedulers, gradient scalers and state dicts see DTensors. Step hooks run in the order in which they
-were registered: pre-hooks from before `optimizer_step_on_shards` and post-hooks from after it see DTensors.
+its shard. Schedulers, gradient scalers and state dicts see DTensors, and so do the user's step hooks: a hook that clips
+gradients would take the norm of a shard for that of all ranks. So our own hooks are the innermost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardkit.core.block_steps import (
     steps_by_block,
 )
 from shardkit.core.param import sharded_counterpart
-from shardkit.core.torch_compat import like_dtensor, local_of
+from shardkit.core.torch_compat import hook_innermost, like_dtensor, local_of
 
 __all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
 
@@ -80,25 +80,26 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
         return
     _prepared.add(optimizer)
     steps = ShardSteps()
-    optimizer.register_step_pre_hook(steps.begin)
-    optimizer.register_step_post_hook(steps.end)
     optimizer.register_load_state_dict_pre_hook(steps.forget)
-    _restore_after_errors(optimizer, steps)
+    _surround_steps(optimizer, steps)
 
 
 _prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _restore_after_errors(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None:
-    """A step that raises runs no post-hook."""
+def _surround_steps(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None:
+    """Hooks come anew with each step, to be the innermost, and a step that raises runs no post-hook."""
     inner = optimizer.step
 
     @functools.wraps(inner)  # a scheduler that was made before looks for its mark
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        handles = hook_innermost(optimizer, steps.begin, steps.end)
         try:
             return inner(*args, **kwargs)
         finally:
             steps.end(self, args, kwargs)
+            for handle in handles:
+                handle.remove()
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 

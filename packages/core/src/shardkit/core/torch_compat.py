@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import UnshardHandle as StockUnshardHandle
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CheckpointStorageInfo",
@@ -51,6 +53,7 @@ __all__ = [
     "is_replicated",
     "foreach_norm",
     "guard_stock_states",
+    "hook_innermost",
     "modules_of_stock",
     "stock_engine_of",
     "stock_part",
@@ -253,6 +256,16 @@ def made_since(tensor: torch.Tensor, number: int) -> bool:
     """Whether the autograd node of `tensor` was made when `next_autograd_node` was `number`, or later."""
     node = tensor.grad_fn
     return node is not None and int(node._sequence_nr()) >= number
+
+
+def hook_innermost(
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Step hooks that run after all other pre-hooks, and before all other post-hooks, that there are by now."""
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+    hooks.move_to_end(handles[1].id, last=False)
+    return handles
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

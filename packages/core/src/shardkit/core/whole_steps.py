@@ -11,6 +11,8 @@ memory, by itself; others get the DTensor, whose operators refuse what blocks ca
 shape is a DTensor between the steps, so that checkpoints know where it lies; any other state stays as the optimizer
 made it, on the owner alone. See Note [Two views of one state] in `shard_steps.py`.
 
+Our hooks come with each step: as the innermost, so that the user's see DTensors and no norm of what one rank owns.
+
 A step that raises runs no post-hook. The next step, state dict or forward of a root puts everything back first.
 """
 
@@ -22,13 +24,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shardkit.core.block_steps import steps_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
-from shardkit.core.torch_compat import local_of
+from shardkit.core.torch_compat import hook_innermost, local_of
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
@@ -67,6 +70,18 @@ def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) ->
 
 
 class _WholeSteps(ShardSteps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[RemovableHandle] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
+        if not any(_steps_plainly(optimizer, one) for group in optimizer.param_groups for one in group["params"]):
+            return None
+        arguments = _with_closure(optimizer, self, args, kwargs)
+        self.lend(optimizer)
+        return arguments
+
     def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
         return _steps_plainly(optimizer, parameter)
 
@@ -86,22 +101,20 @@ _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Step pre-hook of every optimizer: see Note [Steps on whole matrices]."""
-    steps = _steps.get(optimizer)
-    if steps is not None and steps.is_lent:
-        _restore(optimizer)
+    _restore(optimizer)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(_steps_plainly(optimizer, one) for one in params):
         return None
     for parameter in params:
         _refuse_part_of_matrix(optimizer, parameter)
+    steps = _steps.get(optimizer)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
         optimizer.register_state_dict_pre_hook(_restore)
-    args, kwargs = _with_closure(optimizer, steps, args, kwargs)
-    steps.lend(optimizer)
+    steps.handles = hook_innermost(optimizer, steps.begin, steps.end)
     _lent.add(optimizer)
-    return args, kwargs
+    return None
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -112,13 +125,16 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 def restore_interrupted_steps() -> None:
     """Ends steps that have raised. At most a look at an empty set."""
     for optimizer in list(_lent):
-        _restore(optimizer)
+        if _steps[optimizer].is_lent:  # and no closure runs forward
+            _restore(optimizer)
 
 
 def _restore(optimizer: torch.optim.Optimizer) -> None:
     steps = _steps.get(optimizer)
     if steps is not None:
         steps.end(optimizer, (), {})
+        for handle in steps.handles:
+            handle.remove()
     _lent.discard(optimizer)
 
 
