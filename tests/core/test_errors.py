@@ -759,6 +759,23 @@ def test_a_gradient_hook_that_returns_no_dtensor() -> None:
     _run(_hook_of_another_shape)
 
 
+def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    model.set_requires_gradient_sync(sync)
+    ids = torch.arange(3)
+    if not sync:
+        model(ids).sum().backward()
+        model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter '0\.weight' is sparse .*sparse=False"):
+        model(ids).sum().backward()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_sparse_gradient(sync: bool) -> None:
+    run_ranks(2, _sparse_gradient, sync)
+
+
 def _offload_moved_back(rank: int, world_size: int) -> None:
     model = _mlp(offload_policy=CPUOffloadPolicy())
     _step(model)

@@ -415,6 +415,7 @@ class FSDPParamGroup(GroupGather):
             for param in self.params:
                 gradient = param.take_gradient(self.settings.reduce_unused_params or self._reduction.has_partial(param))
                 if gradient is not None:
+                    _refuse_sparse(param.fqn, gradient)
                     gradients.append((param, gradient))
             if self._accumulating:
                 # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
@@ -501,3 +502,12 @@ class FSDPParamGroup(GroupGather):
         for param in self.params:
             param.forget_gradients()
         self.phase = Phase.IDLE
+
+
+def _refuse_sparse(fqn: str, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of parameter '{fqn}' is sparse ({gradient.layout}); expected a dense one, as ranks reduce "
+            "rows in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
+            "its gradient yourself"
+        )
