@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core import MixedPrecisionPolicy, events, fully_shard, materialize
+from shardkit.core import (
+    MixedPrecisionPolicy,
+    Owned,
+    events,
+    fully_shard,
+    materialize,
+    optimizer_step_on_shards,
+)
 from shardkit.core.param import sharded_counterpart
 from tests.support import run_ranks
 
@@ -114,3 +121,28 @@ def stepped_before_sharding(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_that_has_stepped_before_sharding_is_refused():
     run_ranks(2, stepped_before_sharding)
+
+
+def _trained(compiled: bool, kind: str) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    fully_shard(model, shard_placement_fn=(lambda _: Owned()) if kind == "owned" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "on shards":
+        optimizer_step_on_shards(optimizer)
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    for _ in range(3):
+        model(torch.ones(2, 4)).square().sum().backward()
+        step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def _same_when_compiled(rank: int, world_size: int, kind: str) -> None:
+    for seen, expected in zip(_trained(True, kind), _trained(False, kind), strict=True):
+        torch.testing.assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("kind", ["dtensors", "on shards", "owned"])
+def test_a_compiled_step(kind: str):
+    run_ranks(2, _same_when_compiled, kind, timeout=120)

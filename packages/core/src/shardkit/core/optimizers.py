@@ -14,6 +14,7 @@ from shardkit.core.lazy_init import live_roots
 from shardkit.core.managed import added_parameters
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.torch_compat import no_dynamo
 from shardkit.core.whole_steps import after_step, before_step
 
 __all__ = ["watch_optimizers"]
@@ -34,6 +35,7 @@ class _Held:
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
 
 
+@no_dynamo
 def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever it holds other parameters.
 
@@ -91,6 +93,7 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
                     )
 
 
+@no_dynamo
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Fused and foreach kernels bump no version counter of a DTensor, so groups are told."""
     held = _held_by.get(optimizer)

@@ -30,7 +30,7 @@ from shardkit.core.block_steps import (
     steps_by_block,
 )
 from shardkit.core.param import sharded_counterpart
-from shardkit.core.torch_compat import hook_innermost, like_dtensor, local_of
+from shardkit.core.torch_compat import hook_innermost, like_dtensor, local_of, no_dynamo
 
 __all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
 
@@ -177,6 +177,7 @@ class ShardSteps:
         """Whether the twin is to have no gradient, and no state."""
         return False
 
+    @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook: the optimizer sees plain tensors, unless a closure is to run forward and backward."""
         if (args and args[-1] is not None and callable(args[-1])) or kwargs.get("closure") is not None:
@@ -224,6 +225,7 @@ class ShardSteps:
         """Before another state is loaded: nothing of the old one is kept."""
         self._twins.clear()
 
+    @no_dynamo
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook: everything is as it was, with the new state."""
         if self._params is None:

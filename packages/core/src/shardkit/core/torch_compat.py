@@ -258,6 +258,7 @@ def made_since(tensor: torch.Tensor, number: int) -> bool:
     return node is not None and int(node._sequence_nr()) >= number
 
 
+@no_dynamo
 def hook_innermost(
     optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., None]
 ) -> list[RemovableHandle]:

@@ -31,7 +31,7 @@ from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
-from shardkit.core.torch_compat import hook_innermost, local_of
+from shardkit.core.torch_compat import hook_innermost, local_of, no_dynamo
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
@@ -74,6 +74,7 @@ class _WholeSteps(ShardSteps):
         super().__init__()
         self.handles: list[RemovableHandle] = []
 
+    @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
         if not any(_steps_plainly(optimizer, one) for group in optimizer.param_groups for one in group["params"]):
@@ -99,6 +100,7 @@ _steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionar
 _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
+@no_dynamo
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Step pre-hook of every optimizer: see Note [Steps on whole matrices]."""
     _restore(optimizer)
@@ -117,6 +119,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     return None
 
 
+@no_dynamo
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step post-hook of every optimizer."""
     _restore(optimizer)
