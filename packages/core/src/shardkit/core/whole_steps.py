@@ -18,7 +18,7 @@ A step that raises runs no post-hook. The next step, state dict or forward of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -57,6 +57,29 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Te
             f"{tuple(parameter.placements)}: its owner holds one tensor-parallel shard, and {type(optimizer).__name__} "
             "may need the whole matrix. Step on it with AdamW, or keep it out of tensor parallelism"
         )
+
+
+def _refuse_number_of_all(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An optimizer that computes one number from all parameters would compute it from those of this rank.
+
+    D-Adaptation and Prodigy keep theirs as `d` in the parameter group; LAMB and Adan clip by `max_grad_norm`.
+
+    Raises:
+        RuntimeError: with an FQN, the setting and what to do.
+    """
+    clips = getattr(optimizer, "pre_norm", True)  # pytorch-optimizer's Lamb has the other setting without using it
+    for group in optimizer.param_groups:
+        setting = "d" if "d" in group and not group.get("fsdp_in_use") else None
+        setting = "max_grad_norm" if clips and group.get("max_grad_norm") else setting
+        owned = [one for one in params if isinstance(one, PlacedTensor) and one.device_mesh.size() > 1]
+        if setting is not None and owned:
+            param = sharded_counterpart(owned[0])
+            raise RuntimeError(
+                f"{type(optimizer).__name__} computes one number from all of its parameters ('{setting}' = "
+                f"{group[setting]}), and parameter '{'?' if param is None else param.fqn}' lies on Owned(): each rank "
+                "would compute the number from what it owns. Use an optimizer without it; in place of max_grad_norm "
+                "use shardkit.core.clip_grad_norm_, and for Prodigy fsdp_in_use=True"
+            )
 
 
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -109,6 +132,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         return None
     for parameter in params:
         _refuse_part_of_matrix(optimizer, parameter)
+    _refuse_number_of_all(optimizer, params)
     steps = _steps.get(optimizer)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
