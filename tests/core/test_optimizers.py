@@ -146,3 +146,22 @@ def _same_when_compiled(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dtensors", "on shards", "owned"])
 def test_a_compiled_step(kind: str):
     run_ranks(2, _same_when_compiled, kind, timeout=120)
+
+
+def _told_of_sharding(rank: int, world_size: int) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["fsdp_in_use"] = False  # as Prodigy does
+    model(torch.ones(2, 4)).sum().backward()
+    if world_size == 1:
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match=r"fsdp_in_use=False, and parameter 'weight' is sharded"):
+        optimizer.step()
+    optimizer.param_groups[0]["fsdp_in_use"] = True
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_that_has_to_know_of_sharding(world_size: int):
+    run_ranks(world_size, _told_of_sharding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +71,19 @@ def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> 
                 "fully_shard and not between forward and backward, from model.parameters()"
             )
         groups[FSDPParamGroup.of(param)] = None
+    _refuse_local_numbers(optimizer, groups)
     _refuse_added(optimizer, {id(parameter) for parameter in held if sharded_counterpart(parameter) is None})
     return _Held([*map(id, held)], [weakref.ref(group) for group in groups])
+
+
+def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
+    """`item()` of a sum over a DTensor is the sum over this rank's shard; Prodigy adds these up only if it is told."""
+    sharded = next((group for group in groups if group.mesh.size > 1), None)
+    if sharded is not None and any(group.get("fsdp_in_use") is False for group in optimizer.param_groups):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has fsdp_in_use=False, and parameter '{sharded.params[0].fqn}' is sharded: "
+            "each rank would estimate a step size of its own. Build the optimizer with fsdp_in_use=True"
+        )
 
 
 def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
