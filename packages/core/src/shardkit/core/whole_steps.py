@@ -62,14 +62,16 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Te
 def _refuse_number_of_all(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
     """An optimizer that computes one number from all parameters would compute it from those of this rank.
 
-    D-Adaptation and Prodigy keep theirs as `d` in the parameter group; LAMB and Adan clip by `max_grad_norm`.
+    D-Adaptation and Prodigy keep theirs as `d` in the parameter group (Adafactor's `d` is a constant); LAMB and Adan
+    clip by `max_grad_norm`.
 
     Raises:
         RuntimeError: with an FQN, the setting and what to do.
     """
     clips = getattr(optimizer, "pre_norm", True)  # pytorch-optimizer's Lamb has the other setting without using it
     for group in optimizer.param_groups:
-        setting = "d" if "d" in group and not group.get("fsdp_in_use") else None
+        estimates = "d" in group and not isinstance(optimizer, torch.optim.Adafactor)
+        setting = "d" if estimates and not group.get("fsdp_in_use") else None
         setting = "max_grad_norm" if clips and group.get("max_grad_norm") else setting
         owned = [one for one in params if isinstance(one, PlacedTensor) and one.device_mesh.size() > 1]
         if setting is not None and owned:
