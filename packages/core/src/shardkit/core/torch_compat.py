@@ -54,6 +54,7 @@ __all__ = [
     "foreach_norm",
     "guard_stock_states",
     "hook_innermost",
+    "is_within_step",
     "modules_of_stock",
     "stock_engine_of",
     "stock_part",
@@ -267,6 +268,20 @@ def hook_innermost(
     hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     return handles
+
+
+def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step whose hook calls this runs within another one of the same optimizer."""
+    depth, frame = 0, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
+            depth += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1
+
+
+# What torch puts around the `step` of every class of optimizers, to call hooks.
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.shard_steps import ShardSteps, steps_by_element
-from shardkit.core.torch_compat import hook_innermost, local_of, no_dynamo
+from shardkit.core.torch_compat import hook_innermost, is_within_step, local_of, no_dynamo
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
@@ -98,15 +98,23 @@ class _WholeSteps(ShardSteps):
     def __init__(self) -> None:
         super().__init__()
         self.handles: list[RemovableHandle] = []
+        self.inner = 0  # steps of base classes that run within the step of a subclass: torch calls hooks for each
 
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
-        if not any(_steps_plainly(optimizer, one) for group in optimizer.param_groups for one in group["params"]):
+        params = [one for group in optimizer.param_groups for one in group["params"]]
+        if self.inner or not any(_steps_plainly(optimizer, one) for one in params):
             return None
         arguments = _with_closure(optimizer, self, args, kwargs)
         self.lend(optimizer)
         return arguments
+
+    @no_dynamo
+    def finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook."""
+        if not self.inner:
+            self.end(optimizer, args, kwargs)
 
     def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
         return _steps_plainly(optimizer, parameter)
@@ -128,6 +136,10 @@ _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 @no_dynamo
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Step pre-hook of every optimizer: see Note [Steps on whole matrices]."""
+    steps = _steps.get(optimizer)
+    if steps is not None and optimizer in _lent and is_within_step(optimizer):
+        steps.inner += 1
+        return None
     _restore(optimizer)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(_steps_plainly(optimizer, one) for one in params):
@@ -135,12 +147,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     for parameter in params:
         _refuse_part_of_matrix(optimizer, parameter)
     _refuse_number_of_all(optimizer, params)
-    steps = _steps.get(optimizer)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
         optimizer.register_state_dict_pre_hook(_restore)
-    steps.handles = hook_innermost(optimizer, steps.begin, steps.end)
+    steps.handles = hook_innermost(optimizer, steps.begin, steps.finish)
     _lent.add(optimizer)
     return None
 
@@ -148,6 +159,10 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
 @no_dynamo
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Step post-hook of every optimizer."""
+    steps = _steps.get(optimizer)
+    if steps is not None and steps.inner:
+        steps.inner -= 1
+        return
     _restore(optimizer)
 
 
@@ -161,6 +176,7 @@ def restore_interrupted_steps() -> None:
 def _restore(optimizer: torch.optim.Optimizer) -> None:
     steps = _steps.get(optimizer)
     if steps is not None:
+        steps.inner = 0
         steps.end(optimizer, (), {})
         for handle in steps.handles:
             handle.remove()
