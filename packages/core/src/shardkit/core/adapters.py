@@ -38,6 +38,7 @@ from shardkit.core.torch_compat import PARAMETER_FLAG, local_of, new_dtensor, wr
 
 __all__ = [
     "ADAPTERS",
+    "HOOK",
     "DTensorAdapter",
     "Holder",
     "ParameterForm",
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 ADAPTERS = "shardkit.dtensor_adapters"
+HOOK = "fsdp_pre_all_gather"
+"""The method by which a local tensor brings its own all-gather; users may also put it on one object."""
 """The group of entry points under which distributions offer a `DTensorAdapter`."""
 
 Holder = tuple[nn.Module, str]
@@ -274,7 +277,7 @@ class SubclassGather:
         Raises:
             TypeError: if it has only one of the two.
         """
-        before, after = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+        before, after = HOOK, "fsdp_post_all_gather"
         if hasattr(local, before) != hasattr(local, after):
             has, lacks = (before, after) if hasattr(local, before) else (after, before)
             raise TypeError(
@@ -282,11 +285,6 @@ class SubclassGather:
                 "define both or none"
             )
         return hasattr(local, before)
-
-    @staticmethod
-    def put_on(local: torch.Tensor) -> bool:
-        """Whether the user has put the hooks on this very object, rather than into its class. Asked at each gather."""
-        return "fsdp_pre_all_gather" in local.__dict__
 
     def inputs(self, local: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
         """Runs `fsdp_pre_all_gather` in its 1-argument or 5-argument form; returns the flat tensors to gather.

@@ -64,11 +64,9 @@ class GradientDtype:
             return self._dtype
         return original if GRAD_DTYPE_DECIDES else None
 
-    def of_shard(self, original: torch.dtype, reduced: torch.dtype) -> torch.dtype:
-        """The dtype of the sharded gradient: `original` is that of the parameter, `reduced` that of the sum."""
-        if not self._is_set:
-            return original
-        return reduced if self._dtype is None else self._dtype
+    def of_shard(self, original: torch.dtype) -> torch.dtype | None:
+        """The dtype of the sharded gradient of a parameter of dtype `original`; None for that of the sum."""
+        return self._dtype if self._is_set else original
 
     def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
         """Tells autograd what to leave on a new unsharded parameter: gradients in the dtype of sums."""
@@ -98,8 +96,8 @@ class GradientDtype:
         """The dtype that every rank expects a gradient of one backward to have."""
         return compute if sums is None or self.may_defer or not self._follows else sums
 
-    def before_other_axes(self, gradient: torch.Tensor, sums: torch.dtype | None) -> torch.Tensor:
+    def before_other_axes(self, gradient: DTensor, sums: torch.dtype | None) -> torch.Tensor:
         """A gradient that is to be summed over axes of tensor parallelism first: that is in the dtype of sums, too."""
-        if not GRAD_DTYPE_DECIDES or sums is None or not isinstance(gradient, DTensor):
+        if not GRAD_DTYPE_DECIDES or sums is None:
             return gradient
         return gradient.to(sums) if any(placement.is_partial() for placement in gradient.placements) else gradient

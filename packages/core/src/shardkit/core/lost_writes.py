@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_replacement", "is_lost", "lost_gradient", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
+__all__ = ["check_gradient", "check_replacement", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
 
 _MARK = "_shardkit_origin"
 
@@ -29,13 +29,19 @@ def mark_gradient(gradient: torch.Tensor) -> None:
     gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
 
 
-def is_lost(gradient: torch.Tensor) -> bool:
-    """Whether other storage was put under a gradient since it was marked.
+def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:
+    """Raises RuntimeError if other storage was put under the gradient of parameter `fqn` since it was marked.
 
     A copy of a marked gradient has another id, and one with other insides no mark.
     """
-    mark = id(gradient)
-    return gradient.__dict__.get(_MARK) == mark and gradient.untyped_storage().__dict__.get(_MARK) != mark
+    if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
+        return
+    if gradient.untyped_storage().__dict__.get(_MARK) != mark:
+        raise RuntimeError(
+            f"the data of the gradient of parameter '{fqn}' was replaced (`parameter.grad.data = ...`). The values of "
+            "this DTensor lie in its local tensor, so the new ones would be lost. Write in place, or assign "
+            "`parameter.grad = ...`, a DTensor like it"
+        )
 
 
 def check_replacement(fqn: str, parameter: torch.Tensor, old: DTensor, shape: torch.Size) -> None:
@@ -88,13 +94,4 @@ def lost_while_unsharded(fqn: str) -> RuntimeError:
         "unsharded: in forward, or after a forward that no backward has followed. That does not reach its shards, so "
         "the new values are lost. Write to the sharded parameter, in place, before forward or after backward; "
         "reshard() the module if it is unsharded there"
-    )
-
-
-def lost_gradient(fqn: str) -> RuntimeError:
-    """The error for the gradient of a sharded parameter."""
-    return RuntimeError(
-        f"the data of the gradient of parameter '{fqn}' was replaced (`parameter.grad.data = ...`). The values of this "
-        "DTensor lie in its local tensor, so the new ones would be lost. Write in place, or assign `parameter.grad = "
-        "...`, a DTensor like it"
     )

@@ -405,12 +405,12 @@ class FSDPModule(StockFSDPModule):
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
-        gradients = [param.gradient_dtype.take_out(param.sharded_param) for param in params]
+        gradients = [param.take_out_gradient() for param in params]
         # Past stock's own _apply, which reads stock's parameter groups.
         module = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for param, put, gradient in zip(params, attributes, gradients, strict=True):
             param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
-            param.gradient_dtype.put_back(param.sharded_param, gradient)
+            param.put_gradient_back(gradient)
         return module
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core.lazy_init import live_roots
+from shardkit.core.lost_writes import check_gradient
 from shardkit.core.managed import added_parameters
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup
@@ -55,7 +56,7 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         if (group := reference()) is not None:
             group.check_reduced()
             for param in group.params:
-                param.check_gradient()
+                check_gradient(param.fqn, param.sharded_param.grad)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

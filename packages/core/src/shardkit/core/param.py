@@ -28,19 +28,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit.core.adapters import ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
+from shardkit.core.adapters import HOOK, ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
 from shardkit.core.gradient_dtype import GradientDtype
 from shardkit.core.gradient_hooks import hooked
 from shardkit.core.lost_writes import (
+    check_gradient,
     check_replacement,
-    is_lost,
-    lost_gradient,
     lost_parameter,
     lost_while_unsharded,
     mark_gradient,
 )
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.placements import layout_for
+from shardkit.core.placements import layout_for, shard_of
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
@@ -49,8 +48,7 @@ from shardkit.core.slot import Slot
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.storage import allocate_storage, free_storage, raw_view
 from shardkit.core.torch_compat import (
-    gradient_hooks,
-    is_plain,
+    has_gradient_hooks,
     like_dtensor,
     local_of,
     post_accumulate_grad_hooks,
@@ -120,6 +118,8 @@ class FSDPParam:
         self.mp_policy = mp_policy.for_parameter(original, fqn)
         self.gradient_dtype = GradientDtype()
         self.gradient_dtype.note(original)
+        self.sums_dtype: torch.dtype | None = None  # set by `_note_dtypes`, as the next
+        self.delivered_dtype: torch.dtype | None = None
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.pinned = self.offload is not None and self.offload.pin_memory and device.type != "cpu"
         self.form = form
@@ -128,7 +128,9 @@ class FSDPParam:
         self.placement = placement
         self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
-        self.sharded_param = nn.Parameter(form.sharded(self._shard(plain)), requires_grad=original.requires_grad)
+        home = device if self.offload is None else torch.device("cpu")
+        shard = shard_of(plain, self.layout, self.local_shape, mesh.shard_rank, home)
+        self.sharded_param = nn.Parameter(form.sharded(shard), requires_grad=original.requires_grad)
         self.sharded_param.__dict__.update(user_attributes(original))
         self.gradient_dtype.put_on(self.sharded_param)
         self._unsharded_class = unsharded_class(original)
@@ -154,26 +156,23 @@ class FSDPParam:
     def refresh(self) -> bool:
         """Takes over what the user put in place since the last use; returns whether plans must be made anew.
 
-        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. Three identity tests if nothing changed.
+        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. A few identity tests if nothing changed.
         """
         for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
             current = slot.get()
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
                 self._adopt_parameter(current)
         local = local_of(self.sharded_param)
-        if local is self._held and (self.subclass is not None or not SubclassGather.put_on(local)):
-            self._refuse_lost_writes()
-            return False
-        self._origin = self.sharded_param.untyped_storage()
-        self._adopt_local(local)
-        return True
-
-    def _refuse_lost_writes(self) -> None:
-        if self._sharded_is_lost:
+        if local is not self._held or (self.subclass is None and HOOK in local.__dict__):
+            self._origin = self.sharded_param.untyped_storage()
+            self._adopt_local(local)
+            return True
+        if self.sharded_param.untyped_storage() is not self._origin:
             raise lost_parameter(self.fqn)
         if self._unsharded_is_lost:
             self.unsharded_param = None  # the next gather makes another one
             raise lost_while_unsharded(self.fqn)
+        return False
 
     @property
     def _sharded_is_lost(self) -> bool:
@@ -184,16 +183,12 @@ class FSDPParam:
     @property
     def _unsharded_is_lost(self) -> bool:
         """Whether the user has written to the unsharded parameter; the hooks of a subclass may do so."""
-        if self.unsharded_param is None or self.subclass is not None:
+        unsharded = self.unsharded_param
+        if unsharded is None or self.subclass is not None:
             return False
-        written = version_of(self.unsharded_param) != self._unsharded_version and not self.aliased
-        return written or self.unsharded_param.untyped_storage() is not self._unsharded_origin
-
-    def check_gradient(self) -> None:
-        """Raises RuntimeError if what the user has written to the gradient would be lost; before an optimizer steps."""
-        gradient = self.sharded_param.grad
-        if gradient is not None and is_lost(gradient):
-            raise lost_gradient(self.fqn)
+        if not self.aliased and version_of(unsharded) != self._unsharded_version:
+            return True
+        return unsharded.untyped_storage() is not self._unsharded_origin
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -228,6 +223,7 @@ class FSDPParam:
             self.dtype = local.dtype
         wanted = SubclassGather.wanted_by(local, self.fqn)
         self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy) if wanted else None
+        self._note_dtypes()
         # At world size 1 there is nothing to gather: the unsharded parameter is the shard itself.
         self.aliased = (
             self.mesh.shard_size == 1
@@ -270,6 +266,7 @@ class FSDPParam:
             RuntimeError: with the FQN, the device seen, the device expected and what to do.
         """
         self.gradient_dtype.note(self.sharded_param)
+        self._note_dtypes()
         expected = "cpu" if self.offload is not None else self.device.type
         seen = self._local.device.type
         if seen == "meta":
@@ -283,27 +280,6 @@ class FSDPParam:
                 + ("because of CPUOffloadPolicy" if self.offload else f"because the mesh is on {self.device.type}")
                 + f"; move the model with model.to('{expected}')"
             )
-
-    def _shard(self, full: torch.Tensor) -> torch.Tensor:
-        world, rank, dim = self.mesh.shard_size, self.mesh.shard_rank, self.layout.dim
-        if self.shape and tuple(self.shape) != self.layout.shape:  # cut between elements
-            full = full.reshape(self.layout.shape)
-        chunk = full
-        if world > 1 and is_plain(full):
-            chunk = full.narrow(dim, self.layout.offset(rank), self.layout.length(rank))
-        elif world > 1:
-            chunks = torch.chunk(full, world, dim)
-            # new_zeros is one of the few operators through which wrapper subclasses keep their class.
-            chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(self.local_shape)
-        device = full.device if full.device.type == "meta" else self.device
-        if self.offload is not None and device.type != "meta":
-            device = torch.device("cpu")
-        moved = chunk.to(device)
-        if moved is chunk and world > 1:
-            if not is_plain(chunk):  # clone may quantize anew
-                return chunk.new_zeros(self.local_shape).copy_(chunk)
-            return chunk.clone(memory_format=torch.contiguous_format)
-        return moved.contiguous()
 
     # -- unsharding ----------------------------------------------------------------------------------------------------
 
@@ -364,35 +340,45 @@ class FSDPParam:
         """The 1-D tensors that a gather over the whole shard group writes."""
         return self._targets
 
-    def finish_gather(self) -> None:
-        """Builds the unsharded parameter when it is first gathered; refills a subclass's inner tensors."""
+    def register_unsharded(self) -> None:
+        """After a gather: puts the unsharded parameter, which the first one makes, into every slot."""
         requires_grad = self.sharded_param.requires_grad
+        unsharded = self.unsharded_param
+        if unsharded is None or self.subclass is not None:
+            unsharded = self._make_unsharded(requires_grad)
+        if unsharded.requires_grad != requires_grad:
+            unsharded.requires_grad_(requires_grad)
+        self._gathered_requires_grad = requires_grad
+        for slot in self.slots:
+            slot.set(unsharded)
+
+    def _make_unsharded(self, requires_grad: bool) -> nn.Parameter:
+        """The parameter over what was gathered; that of a subclass may stay, with inner tensors filled anew."""
         if self.subclass is not None:
             # Views with version counters of their own, as the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
             flats = [raw_view(flat) for flat in self.flats]
             tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
             self._inner_bytes = self._count_inner_bytes()
-            if tensor is not None and tensor.shape != self.shape:
+            if tensor is None:
+                assert self.unsharded_param is not None
+                return self.unsharded_param
+            if tensor.shape != self.shape:
                 tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
-        elif self.unsharded_param is None:
+        else:
             tensor = self._local if self.aliased else self._view_of_storage()
             tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
-        else:
-            tensor = None
-        if tensor is not None:
-            with torch.inference_mode(False):
-                cls = self._unsharded_class if self.subclass is None else nn.Parameter
-                self.unsharded_param = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
-            self.unsharded_param.__dict__.update(user_attributes(self.sharded_param))
-            self.gradient_dtype.prepare(self.unsharded_param, self.sums_dtype)
-            _became[self.unsharded_param] = weakref.ref(self)
-            self._unsharded_version = version_of(self.unsharded_param)
-            self._unsharded_origin = self.unsharded_param.untyped_storage()
-            self._unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
-        elif self.unsharded_param is not None and self.unsharded_param.requires_grad != requires_grad:
-            self.unsharded_param.requires_grad_(requires_grad)
-        self._gathered_requires_grad = requires_grad
+        with torch.inference_mode(False):
+            cls = self._unsharded_class if self.subclass is None else nn.Parameter
+            unsharded = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
+        unsharded.__dict__.update(user_attributes(self.sharded_param))
+        self.gradient_dtype.prepare(unsharded, self.sums_dtype)
+        _became[unsharded] = weakref.ref(self)
+        self.unsharded_param = unsharded
+        self._unsharded_version = version_of(unsharded)
+        self._unsharded_origin = unsharded.untyped_storage()
+        self._unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
+        return unsharded
 
     def _count_inner_bytes(self) -> int:
         """What a subclass's hook has allocated beside the flat tensors."""
@@ -419,8 +405,7 @@ class FSDPParam:
         `refresh` adopts or refuses).
         """
         for slot in self.slots:
-            if slot.get() is self.unsharded_param:
-                slot.set(self.sharded_param)
+            slot.exchange(self.unsharded_param, self.sharded_param)
         unsharded = self.unsharded_param
         if unsharded is not None and unsharded.requires_grad != self._gathered_requires_grad:
             self.sharded_param.requires_grad_(unsharded.requires_grad)
@@ -491,14 +476,20 @@ class FSDPParam:
         """How this parameter's gradient is cut up for the reduction."""
         return ReduceItem(self.fqn, self.layout)
 
-    @property
-    def sums_dtype(self) -> torch.dtype | None:
-        """In which dtype gradients accumulate and are summed; None for that of each gradient."""
-        return self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
+    def _note_dtypes(self) -> None:
+        """Asks once in which dtypes gradients are summed and delivered; None for that of the gradient, of the sum."""
+        self.sums_dtype = self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
+        self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
 
-    def delivered_dtype(self, reduced: torch.dtype) -> torch.dtype:
-        """The dtype of the sharded gradient that a sum of dtype `reduced` becomes."""
-        return self.gradient_dtype.of_shard(self.orig_dtype, reduced)
+    def take_out_gradient(self) -> torch.Tensor | None:
+        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change."""
+        gradient = self.gradient_dtype.take_out(self.sharded_param)
+        self._note_dtypes()
+        return gradient
+
+    def put_gradient_back(self, gradient: torch.Tensor | None) -> None:
+        """After it: `grad_dtype`, which torch forgets, and that gradient, moved along."""
+        self.gradient_dtype.put_back(self.sharded_param, gradient)
 
     def defer_cast(self, *, will_reduce: bool) -> None:
         """When a backward begins: autograd need not cast gradients to wider sums, if something else will."""
@@ -517,7 +508,7 @@ class FSDPParam:
         parameter = self.unsharded_param
         if parameter is None or parameter.grad is None:
             return
-        self.check_gradient()
+        check_gradient(self.fqn, self.sharded_param.grad)
         if self.accumulated is not None:
             self.accumulated += parameter.grad
             parameter.grad = None
@@ -526,38 +517,45 @@ class FSDPParam:
             parameter.grad = None
         waiting = parameter.grad if self.accumulated is None else self.accumulated
         assert waiting is not None
-        dtype = self.delivered_dtype(waiting.dtype)
+        dtype = self.delivered_dtype or waiting.dtype
         stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
         mark_gradient(stand_in)
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""
-        if self._stand_in.is_there:
-            self.check_gradient()
+        if self._stand_in.gradient is not None:
+            check_gradient(self.fqn, self.sharded_param.grad)
             if self._stand_in.was_zeroed(self.sharded_param):
                 self.forget_gradients()
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object forgets; None if backward left none."""
-        self._stand_in.dismiss(self.sharded_param)
+        if self._stand_in.gradient is not None:
+            self._stand_in.dismiss(self.sharded_param)
         parameter = self.unsharded_param
         if parameter is None:
             return None
         gradient, self.accumulated = self.accumulated, None
-        fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
         if gradient is None:
-            gradient, parameter.grad = parameter.grad, None
-            if zeros_if_unused and gradient is not None:  # other ranks may send zeros of that dtype
+            gradient = parameter.grad
+            if gradient is None and not zeros_if_unused:
+                return None
+            fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype) if zeros_if_unused else None
+            if gradient is None:
+                return self._zero_gradient(fresh) if parameter.requires_grad else None
+            parameter.grad = None
+            if fresh is not None:  # other ranks may send zeros of that dtype
                 gradient = gradient.to(fresh)
         elif parameter.grad is not None:
             gradient += parameter.grad
             parameter.grad = None
-        if gradient is not None:
-            gradient = self.form.gradient(self.gradient_dtype.before_other_axes(gradient, self.sums_dtype))
-        elif zeros_if_unused and parameter.requires_grad:
-            gradient = torch.zeros(self.shape, dtype=fresh, device=self.device)
-        fits = gradient is None or tuple(gradient.shape) == self.layout.shape
-        return gradient if fits or gradient is None else gradient.reshape(self.layout.shape)
+        if isinstance(gradient, DTensor):
+            gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
+        gradient = self.form.gradient(gradient)
+        return gradient if gradient.shape == self.layout.shape else gradient.reshape(self.layout.shape)
+
+    def _zero_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.
@@ -565,27 +563,29 @@ class FSDPParam:
         Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
         waits for them.
         """
-        gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
-        sharded = cast(DTensor, self.sharded_param)
-        existing, before, after = sharded.grad, gradient_hooks(sharded), post_accumulate_grad_hooks(sharded)
+        if gradient.shape != self.local_shape:
+            gradient = gradient.view(self.local_shape)
+        sharded = self.sharded_param
+        existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
         if self.offload is not None and gradient.device.type != "cpu":
-            overlap = self.pinned and existing is None and not (before or after)
+            overlap = self.pinned and existing is None and not with_hooks
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
             gradient = target.copy_(gradient, non_blocking=overlap)
-        if before:
+        if with_hooks:
             summed = like_dtensor(self.form.local(gradient), sharded)
             gradient = self.form.shard(local_of(hooked(self.fqn, summed, sharded)))
         if existing is None:
-            sharded.grad = like_dtensor(self.form.local(gradient), sharded)
-            mark_gradient(sharded.grad)
+            sharded.grad = delivered = like_dtensor(self.form.local(gradient), sharded)
+            mark_gradient(delivered)
         else:
             local_of(existing).add_(gradient)
-        for hook in after:
-            hook(self.sharded_param)
+        if with_hooks:
+            for hook in post_accumulate_grad_hooks(sharded):
+                hook(self.sharded_param)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
         """What `zero_grad` does, for the sharded gradient and for one that waits."""
-        if self._stand_in.is_there:
+        if self._stand_in.gradient is not None:
             self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None

@@ -102,7 +102,7 @@ class FSDPParamGroup(GroupGather):
         self.order_check: OrderCheck | None = None
         self.reference = weakref.ref(self)
         self.ledger: Ledger[weakref.ReferenceType[FSDPParamGroup]] | None = None  # of the root's prefetch budget
-        self._residence = Residence.SHARDED
+        self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
         # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
         self.bounded = mesh.shard_size > 1
@@ -159,14 +159,9 @@ class FSDPParamGroup(GroupGather):
         self._forget_plans()
         self._items = []
 
-    @property
-    def residence(self) -> Residence:
-        """Where the parameters are; a prefetch budget hears of every change."""
-        return self._residence
-
-    @residence.setter
-    def residence(self, residence: Residence) -> None:
-        self._residence = residence
+    def _move_to(self, residence: Residence) -> None:
+        """Notes where the parameters are now; a prefetch budget hears of it."""
+        self.residence = residence
         if self.ledger is None:
             return
         if self.is_unsharded:
@@ -245,7 +240,7 @@ class FSDPParamGroup(GroupGather):
             except BaseException:
                 self._free()
                 raise
-        self.residence = Residence.GATHERING
+        self._move_to(Residence.GATHERING)
         if counted:
             self._count()
 
@@ -254,7 +249,7 @@ class FSDPParamGroup(GroupGather):
         if self.stale or any(param.changed_since_gather for param in self.params):
             return False
         self.context.take_back(self)
-        self.residence = Residence.GATHERING
+        self._move_to(Residence.GATHERING)
         self._count()
         return True
 
@@ -289,14 +284,12 @@ class FSDPParamGroup(GroupGather):
             self._end_gather()
             self._drop_kept()
             for param in self.params:
-                param.finish_gather()
-                assert param.unsharded_param is not None
-                param.register(param.unsharded_param)
+                param.register_unsharded()
                 if param.subclass is not None:
                     self._parameter_bytes = None
         if self.kept_views is not None:
             self.kept_views.allow()
-        self.residence = Residence.UNSHARDED
+        self._move_to(Residence.UNSHARDED)
 
     @outside_transforms
     def reshard(self, *, keep: bool = False, release: bool = False) -> None:
@@ -316,7 +309,7 @@ class FSDPParamGroup(GroupGather):
         self._uncount()
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
-        self.residence = Residence.SHARDED
+        self._move_to(Residence.SHARDED)
         for param in self.params:
             param.register_sharded()
         if self.kept_views is not None:
@@ -326,25 +319,26 @@ class FSDPParamGroup(GroupGather):
             with torch.no_grad():
                 for param in self.params:
                     param.keep_part(smaller.size, smaller.rank)
-            self.residence = Residence.KEPT
+            self._move_to(Residence.KEPT)
         else:
             self._drop_kept()
         if release and was_unsharded:
-            self.residence = Residence.RELEASED
+            self._move_to(Residence.RELEASED)
             self.context.release(self, self._reader_events())
             return
         self._free()
 
     def free_memory(self) -> None:
         """The end of released memory, whose readers the gather lane waits for."""
-        self.residence = Residence.KEPT if any(param.kept for param in self.params) else Residence.SHARDED
+        self._move_to(Residence.KEPT if any(param.kept for param in self.params) else Residence.SHARDED)
         self._gathered = None
         self._free_storage()
 
     def _free_storage(self) -> None:
         if not self.settings.keep_unsharded_storage:
             for param in self.params:
-                param.free()
+                if param.flats or param.subclass is not None:
+                    param.free()
 
     def note_kept(self, param: FSDPParam, tensor: torch.Tensor, keeper: str) -> None:
         """Notes a tensor over the memory of `param` that the module `keeper` keeps beyond its forward.
@@ -366,7 +360,7 @@ class FSDPParamGroup(GroupGather):
             ticket.wait()
         except BaseException:
             ticket.abandon()  # after Ctrl-C transfers may still be writing to what is freed here
-            self.residence = Residence.SHARDED
+            self._move_to(Residence.SHARDED)
             self._free()
             raise
         self._gathered = ticket
@@ -411,12 +405,15 @@ class FSDPParamGroup(GroupGather):
                 return
             if self._partial_in_flight:
                 self.context.finish_reductions()
+            zeros, partial = self.settings.reduce_unused_params, self._reduction.partial
             gradients = []
             for param in self.params:
-                gradient = param.take_gradient(self.settings.reduce_unused_params or self._reduction.has_partial(param))
-                if gradient is not None:
-                    _refuse_sparse(param.fqn, gradient)
-                    gradients.append((param, gradient))
+                gradient = param.take_gradient(zeros or param in partial)
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    raise _sparse_gradient(param.fqn, gradient)
+                gradients.append((param, gradient))
             if self._accumulating:
                 # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
                 gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
@@ -447,9 +444,10 @@ class FSDPParamGroup(GroupGather):
     @property
     def has_gradients(self) -> bool:
         """Whether backward has left unsharded gradients that nothing has taken yet."""
-        return any(
-            param.unsharded_param is not None and param.unsharded_param.grad is not None for param in self.params
-        )
+        for param in self.params:
+            if param.unsharded_param is not None and param.unsharded_param.grad is not None:
+                return True
+        return False
 
     def check_reduced(self) -> None:
         """Raises if a backward has left gradients here without our hooks having heard of it.
@@ -504,10 +502,9 @@ class FSDPParamGroup(GroupGather):
         self.phase = Phase.IDLE
 
 
-def _refuse_sparse(fqn: str, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of parameter '{fqn}' is sparse ({gradient.layout}); expected a dense one, as ranks reduce "
-            "rows in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
-            "its gradient yourself"
-        )
+def _sparse_gradient(fqn: str, gradient: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of parameter '{fqn}' is sparse ({gradient.layout}); expected a dense one, as ranks reduce "
+        "rows in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
+        "its gradient yourself"
+    )

@@ -24,8 +24,9 @@ import torch
 from torch.distributed.tensor import Placement
 
 from shardkit.core.sharding import ChunkLayout
+from shardkit.core.torch_compat import is_plain
 
-__all__ = ["Blocks", "Owned", "is_ours", "layout_for"]
+__all__ = ["Blocks", "Owned", "is_ours", "layout_for", "shard_of"]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -118,6 +119,30 @@ def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: 
         return ChunkLayout(shape, 0, world_size, unit=placement.rows)
     dim = 0 if placement is None else placement.dim  # type: ignore[attr-defined]
     return ChunkLayout(shape or (1,), dim, world_size)
+
+
+def shard_of(
+    whole: torch.Tensor, layout: ChunkLayout, local_shape: tuple[int, ...], rank: int, device: torch.device
+) -> torch.Tensor:
+    """The shard of `whole` that `rank` holds, contiguous, on `device`, or on meta where `whole` is.
+
+    With several ranks it is memory of its own, so that `whole` can go. `local_shape` is that of the shard.
+    """
+    if whole.shape and tuple(whole.shape) != layout.shape:  # cut between elements
+        whole = whole.reshape(layout.shape)
+    world, chunk = layout.world_size, whole
+    if world > 1 and is_plain(whole):
+        chunk = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+    elif world > 1:
+        chunks = torch.chunk(whole, world, layout.dim)
+        # new_zeros is one of the few operators through which wrapper subclasses keep their class.
+        chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(local_shape)
+    moved = chunk.to(whole.device if whole.device.type == "meta" else device)
+    if moved is chunk and world > 1:
+        if not is_plain(chunk):  # clone may quantize anew
+            return chunk.new_zeros(local_shape).copy_(chunk)
+        return chunk.clone(memory_format=torch.contiguous_format)
+    return moved.contiguous()
 
 
 torch.serialization.add_safe_globals([Owned, Blocks, _blocks])  # for torch.load(weights_only=True)

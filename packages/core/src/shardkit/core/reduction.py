@@ -66,6 +66,9 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
 class GradientReduction:
     """Reduces the gradients of one group's parameters. Holds plans and what HSDP has not all-reduced yet.
 
+    Attributes:
+        partial: for HSDP, the reduce-scattered gradients that wait for their all-reduce.
+
     Args:
         mesh: whose shard group reduce-scatters and whose replicate groups all-reduce.
         params: the group's, in an order that is the same on all ranks.
@@ -75,16 +78,12 @@ class GradientReduction:
         self.mesh = mesh
         self._params = params
         self._plans: dict[tuple[Any, ...], ReducePlan] = {}
-        self._partial: dict[FSDPParam, torch.Tensor] = {}
+        self.partial: dict[FSDPParam, torch.Tensor] = {}
 
     def forget(self) -> None:
         """Drops partial sums, after an iteration that failed, and plans."""
         self._plans.clear()
-        self._partial.clear()
-
-    def has_partial(self, param: FSDPParam) -> bool:
-        """Whether a reduce-scattered gradient of this parameter waits for its all-reduce."""
-        return param in self._partial
+        self.partial.clear()
 
     def programs(
         self,
@@ -118,7 +117,7 @@ class GradientReduction:
     def _common_dtype(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.dtype:
         """The dtype that holds the sums of all `gradients` of a group, and what waits for an all-reduce."""
         dtypes = {param.sums_dtype or gradient.dtype for param, gradient in gradients}
-        dtypes.update(self._partial[param].dtype for param, _ in gradients if param in self._partial)
+        dtypes.update(self.partial[param].dtype for param, _ in gradients if param in self.partial)
         return functools.reduce(torch.promote_types, dtypes)
 
     def _scatter(
@@ -180,14 +179,14 @@ class GradientReduction:
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
-                partial = self._partial.get(param)
+                partial = self.partial.get(param)
                 if partial is not None and partial.dtype == view.dtype:
                     partial.add_(view)
                 else:  # none yet, or a narrower one
-                    self._partial[param] = view if partial is None else view.add_(partial)
+                    self.partial[param] = view if partial is None else view.add_(partial)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True):
-            if (partial := self._partial.pop(param, None)) is not None:
+            if (partial := self.partial.pop(param, None)) is not None:
                 hold(partial)
                 view.add_(partial)
         if groups or hook is not None:
@@ -223,7 +222,7 @@ class _Scattered:
 
 def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | None:
     """Memory for the cast to the dtype that is delivered, allocated before the program runs: see runtime/lanes.py."""
-    dtypes = {param.delivered_dtype(output.dtype) for param in params}
+    dtypes = {param.delivered_dtype or output.dtype for param in params}
     if len(dtypes) > 1 or output.dtype in dtypes:
         return None
     return torch.empty_like(output, dtype=dtypes.pop())
@@ -258,7 +257,8 @@ def _deliver(scattered: _Scattered) -> None:
     if scattered.target is not None:
         scattered.target.copy_(scattered.output)
     for param, view in zip(scattered.params, scattered.targets, strict=True):
-        param.deliver(view.to(param.delivered_dtype(view.dtype)))
+        dtype = param.delivered_dtype or view.dtype
+        param.deliver(view if view.dtype == dtype else view.to(dtype))
 
 
 def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> None:
@@ -268,4 +268,5 @@ def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torc
         reduced = gradient if gradient.dtype == dtype else gradient.to(dtype)
         for factor in factors:
             reduced = reduced / factor
-        param.deliver(reduced.to(param.delivered_dtype(dtype)))
+        delivered = param.delivered_dtype or dtype
+        param.deliver(reduced if dtype == delivered else reduced.to(delivered))

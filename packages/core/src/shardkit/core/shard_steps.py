@@ -30,9 +30,9 @@ from shardkit.core.block_steps import (
     steps_by_block,
 )
 from shardkit.core.param import sharded_counterpart
-from shardkit.core.torch_compat import hook_innermost, like_dtensor, local_of, no_dynamo
+from shardkit.core.torch_compat import hook_innermost, lies_like, like_dtensor, local_of, no_dynamo
 
-__all__ = ["ShardSteps", "optimizer_step_on_shards", "steps_by_element"]
+__all__ = ["ShardSteps", "Twin", "optimizer_step_on_shards", "steps_by_element"]
 
 _ELEMENTWISE = (
     torch.optim.ASGD,
@@ -104,45 +104,64 @@ def _surround_steps(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-class _Twin:
-    """A sharded parameter and the plain one over its shard; `state` pairs what both views have under each key."""
+class Twin:
+    """A sharded parameter and the plain one over its shard, and what both views of its state have under each key."""
 
     def __init__(self, parameter: DTensor) -> None:
         self.parameter = parameter
         self.local = local_of(parameter)
         self.plain = nn.Parameter(self.local, requires_grad=parameter.requires_grad)
         self.plain.__dict__.update(user_attributes(parameter))
-        self.pairs: dict[str, tuple[Any, Any]] = {}
+        self.had_gradient = False
+        self._pairs: dict[str, tuple[Any, Any]] = {}
+        self._lent: dict[str, Any] = {}
+        self._of_state: list[Any] = []  # the contents of both views when they were last alike
+        self._of_lent: list[Any] = []
 
-    def take_gradient(self, passed_over: bool) -> None:
-        """Gives the twin the gradient of the parameter, or none if the optimizer is to pass it over."""
-        gradient = None if passed_over else self.parameter.grad
-        self.plain.grad = None if gradient is None else _local_gradient(self.parameter, cast(DTensor, gradient))
-        self._had_gradient = gradient is not None
+    def take_gradient(self) -> None:
+        """Gives the twin the gradient of the parameter.
 
-    def give_gradient_back(self) -> None:
-        """After the step; an optimizer that has dropped the gradient has dropped that of the parameter."""
-        if self._had_gradient and self.plain.grad is None:
-            self.parameter.grad = None
-        self.plain.grad = None
+        Raises:
+            RuntimeError: if that lies otherwise than the parameter.
+        """
+        gradient = self.parameter.grad
+        self.had_gradient = gradient is not None
+        if gradient is None:
+            self.plain.grad = None
+            return
+        if not lies_like(gradient, self.parameter):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameter.shape)} with placements {self.parameter.placements} has "
+                f"a gradient with {getattr(gradient, 'placements', 'none')}; redistribute it before the step, or step "
+                "without optimizer_step_on_shards"
+            )
+        self.plain.grad = local_of(gradient)
 
     def lend_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same state with plain tensors."""
-        lent = {}
-        for key, value in state.items():
-            pair = self.pairs.get(key)
-            if pair is None or pair[0] is not value:
-                pair = self.pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
-            lent[key] = pair[1]
-        return lent
+        """The same state with plain tensors: that of the last step, if nobody has changed it since."""
+        if _contents(state) != self._of_state:
+            lent = {}
+            for key, value in state.items():
+                pair = self._pairs.get(key)
+                if pair is None or pair[0] is not value:
+                    pair = self._pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
+                lent[key] = pair[1]
+            self._note(state, lent)
+        return self._lent
 
     def take_state(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
         """Brings what the step has added or replaced back into `state`."""
+        if lent is self._lent and _contents(lent) == self._of_lent:
+            return
         for key, value in lent.items():
-            pair = self.pairs.get(key)
+            pair = self._pairs.get(key)
             if pair is None or pair[1] is not value:
-                pair = self.pairs[key] = self._whole(key, value), value
+                pair = self._pairs[key] = self._whole(key, value), value
             state[key] = pair[0]
+        self._note(state, lent)
+
+    def _note(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
+        self._lent, self._of_state, self._of_lent = lent, _contents(state), _contents(lent)
 
     def _whole(self, key: str, value: Any) -> Any:
         if is_laid_out_by_block(key):
@@ -151,31 +170,18 @@ class _Twin:
         return like_dtensor(value, self.parameter) if sharded else value
 
 
-def _local_gradient(parameter: DTensor, gradient: DTensor) -> torch.Tensor:
-    if gradient.placements is not parameter.placements and tuple(gradient.placements) != tuple(parameter.placements):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} has a "
-            f"gradient with {tuple(gradient.placements)}; redistribute it before the step, or step without "
-            "optimizer_step_on_shards"
-        )
-    return local_of(gradient)
+def _contents(state: dict[str, Any]) -> list[Any]:
+    """Keys, and ids of values, which a twin keeps alive: alike if nothing was added, removed or replaced."""
+    return [*state, *map(id, state.values())]
 
 
 class ShardSteps:
     """What is put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, _Twin] = {}
+        self._twins: dict[int, Twin] = {}
         self._params: list[list[torch.Tensor]] | None = None
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-
-    def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
-        """Whether the optimizer is to see a plain twin of this parameter."""
-        return True
-
-    def passes_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
-        """Whether the twin is to have no gradient, and no state."""
-        return False
 
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -189,10 +195,10 @@ class ShardSteps:
         """Puts the plain twins, with their state, in the place of the parameters."""
         self._params = [group["params"] for group in optimizer.param_groups]
         self._state = optimizer.state
-        used: dict[int, _Twin] = {}
+        used: dict[int, Twin] = {}
         lent: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
-            group["params"] = [self._twin_of(optimizer, parameter, used) for parameter in params]
+            group["params"] = [self.seen_by(optimizer, parameter, used) for parameter in params]
         for key, state in self._state.items():
             twin = used.get(id(key))
             if twin is None:
@@ -203,23 +209,23 @@ class ShardSteps:
         optimizer.state = lent
         carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])
 
-    def _twin_of(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, _Twin]
-    ) -> torch.Tensor:
-        if not isinstance(parameter, DTensor) or not self.wants(optimizer, parameter):
+    def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
+        """What the optimizer sees of a parameter: a plain twin with its gradient, noted in `used`, or itself."""
+        if not isinstance(parameter, DTensor):
             return parameter
-        key = id(parameter)
-        twin = self._twins.get(key)
+        twin = self.twin_of(optimizer, parameter, used)
+        twin.take_gradient()
+        return twin.plain
+
+    def twin_of(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> Twin:
+        """The twin of the last step, if the parameter has the same shard still, or a new one."""
+        twin = self._twins.get(id(parameter))
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             param = sharded_counterpart(parameter)
             check_blocks(optimizer, parameter, "?" if param is None else param.fqn)
-            twin = _Twin(parameter)
-        used[key] = twin
-        passed_over = self.passes_over(optimizer, parameter)
-        if passed_over:
-            self._state.pop(parameter, None)  # as it was when another rank began to change it
-        twin.take_gradient(passed_over)
-        return twin.plain
+            twin = Twin(parameter)
+        used[id(parameter)] = twin
+        return twin
 
     def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Before another state is loaded: nothing of the old one is kept."""
@@ -239,7 +245,9 @@ class ShardSteps:
             else:
                 twin.take_state(self._state[twin.parameter], state)
         for twin in twins.values():
-            twin.give_gradient_back()
+            if twin.had_gradient and twin.plain.grad is None:  # the optimizer has dropped it
+                twin.parameter.grad = None
+            twin.plain.grad = None
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
             group["params"] = params
         self._params = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardkit.core.torch_compat import NOTES_ON_MODULES
 
 __all__ = [
     "cast_floating",
@@ -21,9 +24,10 @@ __all__ = [
     "tensors_with_grad",
 ]
 
-# What every module has in its __dict__: hooks, parameters, children.
-_OF_ANY_MODULE = frozenset(nn.Module().__dict__)
+# What every module has in its __dict__, hooks, parameters and children, and what sharding puts there.
+_OF_ANY_MODULE = frozenset({*nn.Module().__dict__, *NOTES_ON_MODULES})
 _NO_TENSORS = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+_HOLDERS = (torch.Tensor, dict, list, tuple, set, frozenset, types.FunctionType)
 
 # How many of the newest entries of a list or dict on a module are looked at, and how deep.
 _NEWEST = 64
@@ -84,16 +88,18 @@ def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
     attributes = module.__dict__
     if len(attributes) > len(_OF_ANY_MODULE):
         for name, value in attributes.items():
-            if name not in _OF_ANY_MODULE and type(value) not in _NO_TENSORS:
+            kind: Any = type(value)
+            if name not in _OF_ANY_MODULE and not _is_opaque(kind):
                 _reach(value, found, _DEEPEST, into_objects=False)
-    for buffer in module._buffers.values():
-        if buffer is not None:
-            found.append(buffer)
+    if module._buffers:
+        found += [buffer for buffer in module._buffers.values() if buffer is not None]
     return found
 
 
 def reachable_tensors(value: Any) -> list[torch.Tensor]:
     """`tensors_in`, and the tensors that objects in `value` hold as attributes and functions in it close over."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     _reach(value, found, _DEEPEST, into_objects=True)
     return found
@@ -107,6 +113,12 @@ def _reach(value: Any, found: list[torch.Tensor], depth: int, *, into_objects: b
             _reach(one, found, depth - 1, into_objects=into_objects)
 
 
+@functools.lru_cache(1024)
+def _is_opaque(kind: type) -> bool:
+    """Whether `_reach` finds nothing in objects of this class, unless it looks into all objects."""
+    return kind in _NO_TENSORS or not (issubclass(kind, _HOLDERS) or dataclasses.is_dataclass(kind))
+
+
 def _held_by(value: Any, into_objects: bool) -> list[Any]:
     """What a container, a dataclass and, if wanted, any other object or function holds directly."""
     if isinstance(value, dict):
@@ -117,11 +129,12 @@ def _held_by(value: Any, into_objects: bool) -> list[Any]:
         return list(value)
     if isinstance(value, type | nn.Module | types.ModuleType):
         return []
-    if not into_objects and not dataclasses.is_dataclass(value) and not isinstance(value, types.FunctionType):
+    kind: Any = type(value)
+    if not into_objects and _is_opaque(kind):
         return []
     held = list(getattr(value, "__dict__", {}).values())
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
+    for base in type(value).__mro__:
+        names = base.__dict__.get("__slots__", ())
         held += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
     if isinstance(value, types.FunctionType):
         held += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "CheckpointStorageInfo",
     "GRAD_DTYPE_DECIDES",
+    "NOTES_ON_MODULES",
     "PARAMETER_FLAG",
     "STOCK_FUNCTIONS",
     "StockCPUOffloadPolicy",
@@ -47,6 +48,7 @@ __all__ = [
     "flattened_axis",
     "grad_dtype_of",
     "gradient_hooks",
+    "has_gradient_hooks",
     "in_backward",
     "is_leaf_or_view",
     "is_plain",
@@ -61,6 +63,7 @@ __all__ = [
     "stock_training_state",
     "foreach_scale_",
     "joined_mesh",
+    "lies_like",
     "like_dtensor",
     "local_of",
     "made_since",
@@ -192,7 +195,7 @@ def new_dtensor(
     return kind.__new__(kind, local.detach(), spec, requires_grad=False)
 
 
-def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+def like_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the mesh, placements and global shape of `like`: what a gradient needs each step.
 
     Its placements mean what they mean in `like`.
@@ -200,13 +203,20 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     `DTensor.from_local` costs 50 times more. `__new__` sets all that there is; `__init__` would cost twice as much
     again and do nothing.
     """
-    spec = like._spec
-    kind = type(like)
+    spec: DTensorSpec = like._spec  # type: ignore[attr-defined]
+    kind: type[DTensor] = type(like)  # type: ignore[assignment]
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         as_order = spec.use_strided_shard_as_shard_order
         return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order, kind=kind)
     return kind.__new__(kind, local, spec, requires_grad=False)
+
+
+def lies_like(tensor: torch.Tensor, dtensor: DTensor) -> bool:
+    """Whether a tensor is a DTensor with the placements of another one."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return tensor._spec is dtensor._spec or tuple(tensor.placements) == tuple(dtensor.placements)
 
 
 def take_meaning(dtensor: DTensor, of: DTensor) -> None:
@@ -236,6 +246,11 @@ def gradient_hooks(tensor: torch.Tensor) -> Iterable[Callable[[torch.Tensor], An
     """The hooks that `register_hook` put on a tensor."""
     hooks: dict[int, Any] | None = tensor._backward_hooks
     return tuple(hooks.values()) if hooks else ()
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks of either kind."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def in_backward() -> bool:
@@ -331,6 +346,10 @@ def mark_managed(module: nn.Module) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's `replicate` was called on a module: what is in it is not for `fully_shard` to manage."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+NOTES_ON_MODULES = (REGISTRY_KEY, STATE_KEY)
+"""The attributes that torch's composable functions, and the next one here, put on modules."""
 
 
 def register_with_stock(module: nn.Module, state: object) -> None:

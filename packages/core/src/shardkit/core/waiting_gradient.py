@@ -21,16 +21,15 @@ __all__ = ["StandIn"]
 
 
 class StandIn:
-    """The stand-in of one parameter, if a gradient of it waits."""
+    """The stand-in of one parameter, if a gradient of it waits.
+
+    Attributes:
+        gradient: the stand-in; None if nothing waits.
+    """
 
     def __init__(self) -> None:
-        self._gradient: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
         self._version = 0
-
-    @property
-    def is_there(self) -> bool:
-        """Whether a gradient waits."""
-        return self._gradient is not None
 
     def put(
         self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
@@ -50,12 +49,12 @@ class StandIn:
                 sharded.grad = like_dtensor(form.local(zeros), sharded)
             else:
                 sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)
-        self._gradient, self._version = sharded.grad, version_of(sharded.grad)
+        self.gradient, self._version = sharded.grad, version_of(sharded.grad)
         return sharded.grad
 
     def was_zeroed(self, sharded: torch.Tensor) -> bool:
         """Whether the user has zeroed or taken away the gradient of `sharded` since."""
-        stand_in = self._gradient
+        stand_in = self.gradient
         if stand_in is None:
             return False
         if sharded.grad is not stand_in:
@@ -66,9 +65,9 @@ class StandIn:
 
     def dismiss(self, sharded: torch.Tensor) -> None:
         """Nothing waits any more."""
-        if self._gradient is not None and sharded.grad is self._gradient and _is_partial(self._gradient):
+        if self.gradient is not None and sharded.grad is self.gradient and _is_partial(self.gradient):
             sharded.grad = None
-        self._gradient = None
+        self.gradient = None
 
 
 def _is_partial(gradient: torch.Tensor) -> bool:

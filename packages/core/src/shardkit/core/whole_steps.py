@@ -23,26 +23,25 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core.block_steps import steps_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
-from shardkit.core.shard_steps import ShardSteps, steps_by_element
+from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
 from shardkit.core.torch_compat import hook_innermost, is_within_step, local_of, no_dynamo
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
 
-def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> None:
     """An owner holds its tensor-parallel shard, which an optimizer of matrices would take for the matrix.
 
     Raises:
         RuntimeError: with the FQN, the placements and what to do.
     """
-    if not isinstance(parameter, DTensor) or steps_by_element(optimizer) or steps_by_block(optimizer):
+    if steps_by_element(optimizer) or steps_by_block(optimizer):
         return
     mesh, owned = parameter.device_mesh, any(isinstance(one, Owned) for one in parameter.placements)
     cut = [
@@ -59,7 +58,7 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: torch.Te
         )
 
 
-def _refuse_number_of_all(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+def _refuse_number_of_all(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor]) -> None:
     """An optimizer that computes one number from all parameters would compute it from those of this rank.
 
     D-Adaptation and Prodigy keep theirs as `d` in the parameter group (Adafactor's `d` is a constant); LAMB and Adan
@@ -73,7 +72,7 @@ def _refuse_number_of_all(optimizer: torch.optim.Optimizer, params: Sequence[tor
         estimates = "d" in group and not isinstance(optimizer, torch.optim.Adafactor)
         setting = "d" if estimates and not group.get("fsdp_in_use") else None
         setting = "max_grad_norm" if clips and group.get("max_grad_norm") else setting
-        owned = [one for one in params if isinstance(one, PlacedTensor) and one.device_mesh.size() > 1]
+        owned = [one for one in placed if one.device_mesh.size() > 1]
         if setting is not None and owned:
             param = sharded_counterpart(owned[0])
             raise RuntimeError(
@@ -84,9 +83,14 @@ def _refuse_number_of_all(optimizer: torch.optim.Optimizer, params: Sequence[tor
             )
 
 
-def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
+    """Its parameters on `Owned` or `Blocks`."""
+    return [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, PlacedTensor)]
+
+
+def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
     """Whether the optimizer is to see a plain tensor in the place of this parameter."""
-    for one in parameter.placements if isinstance(parameter, PlacedTensor) else ():
+    for one in parameter.placements:
         if isinstance(one, Owned):
             return True
         if isinstance(one, Blocks):
@@ -103,8 +107,7 @@ class _WholeSteps(ShardSteps):
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
-        params = [one for group in optimizer.param_groups for one in group["params"]]
-        if self.inner or not any(_steps_plainly(optimizer, one) for one in params):
+        if self.inner or not any(_steps_plainly(optimizer, one) for one in _placed(optimizer)):
             return None
         arguments = _with_closure(optimizer, self, args, kwargs)
         self.lend(optimizer)
@@ -116,10 +119,19 @@ class _WholeSteps(ShardSteps):
         if not self.inner:
             self.end(optimizer, args, kwargs)
 
-    def wants(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
-        return _steps_plainly(optimizer, parameter)
+    def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
+        """A plain twin in the place of what `_steps_plainly`; one that is passed over has no gradient, and no state."""
+        if not isinstance(parameter, PlacedTensor) or not _steps_plainly(optimizer, parameter):
+            return parameter
+        if not self._passes_over(optimizer, parameter):
+            return super().seen_by(optimizer, parameter, used)
+        self._state.pop(parameter, None)  # as it was when another rank began to change it
+        twin = self.twin_of(optimizer, parameter, used)
+        twin.plain.grad = None
+        twin.had_gradient = False
+        return twin.plain
 
-    def passes_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor) -> bool:
+    def _passes_over(self, optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
         if local_of(parameter).numel() or steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon:
             return False
         return any(isinstance(one, Owned) for one in parameter.placements)
@@ -141,12 +153,12 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         steps.inner += 1
         return None
     _restore(optimizer)
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(_steps_plainly(optimizer, one) for one in params):
+    placed = _placed(optimizer)
+    if not any(_steps_plainly(optimizer, one) for one in placed):
         return None
-    for parameter in params:
+    for parameter in placed:
         _refuse_part_of_matrix(optimizer, parameter)
-    _refuse_number_of_all(optimizer, params)
+    _refuse_number_of_all(optimizer, placed)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)

@@ -118,4 +118,4 @@ def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options:
             local_of(sharded.grad).copy_(parameter.rows_of_unsharded(gradient))
         else:
             local = parameter.rows_of_unsharded(gradient).to(local_of(sharded).device).clone()
-            sharded.grad = like_dtensor(local, sharded)  # type: ignore[arg-type]
+            sharded.grad = like_dtensor(local, sharded)
