@@ -86,11 +86,10 @@ def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     attributes = module.__dict__
-    if len(attributes) > len(_OF_ANY_MODULE):
-        for name, value in attributes.items():
-            kind: Any = type(value)
-            if name not in _OF_ANY_MODULE and not _is_opaque(kind):
-                _reach(value, found, _DEEPEST, into_objects=False)
+    for name in sorted(attributes.keys() - _OF_ANY_MODULE):
+        kind: Any = type(attributes[name])
+        if not _is_opaque(kind):
+            _reach(attributes[name], found, _DEEPEST, into_objects=False)
     if module._buffers:
         found += [buffer for buffer in module._buffers.values() if buffer is not None]
     return found
