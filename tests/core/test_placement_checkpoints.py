@@ -238,6 +238,13 @@ def soap(model: nn.Module) -> torch.optim.Optimizer:
     return pytest.importorskip("pytorch_optimizer").SOAP(matrices, lr=0.01, precondition_frequency=2)
 
 
+def _row_by_row(optimizer: torch.optim.Optimizer) -> None:
+    """Checkpoints keep values and not strides: QR leaves columns, and their products may have other last bits."""
+    for state in optimizer.state.values():
+        for key in {"Q", "GG"} & state.keys():
+            state[key] = [matrix.contiguous() for matrix in state[key]]
+
+
 def _preconditioned(rank: int, world_size: int, path: Path) -> None:
     """A run that is saved and restored goes on as one that is not, twice: no rank saves what another has changed."""
     model = build("owned", world_size, 1)
@@ -249,6 +256,7 @@ def _preconditioned(rank: int, world_size: int, path: Path) -> None:
         other = build("owned", world_size, 2)
         restored = soap(other)
         assert CheckpointManager(path).restore(TrainingState(other, restored)) is not None
+        _row_by_row(optimizer)
         train(model, optimizer, 2)
         train(other, restored, 2)
         expected = {name: whole(value) for name, value in model.state_dict().items()}
