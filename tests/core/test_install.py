@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardkit.core as shardkit
 from tests.support import rank_mesh, run_ranks
@@ -111,6 +112,23 @@ def mixed_engines(rank: int, world_size: int) -> None:
 
 def test_mixed_engines_are_refused():
     run_ranks(1, mixed_engines, isolated=True)
+
+
+def torch_around_ours(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardkit.fully_shard(model[0], mesh=mesh["inner"])
+    with pytest.raises(RuntimeError, match="overlapping meshes"):
+        stock.fully_shard(model, mesh=mesh["inner"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shardkit.fully_shard(model[0], mesh=mesh["inner"])
+    stock.fully_shard(model, mesh=mesh["outer"])  # for torch this is tensor parallelism
+    with pytest.raises(RuntimeError, match=r"torch's own fully_shard has sharded the FSDPSequential around '0', which"):
+        model(torch.randn(2, 4))
+
+
+def test_torch_around_ours_is_refused():
+    run_ranks(4, torch_around_ours, isolated=True)
 
 
 def missing_names(rank: int, world_size: int) -> None:

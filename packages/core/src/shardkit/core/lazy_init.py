@@ -16,7 +16,7 @@ from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.placements import is_ours
 from shardkit.core.schedule import RootedState
-from shardkit.core.torch_compat import outside_transforms
+from shardkit.core.torch_compat import outside_transforms, stock_modules_around
 
 __all__ = ["initialise_root", "live_roots"]
 
@@ -36,8 +36,8 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     Without `same_names` a parameter may have another name on each rank.
 
     Raises:
-        RuntimeError: if a state below has been initialised as a root itself, if the state has several modules, or if
-            the ranks disagree about the parameters.
+        RuntimeError: if a state below has been initialised as a root itself, if the state has several modules, if
+            torch's own `fully_shard` has sharded a module around it, or if the ranks disagree about the parameters.
     """
     if len(root.modules) > 1:
         names = [type(module).__name__ for module in _alive(root)]
@@ -46,6 +46,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
             "that contains them too, and run forward through it first"
         )
     (module,) = _alive(root)
+    _refuse_other_engine_around(module)
     states = _states_below(root, module)
     _set_names(states, module)
     for state in states:
@@ -73,6 +74,17 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
             group.change(reshard_after_forward=False)
     if events.hub.active:
         events.emit(events.RootReady(module))
+
+
+def _refuse_other_engine_around(module: nn.Module) -> None:
+    """Torch's engine takes our shards for parameters under tensor parallelism: they would get no gradients."""
+    for outer in stock_modules_around(module):
+        name = next(name for name, inner in outer.named_modules() if inner is module)
+        raise RuntimeError(
+            f"torch's own fully_shard has sharded the {type(outer).__name__} around '{name}', which shardkit has "
+            "sharded; one model has one engine. Call shardkit.core.install() before the first module is sharded, or "
+            "shard every module with shardkit.core.fully_shard"
+        )
 
 
 def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None:

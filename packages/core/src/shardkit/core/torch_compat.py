@@ -59,6 +59,7 @@ __all__ = [
     "is_within_step",
     "modules_of_stock",
     "stock_engine_of",
+    "stock_modules_around",
     "stock_part",
     "stock_training_state",
     "foreach_scale_",
@@ -371,6 +372,13 @@ def stock_engine_of(module: nn.Module) -> str | None:
         ours = "shardkit.core" in {cls.__module__.rpartition(".")[0] for cls in type(module).__mro__}
         return None if ours or is_replicated(module) else "fully_shard"
     return "FullyShardedDataParallel" if isinstance(module, _STOCK_FSDP1) else None
+
+
+def stock_modules_around(module: nn.Module) -> list[nn.Module]:
+    """The modules that hold `module` and that torch's own `fully_shard` has sharded."""
+    stock = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", ())
+    found = [outer for outer in list(stock) if stock_engine_of(outer) is not None]
+    return [outer for outer in found if any(module is inner for inner in outer.modules())]
 
 
 def modules_of_stock(fsdp1: bool) -> list[nn.Module]:
