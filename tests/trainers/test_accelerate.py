@@ -16,8 +16,9 @@ def test_same_as_stock(case: str):
     assert_same("accelerate", case)
 
 
-def test_checkpoints_load_across():
-    assert_resumes_across("accelerate")
+@pytest.mark.parametrize("engine", ["shardkit", "stock"])
+def test_checkpoints_load_across(engine: Engine):
+    assert_resumes_across("accelerate", engine)
 
 
 # What a user types in front of `accelerate launch`, and the variables that he sets.

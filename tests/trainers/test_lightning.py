@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainers.launch import assert_resumes_across, assert_same
+from tests.trainers.launch import Engine, assert_resumes_across, assert_same
 
 pytest.importorskip("lightning")
 
@@ -12,5 +12,6 @@ def test_same_as_stock(case: str):
     assert_same("lightning", case)
 
 
-def test_checkpoints_load_across():
-    assert_resumes_across("lightning")
+@pytest.mark.parametrize("engine", ["shardkit", pytest.param("stock", marks=pytest.mark.slow)])
+def test_checkpoints_load_across(engine: Engine):
+    assert_resumes_across("lightning", engine)

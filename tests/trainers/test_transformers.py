@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainers.launch import assert_resumes_across, assert_same
+from tests.trainers.launch import Engine, assert_resumes_across, assert_same
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -13,5 +13,6 @@ def test_same_as_stock(case: str):
     assert_same("transformers", case)
 
 
-def test_checkpoints_load_across():
-    assert_resumes_across("transformers")
+@pytest.mark.parametrize("engine", ["shardkit", pytest.param("stock", marks=pytest.mark.slow)])
+def test_checkpoints_load_across(engine: Engine):
+    assert_resumes_across("transformers", engine)
