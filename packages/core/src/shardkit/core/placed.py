@@ -46,6 +46,8 @@ _IN_PLACE = frozenset(
         "zeros_like",
     }
 )
+# Operators on lists that make other shapes.
+_REDUCING = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -63,6 +65,8 @@ class PlacedTensor(DTensor):
             return _copy_between(args[0], args[1])
         if name == "linalg_vector_norm":
             return _norm(func, *args, **kwargs)
+        if name == "equal":
+            return _equal(func, *args)
         if name == "_foreach_norm":
             order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in args[0]]
@@ -70,6 +74,8 @@ class PlacedTensor(DTensor):
             return _unscale(func, args[0], *args[1:])
         if name in _NEW:
             return _new(func, *args, **kwargs)
+        if name in _REDUCING:
+            raise _refusal(func, _first(args))
         if name in _IN_PLACE or name.startswith("_foreach_") or torch.Tag.pointwise in func.tags:
             return _elementwise(func, args, kwargs)
         raise _refusal(func, _first(args))
@@ -207,10 +213,12 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             f"{tuple(getattr(value, 'placements', ('plain',)))}, which lies in other places",
         )
 
+    sources: Any = like
     if str(func).split(".")[1].startswith("_foreach_"):
         _refuse_mixed_lists(func, args, like)
+        sources = next(one for one in args if isinstance(one, list | tuple))
     results = func(*[local(one) for one in args], **{key: local(value) for key, value in kwargs.items()})
-    return _wrapped(results, args[0])
+    return _wrapped(results, sources)
 
 
 def _refuse_mixed_lists(func: Any, args: tuple[Any, ...], like: PlacedTensor) -> None:
@@ -224,13 +232,28 @@ def _refuse_mixed_lists(func: Any, args: tuple[Any, ...], like: PlacedTensor) ->
 
 def _wrapped(result: Any, source: Any) -> Any:
     if isinstance(result, list | tuple):
-        return type(result)(_wrapped(one, like) for one, like in zip(result, source, strict=True))
+        sources = source if isinstance(source, list | tuple) else [source] * len(result)
+        wrapped = [_wrapped(one, like) for one, like in zip(result, sources, strict=True)]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
     if not isinstance(result, torch.Tensor) or not isinstance(source, DTensor):
         return result
     if result is local_of(source):
         return source
     assert result.shape == local_of(source).shape, (result.shape, source)
     return like_dtensor(result, source)
+
+
+def _equal(func: Any, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, on every rank of the mesh (collective)."""
+    if one.shape != other.shape:
+        return False
+    like = _first((one, other))
+    if not _alike(one, other):
+        raise _refusal(func, like, "got tensors that lie in different places")
+    same = torch.tensor(func(local_of(one), local_of(other)), dtype=torch.int32, device=like.device_mesh.device_type)
+    for group in _groups(like):
+        dist.all_reduce(same, dist.ReduceOp.MIN, group=group)
+    return bool(same)
 
 
 def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
