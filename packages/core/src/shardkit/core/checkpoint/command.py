@@ -17,7 +17,7 @@ from shardkit.core.checkpoint.conversion import convert
 from shardkit.core.checkpoint.dcp_writer import DcpWriter
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.manifest import MANIFEST, dtype_name
 from shardkit.core.checkpoint.opening import candidates

@@ -13,8 +13,7 @@ from shardkit.core.checkpoint.archive import archive_of
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.image import places
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.manifest import MANIFEST, SAVE_ID, pack
 from shardkit.core.checkpoint.metadata_pickle import stock_metadata
 from shardkit.core.checkpoint.parts import Part, data_file, read_part, write_file

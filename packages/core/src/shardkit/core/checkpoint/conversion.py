@@ -23,8 +23,7 @@ from typing import Any, Protocol
 
 from shardkit.core.checkpoint.directory import sync_directory
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor
 

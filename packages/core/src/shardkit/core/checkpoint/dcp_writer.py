@@ -15,8 +15,7 @@ from shardkit.core.checkpoint.archive import archive_of
 from shardkit.core.checkpoint.commit import write_index
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, flatten, name_of, unflatten
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import At, LeafPath, flatten, name_of, unflatten
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.parts import data_file
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.leaves import At, Leaves, Path
+from shardkit.core.checkpoint.leaves import At, LeafPath, Leaves
 from shardkit.core.checkpoint.training_state import OPTIMIZER
 
 __all__ = ["Group", "Holding", "holding_of", "part_of"]
@@ -32,7 +32,7 @@ class Group:
 class Holding:
     """What the others have to know of a rank's state: the paths of its plain values, and its parameter groups."""
 
-    plain: tuple[Path, ...]
+    plain: tuple[LeafPath, ...]
     groups: tuple[Group, ...]
 
 
@@ -54,12 +54,12 @@ def holding_of(leaves: Leaves) -> Holding:
     return Holding(plain, tuple(_groups(leaves)))
 
 
-def _is_in_group(path: Path) -> bool:
+def _is_in_group(path: LeafPath) -> bool:
     return path[:2] == _GROUPS and len(path) > 3
 
 
 def _groups(leaves: Leaves) -> Iterator[Group]:
-    found: dict[Any, dict[Path, Any]] = {}
+    found: dict[Any, dict[LeafPath, Any]] = {}
     for path, value in leaves.values.items():
         if _is_in_group(path):
             found.setdefault(path[2], {})[path[3:]] = value
@@ -70,7 +70,7 @@ def _groups(leaves: Leaves) -> Iterator[Group]:
 
 def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
     """What this rank writes of its leaves: all DTensors, and its part of the rest. `holdings` has every rank's."""
-    owner: dict[Path, int] = {}
+    owner: dict[LeafPath, int] = {}
     for holder, holding in enumerate(holdings):
         for path in holding.plain:
             owner.setdefault(path, holder)

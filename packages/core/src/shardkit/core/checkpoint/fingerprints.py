@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path, name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.memory import bytes_of
 from shardkit.core.checkpoint.pieces import boxes_of
 
@@ -31,7 +31,7 @@ _SAMPLES = 1024
 class Box:
     """A part of a parameter; two ranks that hold the same one should hold the same values."""
 
-    path: Path
+    path: LeafPath
     look: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ class Box:
 Fingerprints = dict[Box, int]
 
 
-def fingerprints(values: Mapping[Path, Any], parameters: Iterable[Path], *, sharded: bool) -> Fingerprints:
+def fingerprints(values: Mapping[LeafPath, Any], parameters: Iterable[LeafPath], *, sharded: bool) -> Fingerprints:
     """Of the parameters among a rank's values: those that are no DTensors, or all. Not collective."""
     boxes: list[Box] = []
     samples: list[torch.Tensor] = []
@@ -91,7 +91,7 @@ def check_same(everyone: Sequence[Fingerprints]) -> None:
     Args:
         everyone: what each rank has found, by rank.
     """
-    looks: dict[Path, dict[str, list[int]]] = {}
+    looks: dict[LeafPath, dict[str, list[int]]] = {}
     numbers: dict[Box, dict[int, list[int]]] = {}
     for rank, found in enumerate(everyone):
         for box, number in found.items():

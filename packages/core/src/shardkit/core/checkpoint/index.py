@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import Path, name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 
 __all__ = ["BLOCK_BYTES", "Chunk", "File", "Index", "ObjectEntry", "TensorEntry", "check_coverage"]
 
@@ -66,7 +66,7 @@ class Chunk:
 class TensorEntry:
     """A tensor as a whole."""
 
-    path: Path
+    path: LeafPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -86,7 +86,7 @@ class TensorEntry:
 class ObjectEntry:
     """A value that is no tensor: bytes of torch.save in a file."""
 
-    path: Path
+    path: LeafPath
     file: str
     offset: int
     length: int
@@ -103,11 +103,11 @@ class Index:
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
     files: dict[str, File]
-    empties: tuple[Path, ...] = ()
+    empties: tuple[LeafPath, ...] = ()
     step: int | None = None
     world_size: int | None = None
     info: dict[str, Any] = field(default_factory=dict)
-    order: tuple[Path, ...] = ()
+    order: tuple[LeafPath, ...] = ()
 
     def __post_init__(self) -> None:
         claimed = dict.fromkeys(self.files, 0)
@@ -146,12 +146,12 @@ class Index:
             )
 
     @functools.cached_property
-    def paths(self) -> dict[str, Path]:
+    def paths(self) -> dict[str, LeafPath]:
         """The path of every entry, by name."""
         tensors = {name: entry.path for name, entry in self.tensors.items()}
         return tensors | {name: one.path for name, one in self.objects.items()}
 
-    def in_order(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+    def in_order(self, values: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
         """Values by path in the order in which they were saved, where that is known; empty mappings come last."""
         place = dict.fromkeys(self.empties, len(self.order))
         for number, path in enumerate(self.order):

@@ -1,8 +1,8 @@
 """Nested state as named leaves, under the names that torch.distributed.checkpoint gives them, and back.
 
 A mapping is descended into, and so is a list that holds tensors or mappings; everything else is a leaf. The name of a
-leaf is the keys that lead to it, joined by dots. Stock turns keys into strings and drops empty mappings; a `Path` keeps
-the one and `Leaves.empties` the other, so that a state comes back as it was.
+leaf is the keys that lead to it, joined by dots. Stock turns keys into strings and drops empty mappings; a `LeafPath`
+keeps the one and `Leaves.empties` the other, so that a state comes back as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardkit.core.checkpoint.torch_files import load_torch_bytes
 __all__ = [
     "At",
     "Leaves",
-    "Path",
+    "LeafPath",
     "check_has_values",
     "flatten",
     "name_of",
@@ -50,7 +50,7 @@ class At:
         return str(self.at)
 
 
-Path = tuple[Any, ...]
+LeafPath = tuple[Any, ...]
 """The keys that lead to a leaf: keys of mappings as they are, and an `At` for each place in a list."""
 
 _SEQUENCES = {"list": list, "tuple": tuple}
@@ -61,21 +61,21 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class Leaves:
     """The leaves of a state by path, in order, and the paths of its empty mappings."""
 
-    values: dict[Path, Any] = field(default_factory=dict)
-    empties: list[Path] = field(default_factory=list)
+    values: dict[LeafPath, Any] = field(default_factory=dict)
+    empties: list[LeafPath] = field(default_factory=list)
 
 
-def name_of(path: Path) -> str:
+def name_of(path: LeafPath) -> str:
     """The flat name that torch.distributed.checkpoint gives to what lies at `path`."""
     return ".".join(map(str, path))
 
 
-def stock_path(path: Path) -> tuple[str | int, ...]:
+def stock_path(path: LeafPath) -> tuple[str | int, ...]:
     """A path as torch.distributed.checkpoint's metadata has it: keys are strings, places in lists are numbers."""
     return tuple(part.at if isinstance(part, At) else str(part) for part in path)
 
 
-def walk(value: Any, is_opened: Callable[[Any], bool], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
     """The leaves of nested state with the paths that lead there, in order.
 
     `is_opened` is asked about each mapping, list and tuple; those that it denies are leaves.
@@ -90,7 +90,7 @@ def walk(value: Any, is_opened: Callable[[Any], bool], path: Path = ()) -> Itera
         yield path, value
 
 
-def flatten(state: Mapping[Any, Any], prefix: Path = ()) -> Leaves:
+def flatten(state: Mapping[Any, Any], prefix: LeafPath = ()) -> Leaves:
     """The leaves of nested state.
 
     Raises:
@@ -100,7 +100,7 @@ def flatten(state: Mapping[Any, Any], prefix: Path = ()) -> Leaves:
     if not isinstance(state, Mapping):
         raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
     leaves = Leaves()
-    seen: dict[str, Path] = {}
+    seen: dict[str, LeafPath] = {}
     for path, value in walk(state, _is_taken_apart, prefix):
         for number, key in enumerate(path):
             if not isinstance(key, str | int | At) or isinstance(key, bool):
@@ -129,7 +129,7 @@ class _Level(dict[Any, Any]):
     """A mapping or list on the way to leaves, told from a leaf that is a dict."""
 
 
-def unflatten(values: Mapping[Path, Any], empties: Iterable[Path] = ()) -> Any:
+def unflatten(values: Mapping[LeafPath, Any], empties: Iterable[LeafPath] = ()) -> Any:
     """The nested state that `walk` or `flatten` took apart; the value itself if its path is empty.
 
     Raises:
@@ -153,7 +153,7 @@ def unflatten(values: Mapping[Path, Any], empties: Iterable[Path] = ()) -> Any:
     return _closed(root)
 
 
-def _level(root: _Level, path: Path) -> _Level:
+def _level(root: _Level, path: LeafPath) -> _Level:
     place = root
     for key in path:
         below = place.setdefault(key, _Level())

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 
 __all__ = ["LeftOut"]
 

@@ -16,7 +16,7 @@ import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, Path, name_of
+from shardkit.core.checkpoint.leaves import At, LeafPath, name_of
 
 __all__ = [
     "DTYPES",
@@ -52,12 +52,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def encode_path(path: Path) -> list[Any]:
+def encode_path(path: LeafPath) -> list[Any]:
     """A path as JSON: a key is a string, a place in a list a number, a key that is a number a list of it."""
     return [part.at if isinstance(part, At) else [part] if isinstance(part, int) else part for part in path]
 
 
-def decode_path(value: Any) -> Path:
+def decode_path(value: Any) -> LeafPath:
     """The path that `encode_path` encoded. Raises ValueError for anything else."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"path {value!r}")

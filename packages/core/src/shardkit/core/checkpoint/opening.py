@@ -9,7 +9,7 @@ from pathlib import Path
 from shardkit.core.checkpoint.directory import StoredCheckpoint, read_manifest
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.manifest import MANIFEST
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardkit.core.checkpoint.errors import DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.manifest import DTYPES, decode_path, dtype_name, encode_path, seal, unseal
 from shardkit.core.checkpoint.pieces import Piece
 from shardkit.core.checkpoint.verified_file import checksum, read_small

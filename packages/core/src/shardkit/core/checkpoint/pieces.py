@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.checkpoint.leaves import Path, name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.placements import is_ours
 from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
@@ -36,7 +36,7 @@ Sizes = tuple[int, ...]
 class Piece:
     """A box of a tensor of `shape`, at `offsets`, of `sizes`."""
 
-    path: Path
+    path: LeafPath
     dtype: torch.dtype
     shape: Sizes
     offsets: Sizes
@@ -47,7 +47,7 @@ class Piece:
 class Layout:
     """How a DTensor lies over the ranks of a mesh; `ranks` are global, in row-major order of their coordinates."""
 
-    path: Path
+    path: LeafPath
     dtype: torch.dtype
     shape: Sizes
     placements: tuple[Placement, ...]
@@ -55,7 +55,7 @@ class Layout:
     ranks: Sizes
 
     @classmethod
-    def of(cls, path: Path, tensor: DTensor) -> Layout:
+    def of(cls, path: LeafPath, tensor: DTensor) -> Layout:
         """Not collective."""
         place = _place(tensor.device_mesh)
         return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), place.mesh_shape, place.ranks)
@@ -76,7 +76,7 @@ def is_described_by_layout(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and not hasattr(local_of(tensor), "__create_chunk_list__")
 
 
-def own_pieces(path: Path, tensor: torch.Tensor, number: int) -> list[tuple[Piece, torch.Tensor]]:
+def own_pieces(path: LeafPath, tensor: torch.Tensor, number: int) -> list[tuple[Piece, torch.Tensor]]:
     """What this rank writes of a tensor, with the values; a plain tensor whole. Raises as `boxes_of`."""
     if isinstance(tensor, DTensor):
         place = _place(tensor.device_mesh)
@@ -91,7 +91,7 @@ def own_pieces(path: Path, tensor: torch.Tensor, number: int) -> list[tuple[Piec
     ]
 
 
-def boxes_of(path: Path, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch.Tensor]]:
+def boxes_of(path: LeafPath, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch.Tensor]]:
     """The boxes that this rank holds of a tensor: offsets, sizes, and a view of the values; none that are empty.
 
     Raises ValueError for a placement that is neither Replicate nor sharding.
@@ -131,7 +131,7 @@ def _place(mesh: DeviceMesh) -> _Place:
     return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
 
 
-def _checked(path: Path, tensor: DTensor) -> tuple[Placement, ...]:
+def _checked(path: LeafPath, tensor: DTensor) -> tuple[Placement, ...]:
     placements = tuple(tensor.placements)
     for placement in placements:
         if not placement.is_replicate() and getattr(placement, "dim", None) is None and not is_ours(placement):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.leaves import Path, check_has_values, name_of, object_bytes
+from shardkit.core.checkpoint.leaves import LeafPath, check_has_values, name_of, object_bytes
 from shardkit.core.checkpoint.pieces import Layout, Piece, is_described_by_layout, own_pieces
 from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, Captured
 from shardkit.core.torch_compat import local_of
@@ -38,9 +38,9 @@ class Plan:
     described: list[Piece] = field(default_factory=list)
     told: list[Piece] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
-    objects: list[tuple[Path, bytes]] = field(default_factory=list)
-    empties: list[Path] = field(default_factory=list)
-    order: list[Path] = field(default_factory=list)
+    objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)
+    empties: list[LeafPath] = field(default_factory=list)
+    order: list[LeafPath] = field(default_factory=list)
 
 
 def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
@@ -84,7 +84,7 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
     return plan
 
 
-def _order(captured: Captured, *, shared: bool) -> list[Path]:
+def _order(captured: Captured, *, shared: bool) -> list[LeafPath]:
     """Of user and per-rank state, as a run may go through the keys of a dict; tensors first goes without saying."""
     leaves = {path: value for path, value in captured.shared.values.items() if shared and path[0] not in _BY_NAME}
     leaves |= captured.own.values
@@ -92,7 +92,7 @@ def _order(captured: Captured, *, shared: bool) -> list[Path]:
     return [] if is_object == sorted(is_object) else list(leaves)
 
 
-def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: Path, value: Any) -> None:
+def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: LeafPath, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         plan.objects.append((path, _cached_bytes(path, value)))
         return
@@ -106,7 +106,7 @@ def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: Path, v
         told.append((Piece(path, value.dtype, shape, (0,) * value.ndim, shape), value.detach()))
 
 
-def _cached_bytes(path: Path, value: Any) -> bytes:
+def _cached_bytes(path: LeafPath, value: Any) -> bytes:
     if type(value) in (bool, int, float, str, type(None)):
         return _number_bytes(type(value).__name__, repr(value), _Value(value))
     return object_bytes(name_of(path), value)
@@ -130,7 +130,7 @@ def _number_bytes(kind: str, text: str, holder: _Value) -> bytes:
     return object_bytes("a number", holder.value)
 
 
-def layouts_digest(leaves: Mapping[Path, Any]) -> int:
+def layouts_digest(leaves: Mapping[LeafPath, Any]) -> int:
     """A number of 60 bits that two ranks share if, and but for chance only if, a plan of one fits the other.
 
     That is, if their values have the same names, their DTensors the same layouts, and their optimizers' groups the same

@@ -15,8 +15,7 @@ from shardkit.core.checkpoint.archive import archive_of, values_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
 from shardkit.core.checkpoint.layouts import Layout, layout_in
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of, object_from, unflatten
+from shardkit.core.checkpoint.leaves import LeafPath, name_of, object_from, unflatten
 from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.pieces import boxes_of

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index, TensorEntry
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import flatten, name_of, unflatten
+from shardkit.core.checkpoint.leaves import LeafPath, flatten, name_of, unflatten
 from shardkit.core.checkpoint.optimizer_names import OptimizerNames
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.checkpoint.rng import set_rng_state

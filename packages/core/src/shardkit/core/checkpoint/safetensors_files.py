@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import At, name_of
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import At, LeafPath, name_of
 from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor

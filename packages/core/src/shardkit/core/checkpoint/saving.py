@@ -17,7 +17,7 @@ from pathlib import Path
 from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.locks import writing_in
 from shardkit.core.checkpoint.other_runs import OtherRuns
 from shardkit.core.checkpoint.parts import remove_notes, write_part

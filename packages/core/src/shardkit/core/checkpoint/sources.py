@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.safetensors_files import HF_INDEX, mapped_safetensors
 from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.core.checkpoint.strided import whole

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, name_of
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import At, LeafPath, name_of
 from shardkit.core.checkpoint.manifest import MANIFEST, SAVE_ID
 from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small

@@ -15,8 +15,7 @@ import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of, unflatten, walk
+from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten, walk
 
 __all__ = ["CHUNK_BYTES", "Checkpoint", "Part", "Read", "Slab", "StoredTensor", "paths_of"]
 

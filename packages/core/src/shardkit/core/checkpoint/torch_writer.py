@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.archive import storages_in
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.memory import memory_of
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor
 

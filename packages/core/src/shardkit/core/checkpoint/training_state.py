@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardkit.core.checkpoint.fingerprints import Fingerprints, fingerprints
-from shardkit.core.checkpoint.leaves import Leaves, Path, flatten
+from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
 from shardkit.core.checkpoint.optimizer_names import OptimizerNames
 from shardkit.core.checkpoint.rng import get_rng_state
 
@@ -91,7 +91,7 @@ class Captured:
 
     shared: Leaves
     own: Leaves
-    parameters: tuple[Path, ...] = ()
+    parameters: tuple[LeafPath, ...] = ()
 
     def fingerprints(self, *, sharded: bool) -> Fingerprints:
         """Of the parameters that are no DTensors, or of all that this rank holds. Not collective."""

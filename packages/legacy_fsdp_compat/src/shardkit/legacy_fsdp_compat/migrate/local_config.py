@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
+from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
 from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile

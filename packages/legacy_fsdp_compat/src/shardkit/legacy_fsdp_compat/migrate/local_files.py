@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor
 from shardkit.core.checkpoint.strided import mapped_reader
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of, unflatten
+from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
 from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, paths_of
 from shardkit.core.checkpoint.strided import mapped_reader, whole
 from shardkit.legacy_fsdp_compat.flat_layout import Interval

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, paths_of
 from shardkit.core.checkpoint.strided import mapped_reader, whole

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
 from shardkit.core.checkpoint.torch_writer import Content, Place, TorchWriter
 from shardkit.legacy_fsdp_compat.flat_layout import row_intervals

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import Path as LeafPath
-from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.left_out import LeftOut
 from shardkit.core.checkpoint.opening import open_index
 from shardkit.core.checkpoint.reading import checkpoint_of
