@@ -35,15 +35,11 @@ from benchmarks.side_by_side.memory import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.commit import Header, build_index
-from shardkit.core.checkpoint.image import places
-from shardkit.core.checkpoint.index import BLOCK_BYTES
+from shardkit.core.checkpoint.commit import Header, Part, build_index, places
+from shardkit.core.checkpoint.index import BLOCK_BYTES, pack
 from shardkit.core.checkpoint.leaves import Leaves
-from shardkit.core.checkpoint.manifest import pack
-from shardkit.core.checkpoint.metadata_pickle import stock_metadata
-from shardkit.core.checkpoint.parts import Part
-from shardkit.core.checkpoint.pieces import Layout, Piece
-from shardkit.core.checkpoint.plan import layouts_digest, make_plan
+from shardkit.core.checkpoint.plan import Layout, Piece, layouts_digest, make_plan
+from shardkit.core.checkpoint.stock_metadata import stock_metadata
 from shardkit.core.checkpoint.training_state import Captured
 from tests.support import rank_mesh, run_ranks
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from shardkit.core.checkpoint import DamagedCheckpointError
-from shardkit.core.checkpoint.archive import storages_in, values_in
 from shardkit.core.checkpoint.sources import open_file
-from shardkit.core.checkpoint.torch_files import load_torch_bytes
+from shardkit.core.checkpoint.torch_files import load_torch_bytes, storages_in, values_in
 
 NOISE = torch.randn(3000, generator=torch.Generator().manual_seed(0))
 

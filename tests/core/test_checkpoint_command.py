@@ -18,12 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState
+from shardkit.core.checkpoint.command import differences as lines
 from shardkit.core.checkpoint.command import main
-from shardkit.core.checkpoint.comparing import differences as lines
-from shardkit.core.checkpoint.dcp_writer import DcpWriter
-from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.safetensors_files import SAFETENSORS_DTYPES, SafetensorsWriter
 from shardkit.core.checkpoint.sources import open_file
+from shardkit.core.checkpoint.writers import DcpWriter
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
 from tests.core.test_checkpoint_restoring import Held

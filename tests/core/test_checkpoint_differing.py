@@ -9,8 +9,8 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.differing import holding_of, part_of
 from shardkit.core.checkpoint.leaves import flatten
+from shardkit.core.checkpoint.plan import holding_of, part_of
 from tests.core.checkpoint_cases import differences
 from tests.support import rank_mesh, run_ranks
 

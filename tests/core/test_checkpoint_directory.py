@@ -19,11 +19,9 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
-from shardkit.core.checkpoint.commit import Header
-from shardkit.core.checkpoint.directory import CheckpointDirectory, sync_directory
-from shardkit.core.checkpoint.image import Image
-from shardkit.core.checkpoint.locks import remove_unless_written, writing_in
-from shardkit.core.checkpoint.pieces import Piece
+from shardkit.core.checkpoint.commit import Header, Image
+from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
+from shardkit.core.checkpoint.plan import Piece
 from shardkit.core.checkpoint.saving import Save, Staged
 from tests.core.test_checkpoint_format import flip
 

@@ -10,7 +10,9 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
-from shardkit.core.checkpoint.fingerprints import fingerprints
+from shardkit.core.checkpoint.agreement import Fingerprints, fingerprints
+from shardkit.core.checkpoint.leaves import Leaves
+from shardkit.core.checkpoint.training_state import Captured
 from tests.support import rank_mesh, run_ranks
 
 
@@ -92,41 +94,43 @@ def test_buffers_may_differ(tmp_path: Path):
     run_ranks(2, own_statistics, tmp_path)
 
 
+def of(value: torch.Tensor) -> Fingerprints:
+    path = ("model", "w")
+    return fingerprints(Captured(Leaves({path: value}), Leaves(), (path,)), sharded=False)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1000,), (1025,), (64, 1024), (3, 5, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str)
 def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
     """Of random values all of which differ; of those that are looked at, one suffices."""
     torch.manual_seed(0)
-    path = ("model", "w")
     one = torch.randn(shape).to(dtype)
-    same = fingerprints({path: one}, [path], sharded=False)
-    assert fingerprints({path: one.clone()}, [path], sharded=False) == same
-    assert fingerprints({path: ~one if dtype is torch.bool else one + 1}, [path], sharded=False) != same
+    same = of(one)
+    assert of(one.clone()) == same
+    assert of(~one if dtype is torch.bool else one + 1) != same
     first = one.clone()
     first.view(-1)[0] = not first.view(-1)[0] if dtype is torch.bool else first.view(-1)[0] + 1
-    assert fingerprints({path: first}, [path], sharded=False) != same
+    assert of(first) != same
     if one.ndim == 2:
-        assert fingerprints({path: one.T}, [path], sharded=False) != same
+        assert of(one.T) != same
 
 
 def test_every_fourth_of_4096_is_looked_at():
     """With a step that is odd: every fifth. So of any five neighbours one is."""
-    path = ("model", "w")
     one = torch.randn(4096)
-    same = fingerprints({path: one}, [path], sharded=False)
+    same = of(one)
     for start in range(0, 4092, 93):
         other = one.clone()
         other[start : start + 5] += 1
-        assert fingerprints({path: other}, [path], sharded=False) != same, start
+        assert of(other) != same, start
 
 
 def test_what_is_looked_at_is_not_all_in_one_column():
     """As many columns as elements are looked at; the first column is the same, as padding is."""
-    path = ("model", "w")
     one = torch.randn(1024, 1024)
     other = torch.randn(1024, 1024)
     other[:, 0] = one[:, 0]
-    found = [fingerprints({path: value}, [path], sharded=False) for value in (one, other)]
+    found = [of(value) for value in (one, other)]
     assert found[0] != found[1]
 
 

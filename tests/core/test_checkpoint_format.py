@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from shardkit.core.checkpoint.archive import archive_of
-from shardkit.core.checkpoint.dcp_writer import DataFile
+from shardkit.core.checkpoint.commit import write_file
+from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
-from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.parts import write_file
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.verified_file import checksums
+from shardkit.core.checkpoint.writers import DataFile
 from tests.core.checkpoint_cases import Trainee, differences
 from tests.support import run_ranks
 

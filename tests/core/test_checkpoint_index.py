@@ -8,9 +8,20 @@ import pytest
 import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.manifest import pack, seal, sealed_as, unpack, unseal
-from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.directory import open_index
+from shardkit.core.checkpoint.index import (
+    BLOCK_BYTES,
+    Chunk,
+    File,
+    Index,
+    ObjectEntry,
+    TensorEntry,
+    pack,
+    seal,
+    sealed_as,
+    unpack,
+    unseal,
+)
 
 
 def test_bytes_count_once(tmp_path: Path):

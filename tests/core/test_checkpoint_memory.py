@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardkit.core.checkpoint.memory import bytes_of, memory_of
+from shardkit.core.checkpoint.stored import bytes_of, memory_of
 
 
 def test_bytes_are_those_of_the_tensor():

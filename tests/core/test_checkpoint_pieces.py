@@ -18,15 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.checkpoint.commit import Header, build_index
-from shardkit.core.checkpoint.image import places
-from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.commit import Header, Part, build_index, places
+from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry, pack, unpack
 from shardkit.core.checkpoint.leaves import At, flatten, stock_path, unflatten
-from shardkit.core.checkpoint.manifest import pack, unpack
-from shardkit.core.checkpoint.metadata_pickle import stock_metadata
-from shardkit.core.checkpoint.parts import Part
-from shardkit.core.checkpoint.pieces import Layout, Piece
-from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
+from shardkit.core.checkpoint.plan import Layout, Piece
+from shardkit.core.checkpoint.stock_metadata import stock_metadata, unpickle_metadata
 from shardkit.core.region import region_at, regions_of_mesh
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

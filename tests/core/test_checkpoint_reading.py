@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, TrainingState, reading, stored
 from shardkit.core.checkpoint.command import main
-from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.directory import open_index
 from tests.core.checkpoint_cases import differences
 
 

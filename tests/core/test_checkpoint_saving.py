@@ -21,12 +21,10 @@ from shardkit.core.checkpoint import (
     TrainingState,
     saving,
 )
-from shardkit.core.checkpoint.commit import Header, await_parts, build_index
+from shardkit.core.checkpoint.commit import Header, Image, Part, await_parts, build_index, places, read_part, write_part
 from shardkit.core.checkpoint.directory import CheckpointDirectory
-from shardkit.core.checkpoint.image import Image, places
-from shardkit.core.checkpoint.manifest import seal, unseal
-from shardkit.core.checkpoint.parts import Part, read_part, write_part
-from shardkit.core.checkpoint.pieces import Piece
+from shardkit.core.checkpoint.index import seal, unseal
+from shardkit.core.checkpoint.plan import Piece
 from tests.support import run_ranks
 
 
@@ -207,7 +205,7 @@ def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path):
 
 SCRIPT = """
 import sys, torch
-from shardkit.core.checkpoint import CheckpointManager, TrainingState, parts, saving
+from shardkit.core.checkpoint import CheckpointManager, TrainingState, saving
 write = saving.write_part
 def slowly(*arguments):
     import time
@@ -221,9 +219,8 @@ ALONE = """
 import sys, torch
 from pathlib import Path
 from shardkit.core.checkpoint import saving
-from shardkit.core.checkpoint.commit import Header
+from shardkit.core.checkpoint.commit import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory
-from shardkit.core.checkpoint.image import Image
 saving._GRACE_SECONDS = 0.3
 staged = saving.Staged(Image([], pinned=False).bytes(), [], [], [], [])
 saving.Save(CheckpointDirectory(Path(sys.argv[1])), "ab", Header(1, 2, {}), 0, staged, None, 600.0).start()

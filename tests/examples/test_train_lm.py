@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardkit.core.checkpoint.manifest import MANIFEST, seal, unseal
+from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm"
 MODULES = ("checkpointing", "data", "errors", "model", "processes", "report", "settings", "train")

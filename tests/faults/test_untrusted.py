@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
-from shardkit.core.checkpoint.manifest import MANIFEST, seal, unseal
-from shardkit.core.checkpoint.opening import open_index
+from shardkit.core.checkpoint.directory import open_index
+from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
 from shardkit.core.checkpoint.reading import read_objects, stored_tensors
 from shardkit.core.checkpoint.sources import tensors_of_files
 

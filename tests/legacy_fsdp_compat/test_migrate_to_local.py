@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.core.checkpoint.archive import storages_in
+from shardkit.core.checkpoint.torch_files import storages_in
 from shardkit.legacy_fsdp_compat.migrate import (
     CheckpointError,
     LocalRanks,
@@ -23,7 +23,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
-from shardkit.legacy_fsdp_compat.migrate.torch_files import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
 from tests.legacy_fsdp_compat.test_migrate import local_moments

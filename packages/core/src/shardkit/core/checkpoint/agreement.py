@@ -1,18 +1,101 @@
-"""What one rank cannot do, all ranks hear of: no rank raises alone and leaves the others waiting."""
+"""What ranks tell each other: small objects to agree, bytes to move tensors, errors so that none waits for another.
+
+They also compare parameters. One that is no DTensor is written by one rank for all, so stages of a pipeline whose
+modules have the same names would all come back as the first. A fingerprint hashes up to 1,024 elements, evenly spread:
+parameters of different modules differ nearly everywhere, and a whole hash would cost more than the copy to staging
+memory. Buffers are left out: running statistics may differ from rank to rank, and the first rank's are kept, as stock
+does.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.peers import Peers
+from shardkit.core.checkpoint.leaves import LeafPath, name_of
+from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.core.checkpoint.stored import bytes_of
+from shardkit.core.checkpoint.training_state import Captured
 
-__all__ = ["gather_everywhere", "highest", "raise_together"]
+__all__ = ["Fingerprints", "check_same", "digest_of", "fingerprints", "gather_everywhere", "highest", "raise_together"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of one process group, or this process alone where torch.distributed is not initialised.
+
+    Ranks are group ranks throughout. Objects travel by pickle, between the processes of one job only.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Peers:
+        """The ranks of `group`, by default of the default group."""
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        group = group or dist.group.WORLD
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def gather(self, item: T) -> list[T] | None:
+        """Everyone's item on rank 0, None elsewhere. Collective."""
+        if self.size == 1:
+            return [item]
+        items: list[T] | None = cast(list[T], [None] * self.size) if self.rank == 0 else None
+        dist.gather_object(item, items, group=self.group, group_dst=0)
+        return items
+
+    def from_rank0(self, item: T | None) -> T:
+        """Rank 0's item on every rank. Collective."""
+        box = [item]
+        if self.size > 1:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return cast(T, box[0])
+
+    def device_for(self, device_type: str) -> torch.device:
+        """Where tensors have to be to travel, for tensors that live on `device_type`.
+
+        gloo moves CPU memory only between two ranks, so what lives on an accelerator goes through it.
+        """
+        backends = dict(part.split(":", 1) for part in dist.get_backend_config(self.group).split(",") if ":" in part)
+        if backends.get(device_type, "gloo") == "gloo" and "cpu" in backends:
+            return torch.device("cpu")
+        chosen = device_type if device_type in backends else next(iter(backends), device_type)
+        return local_device(chosen)
+
+    def exchange(
+        self, sends: Iterable[tuple[int, torch.Tensor]] = (), receives: Iterable[tuple[int, torch.Tensor]] = ()
+    ) -> None:
+        """Sends and receives contiguous tensors, as bytes so that every dtype travels; returns when all have."""
+        operations = [dist.P2POp(dist.isend, bytes_of(sent), group=self.group, group_peer=to) for to, sent in sends]
+        operations += [dist.P2POp(dist.irecv, bytes_of(got), group=self.group, group_peer=by) for by, got in receives]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copies rank 0's contiguous tensor to every rank, in place. Collective."""
+        if self.size > 1 and tensor.numel():
+            dist.broadcast(bytes_of(tensor), group=self.group, group_src=0)
+
+
+def local_device(device_type: str) -> torch.device:
+    """This process's device of a type."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def highest(peers: Peers, values: list[int]) -> list[int]:
@@ -55,3 +138,96 @@ def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename or 'while writing'})"
     return f"{type(error).__name__}: {error}"
+
+
+_SAMPLES = 1024
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a parameter; two ranks that hold the same one should hold the same values."""
+
+    path: LeafPath
+    look: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+Fingerprints = dict[Box, int]
+
+
+def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
+    """Of the parameters that a rank holds: those that are no DTensors, or all. Not collective."""
+    boxes: list[Box] = []
+    samples: list[torch.Tensor] = []
+    for path in captured.parameters:
+        value = captured.shared.values.get(path)
+        if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and not sharded):
+            continue
+        if value.layout is not torch.strided or value.device.type == "meta":
+            continue  # refused by name when it is planned
+        look = f"{value.dtype} {tuple(value.shape)}"
+        for offsets, sizes, part in boxes_of(path, value):
+            boxes.append(Box(path, look, offsets, sizes))
+            flat = part.reshape(-1)
+            # An odd stride does not stay in one column of a matrix.
+            samples.append(bytes_of(flat[:: -(-flat.numel() // _SAMPLES) | 1].contiguous()))
+    found: Fingerprints = {}
+    for box, one in zip(boxes, _on_cpu(samples), strict=True):
+        found[box] = _number(one.numpy().tobytes())
+    return found
+
+
+def _on_cpu(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One copy for all of a device, as each would wait for it."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for number, one in enumerate(samples):
+        by_device[one.device].append(number)
+    found = list(samples)
+    for device, numbers in by_device.items():
+        if device.type != "cpu":
+            together = torch.cat([samples[number] for number in numbers]).cpu()
+            for number, one in zip(numbers, together.split([samples[n].numel() for n in numbers]), strict=True):
+                found[number] = one
+    return found
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 4
+
+
+def digest_of(found: Fingerprints) -> int:
+    """A number of 60 bits of them all."""
+    return _number(repr(list(found.items())).encode())
+
+
+def check_same(everyone: Sequence[Fingerprints]) -> None:
+    """Raises CheckpointError if two ranks hold different values of one parameter, or different parameters by one name.
+
+    Args:
+        everyone: what each rank has found, by rank.
+    """
+    looks: dict[LeafPath, dict[str, list[int]]] = {}
+    numbers: dict[Box, dict[int, list[int]]] = {}
+    for rank, found in enumerate(everyone):
+        for box, number in found.items():
+            looks.setdefault(box.path, {}).setdefault(box.look, []).append(rank)
+            numbers.setdefault(box, {}).setdefault(number, []).append(rank)
+    what = "; modules that differ from rank to rank need names that differ, or go into per_rank="
+    for path, by_look in looks.items():
+        if len(by_look) > 1:
+            told = ", ".join(f"ranks {_listed(ranks)} {look}" for look, ranks in by_look.items())
+            raise CheckpointError(f"{name_of(path)}: ranks hold different parameters under this name: {told}{what}")
+    for box, by_number in numbers.items():
+        if len(by_number) > 1:
+            first, *others = by_number.values()
+            odd = sorted(rank for ranks in others for rank in ranks)
+            raise CheckpointError(
+                f"{name_of(box.path)}: ranks {_listed(odd)} hold other values than ranks "
+                f"{_listed(first)} under this name, and a checkpoint would keep those of rank {first[0]}{what}"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    unique = list(dict.fromkeys(ranks))
+    return f"{unique[:8]}" if len(unique) <= 8 else f"{unique[:8]} and {len(unique) - 8} more"

@@ -24,8 +24,7 @@ from typing import Any, Protocol
 from shardkit.core.checkpoint.directory import sync_directory
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.memory import memory_of
-from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor
+from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of
 
 __all__ = ["REPORT", "Converted", "Writer", "convert", "refuse_existing"]
 

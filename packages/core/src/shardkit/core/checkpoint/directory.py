@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are complete, what an interrupted run left behind, which are kept.
+"""A directory of checkpoints: which are complete, what an interrupted run left behind, which are kept, whose they are.
 
     step-000100/                      a complete checkpoint: only a rename brings one under such a name
     .step-000200.<token>.incomplete/  one that is being written, or was when its run died
@@ -7,27 +7,75 @@
     step-000100.damaged/              one that was passed over because it is damaged; nothing removes it
 
 The token is one save's: what a run that died, or a save that failed, has left never mixes with what comes after it.
+Which hidden directories are being written now is known by locks: writers hold a shared one on the directory, which the
+system lets go of when they die. Locks hold on one host, and not on every file system; so a directory is renamed before
+it is removed. It can be gone for its writer, who then fails; never can it lose files while its writer makes it a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.locks import remove_unless_written
-from shardkit.core.checkpoint.manifest import MANIFEST, unpack
-from shardkit.core.checkpoint.verified_file import read_small
+from shardkit.core.checkpoint.index import MANIFEST, Index, sealed_as, unpack
+from shardkit.core.checkpoint.leaves import LeafPath
+from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
+from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
-__all__ = ["CheckpointDirectory", "StoredCheckpoint", "read_manifest", "sync_directory"]
+__all__ = [
+    "CheckpointDirectory",
+    "OtherRuns",
+    "StoredCheckpoint",
+    "candidates",
+    "open_index",
+    "read_manifest",
+    "remove_unless_written",
+    "sync_directory",
+    "writing_in",
+]
+
+
+@contextlib.contextmanager
+def writing_in(directory: Path) -> Iterator[None]:
+    """Makes a hidden directory, and keeps `clean` of other runs away from it while the block runs. Raises OSError."""
+    directory.mkdir(exist_ok=True)  # by the first of the ranks
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # network file systems may have no locks for directories
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing does not do if a forked worker has the descriptor too
+        os.close(descriptor)
+
+
+def remove_unless_written(path: Path, doomed: Path) -> None:
+    """Removes a hidden directory that no writer has locked, under another name: who comes too late finds none of it."""
+    with contextlib.suppress(FileNotFoundError):  # another run was faster
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
+            path.rename(doomed)
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(doomed)
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -202,3 +250,90 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_index(path: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
+    """What a directory holds: by our manifest, or by stock's metadata if there is no manifest.
+
+    What is `left_out` of stock's need not be there.
+
+    Raises:
+        CheckpointError: if it is no checkpoint.
+        DamagedCheckpointError: if it is a damaged one.
+    """
+    if (path / MANIFEST).exists():
+        return read_manifest(path)
+    if (path / METADATA).exists():
+        return read_stock(path, left_out)
+    raise CheckpointError(f"{path} is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
+
+
+def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
+    """What `path` can mean, the newest first, and what gives the index of each.
+
+    A checkpoint and, with `older` and if a run has saved it, those that the run saved before it; of a directory of a
+    run, all complete ones. Without `older`, what lies beside a checkpoint is not looked at and need not be readable.
+    Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if any((path / name).exists() for name in (MANIFEST, METADATA)):
+        beside = StoredCheckpoint.all_in(path.absolute().parent) if older else []
+        steps = [one.step for one in beside if one.path == path.absolute()]
+        before = [one for one in beside if steps and one.step < steps[0]]
+        return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(before))]
+    found = StoredCheckpoint.all_in(path)
+    if not found:
+        raise CheckpointError(f"{path} is no checkpoint, and there is none in it")
+    return [(one.path, one.read) for one in reversed(found)]
+
+
+class OtherRuns:
+    """What one run knows of the complete checkpoints of a directory. Raises CheckpointError as `complete` does."""
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self._directory = directory
+        seals, self._unread = self._there()
+        self._known = set(seals.values())
+
+    def _there(self) -> tuple[dict[str, str], set[str]]:
+        """Seals of what is there, by name, and what cannot be read now. What has lost its seal is nobody's."""
+        seals: dict[str, str] = {}
+        unread: set[str] = set()
+        for one in self._directory.complete():
+            try:
+                if (seal := _seal_of(one.path)) is not None:
+                    seals[one.path.name] = seal
+            except (OSError, CheckpointError):  # as of a server that is away for a moment
+                unread.add(one.path.name)
+        return seals, unread
+
+    def make_way(self, temporary: Path) -> None:
+        """This run is about to give a directory, which has its manifest, the name of a checkpoint.
+
+        Raises:
+            CheckpointError: if there is a checkpoint that this run has neither found at its start nor made.
+        """
+        seals, _ = self._there()
+        self._known |= {seals[name] for name in self._unread & seals.keys()}  # found at its start, readable again
+        self._unread -= seals.keys()
+        if others := [name for name, seal in seals.items() if seal not in self._known]:
+            raise CheckpointError(
+                f"{self._directory.path} has got {', '.join(others[:5])}{' ...' if len(others) > 5 else ''} since this "
+                "run began, and this run has not saved it: another run saves to the same directory. Give each run a "
+                "directory of its own; if the other one has ended, start this one again, and it goes on from there"
+            )
+        seal = _seal_of(temporary)
+        assert seal is not None, "the manifest has been written"
+        self._known.add(seal)
+
+
+def _seal_of(path: Path) -> str | None:
+    """None if the manifest is damaged or missing. Raises OSError or CheckpointError if it cannot be read."""
+    try:
+        with os.fdopen(open_inside(path, MANIFEST), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
+            return sealed_as(file.read())
+    except DamagedCheckpointError:  # or removed since it was listed
+        return None

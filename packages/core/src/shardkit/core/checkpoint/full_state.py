@@ -1,6 +1,520 @@
-"""Full state dicts of sharded modules, both ways: what single-device code, exporters and pretrained weights use."""
+"""Full state dicts of sharded modules, both ways, tensor by tensor: `full_state_dict`, `load_full_state_dict`."""
 
-from shardkit.core.checkpoint.gather import full_state_dict
-from shardkit.core.checkpoint.load import IncompatibleKeys, load_full_state_dict
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.checkpoint.agreement import Peers
+from shardkit.core.checkpoint.sources import Entry, Source, open_source
+from shardkit.core.materialize import allocate, homes
+from shardkit.core.region import Region, region_of
+from shardkit.core.torch_compat import like_dtensor, local_of
 
 __all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict"]
+
+EXPECTED_ERRORS = (ImportError, FileNotFoundError, PermissionError, OSError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that every rank is going to raise."""
+
+    kind: type[Exception]
+    text: str
+
+    @classmethod
+    def from_exception(cls, error: Exception, where: str) -> Failure:
+        """Keeps the type of an error that users may want to catch; anything else becomes a RuntimeError."""
+        kind = next((kind for kind in EXPECTED_ERRORS if isinstance(error, kind)), None)
+        if kind is None:
+            return cls(RuntimeError, f"{where}: {type(error).__name__}: {error}")
+        return cls(kind, f"{where}: {error}")
+
+    def exception(self) -> Exception:
+        """The exception to raise."""
+        return self.kind(self.text)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a module's state, as this rank holds it."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    region: Region
+    device_type: str  # where the shards live: that of the mesh, also for shards offloaded to CPU
+    meta: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells rank 0."""
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    fingerprint: str | None = None
+    failure: Failure | None = None
+    unreadable: Failure | None = None  # why this rank cannot read the source; matters on rank 0 only
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The tensors of a module's `state_dict()`, themselves rather than detached, and its extra state."""
+
+    tensors: dict[str, torch.Tensor]
+    objects: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """Reads `state_dict()`, so that names and hooks are those which users know from there."""
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, Any] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state":
+                tensors[name] = value
+            else:
+                objects[name] = value
+        return cls(tensors, objects)
+
+    def report(self, fingerprint: str | None) -> Report:
+        """The description of this rank's tensors. Raises as `region_of`, and RuntimeError for an unknown layout."""
+        slots = {name: _slot_of(name, tensor) for name, tensor in self.tensors.items()}
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            names_of.setdefault(id(tensor), []).append(name)
+        ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
+        return Report(slots, tuple(self.objects), ties, fingerprint)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor, without autograd."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def disagreement(reports: list[Report]) -> Failure | None:
+    """The first reason why ranks cannot go on together: one that failed, or one with other tensors than rank 0."""
+    for rank, report in enumerate(reports):
+        if report.failure is not None:
+            return Failure(report.failure.kind, f"rank {rank}: {report.failure.text}")
+    first = _described(reports[0])
+    for rank, report in enumerate(reports):
+        mine = _described(report)
+        different = [name for name in first | mine if mine.get(name) != first.get(name)]
+        if different:
+            lines = [
+                f"  {name}: rank 0 has {first.get(name, 'no such tensor')}, rank {rank} {mine.get(name, 'none')}"
+                for name in different
+            ]
+            return Failure(
+                RuntimeError,
+                "the module differs between ranks, expected the same names, full shapes and dtypes everywhere:\n"
+                + "\n".join(lines)
+                + "\nbuild it the same way on all ranks, or pass group= with the ranks that share this module",
+            )
+    return None
+
+
+def _described(report: Report) -> dict[str, str]:
+    return {name: f"{slot.shape} {slot.dtype}" for name, slot in report.slots.items()}
+
+
+def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
+    region = region_of(name, tensor)
+    local = local_part(tensor)
+    if local.numel() != region.numel or (local.numel() and tuple(local.shape) != region.shape):
+        raise RuntimeError(
+            f"{name}: this rank holds a piece of shape {tuple(local.shape)}, expected {region.shape} for placements "
+            f"{getattr(tensor, 'placements', ())} of shape {tuple(tensor.shape)}"
+        )
+    device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    return Slot(tuple(tensor.shape), tensor.dtype, region, device_type, local.is_meta)
+
+
+def full_state_dict(
+    module: nn.Module,
+    *,
+    rank0_only: bool = True,
+    offload: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The state dict of a sharded module with full plain tensors: parameters, persistent buffers, extra state.
+
+    Collective over `group`. Gathers tensor by tensor to rank 0. With `rank0_only`, other ranks send their pieces,
+    never hold a full tensor and get an empty dict; without, rank 0 sends each tensor on. Of a replicated tensor or a
+    plain one (a buffer), rank 0's copy is taken.
+
+    Args:
+        module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate) or plain.
+        rank0_only: whether rank 0 alone gets the result.
+        offload: put the result on CPU, each tensor as soon as it is complete; otherwise it stays on the device of the
+            parameter.
+        group: the ranks that share the module, by default all; "rank 0" is its first.
+
+    Returns:
+        Name -> tensor as in `module.state_dict()`, in its order. No tensor shares memory with the module; tied
+        parameters share theirs with each other.
+
+    Raises:
+        RuntimeError: on all ranks, if tensors are on the meta device, or modules differ between ranks, or the ranks of
+            `group` together do not hold a tensor whole.
+        ValueError: a placement that is neither Replicate nor sharding.
+    """
+    peers = Peers.of(group)
+    state, report = _survey_module(module)
+    reports = peers.gather(report)
+    plan = peers.from_rank0(None if reports is None else _plan(reports))
+    if plan.failure is not None:
+        raise plan.failure.exception()
+    if state is None:
+        raise AssertionError("a rank that failed to look at its module has failed the others too")
+    receives = peers.rank == 0 or not rank0_only
+    done: dict[int, torch.Tensor | None] = {}  # None on a rank that only sends
+    result: dict[str, Any] = {}
+    for name, owners in plan.owners.items():
+        tensor, slot = state.tensors[name], report.slots[name]
+        if id(tensor) not in done:
+            full = _gather(name, local_part(tensor), slot, owners, peers, reports, everywhere=not rank0_only)
+            done[id(tensor)] = None if full is None else full.to("cpu" if offload else local_part(tensor).device)
+        if receives:
+            result[name] = done[id(tensor)]
+    if receives:
+        result.update(state.objects)
+    return result
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """For each tensor, in order, the ranks whose pieces make it up."""
+
+    failure: Failure | None = None
+    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def _survey_module(module: nn.Module) -> tuple[ModuleState | None, Report]:
+    try:
+        state = ModuleState.of(module)
+        return state, state.report(None)
+    except Exception as error:  # noqa: BLE001 (raised by all ranks together, after they have told each other)
+        failure = Failure.from_exception(error, f"cannot read the state of {type(module).__name__}")
+        return None, Report(failure=failure)
+
+
+def _plan(reports: list[Report]) -> _Plan:
+    failure = disagreement(reports)
+    if failure is not None:
+        return _Plan(failure)
+    unmade = [name for name in reports[0].slots if any(report.slots[name].meta for report in reports)]
+    if unmade:
+        text = f"tensors on the meta device have no values: {', '.join(unmade)}; call materialize or load them first"
+        return _Plan(Failure(RuntimeError, text))
+    owners: dict[str, tuple[int, ...]] = {}
+    for name, slot in reports[0].slots.items():
+        first_with: dict[Region, int] = {}
+        for rank, report in enumerate(reports):
+            if report.slots[name].region.numel:
+                first_with.setdefault(report.slots[name].region, rank)
+        held, needed = sum(region.numel for region in first_with), Region.whole(slot.shape).numel
+        if held != needed:
+            text = (
+                f"{name}: the ranks of the group hold {held} elements, expected {needed}; "
+                "pass group= with all ranks of the parameter's mesh"
+            )
+            return _Plan(Failure(RuntimeError, text))
+        owners[name] = tuple(first_with.values())
+    return _Plan(owners=owners)
+
+
+def _gather(
+    name: str,
+    local: torch.Tensor,
+    slot: Slot,
+    owners: tuple[int, ...],
+    peers: Peers,
+    reports: list[Report] | None,
+    *,
+    everywhere: bool,
+) -> torch.Tensor | None:
+    """The full tensor, a copy, on rank 0 or everywhere. Collective."""
+    if owners in ((), (0,)) and (peers.size == 1 or not everywhere):
+        if peers.rank:
+            return None
+        return local.clone(memory_format=torch.contiguous_format).view(slot.shape)  # it may be cut between elements
+    wire = peers.device_for(slot.device_type)
+    full: torch.Tensor | None = None
+    if peers.rank == 0 or everywhere:
+        full = torch.empty(slot.shape, dtype=slot.dtype, device=wire)
+    if reports is not None and full is not None:
+        if 0 in owners:
+            slot.region.put(full, local)
+        _receive(full, {rank: reports[rank].slots[name].region for rank in owners if rank != 0}, peers)
+    elif peers.rank in owners:
+        peers.exchange(sends=[(0, local.to(wire).contiguous())])
+    if everywhere and full is not None:
+        peers.broadcast(full)
+    return full
+
+
+def _receive(full: torch.Tensor, pieces: dict[int, Region], peers: Peers) -> None:
+    """Puts the pieces of other ranks into `full`: in place and all at once where they are contiguous in it."""
+    windows = {rank: region.window(full) for rank, region in pieces.items()}
+    peers.exchange(receives=[(rank, window) for rank, window in windows.items() if window is not None])
+    for rank, window in windows.items():
+        if window is None:
+            # One after the other, so that no second copy of the full tensor builds up.
+            piece = full.new_empty(pieces[rank].shape)
+            peers.exchange(receives=[(rank, piece)])
+            pieces[rank].put(full, piece)
+
+
+class IncompatibleKeys(NamedTuple):
+    """What did not match, with the field names of `nn.Module.load_state_dict`'s result."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_full_state_dict(
+    module: nn.Module,
+    source: object,
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> IncompatibleKeys:
+    """Loads full tensors into a module whose parameters are sharded, tensor by tensor.
+
+    Collective over `group`. The ranks first tell each other what they hold, so an error is raised on all of them and
+    nothing has been changed by then. A file that every rank can open is read by every rank, its own pieces only;
+    otherwise rank 0 reads and sends each rank its piece. Beside the module and the source, rank 0 holds at most one
+    full tensor and other ranks hold at most their piece of one.
+
+    Parameters and persistent buffers on the meta device get memory on the way, on the mesh's device. Non-persistent
+    buffers are in no state dict: if there are any on the meta device, call `materialize` before this. Values are cast
+    to the dtype of the parameter or buffer. Of tied parameters one name is enough.
+
+    Args:
+        module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate; uneven and
+            empty shards) or plain tensors, which get the full value on every rank.
+        source: on rank 0 a dict of name -> plain tensor, or a path of a safetensors or torch.save file; on other ranks
+            the same path, or anything.
+        strict: raise for missing and unexpected names.
+        assign: replace parameters and buffers by new tensors of the source's dtype instead of writing into them.
+        group: the ranks that share the module, by default all; "rank 0" is its first.
+
+    Returns:
+        Names that the source lacks, and names that the module does not know.
+
+    Raises:
+        RuntimeError: missing or unexpected names (strict), entries of another shape, modules that differ by rank.
+        TypeError, ValueError, OSError, ImportError: a source that cannot be read; raised on every rank.
+    """
+    peers = Peers.of(group)
+    state, opened, report = _survey(module, source)
+    reports = peers.gather(report)
+    verdict = peers.from_rank0(None if reports is None else _judge(module, reports, opened, strict))
+    if verdict.failure is not None:
+        raise verdict.failure.exception()
+    if state is None:
+        raise AssertionError("a rank that failed to look at its module has failed the others too")
+    stream = _Stream(peers, verdict, opened, reports)
+    if assign:
+        _assign(module, state, stream)
+    else:
+        _write(module, state, stream)
+    if verdict.objects:
+        module.load_state_dict(verdict.objects, strict=False)
+    return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 decides for all."""
+
+    failure: Failure | None = None
+    entries: dict[str, Entry] = field(default_factory=dict)  # what is loaded, in order
+    objects: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    everyone_reads: bool = False
+    whole: frozenset[str] = frozenset()  # tensors that every rank holds all of
+
+
+def _survey(module: nn.Module, source: object) -> tuple[ModuleState | None, Source | None, Report]:
+    """Looks at this rank's module and source. Errors go into the report: raised here, they would make others wait."""
+    opened: Source | None = None
+    unreadable: Failure | None = None
+    try:
+        opened = open_source(source)
+    except Exception as error:  # noqa: BLE001
+        unreadable = Failure.from_exception(error, "cannot read the source")
+    try:
+        state = ModuleState.of(module)
+        report = state.report(opened.fingerprint if opened else None)
+    except Exception as error:  # noqa: BLE001
+        failure = Failure.from_exception(error, f"cannot read the state of {type(module).__name__}")
+        return None, opened, Report(failure=failure)
+    return state, opened, replace(report, unreadable=unreadable)
+
+
+def _judge(module: nn.Module, reports: list[Report], source: Source | None, strict: bool) -> _Verdict:
+    """Rank 0's decision, from everybody's report."""
+    mine = reports[0]
+    failure = disagreement(reports) or mine.unreadable
+    if failure is not None:
+        return _Verdict(failure)
+    if source is None:
+        return _Verdict(Failure(TypeError, "the source on rank 0 is neither a dict of tensors nor a path"))
+    seen = [*source.entries, *source.objects]
+    expected = [*mine.slots, *mine.objects]
+    tied = {name: names for names in mine.ties for name in names}
+    missing = [name for name in expected if not any(alias in seen for alias in tied.get(name, (name,)))]
+    unexpected = [name for name in seen if name not in expected]
+    complaints = [f"{name}: {text}" for name in mine.slots if (text := _misfit(name, mine, source))]
+    if strict:
+        complaints += [f"{name}: missing in the source, {_expected(name, mine)}" for name in missing]
+        complaints += [f"{name}: in the source, but not in the module" for name in unexpected]
+    if complaints:
+        hint = " (strict=False accepts missing and unknown names)" if strict and (missing or unexpected) else ""
+        text = f"the source does not fit {type(module).__name__}{hint}:\n  " + "\n  ".join(complaints)
+        return _Verdict(Failure(RuntimeError, text))
+    fingerprints = {report.fingerprint for report in reports}
+    return _Verdict(
+        entries={name: source.entries[name] for name in mine.slots if name in source.entries},
+        objects={name: source.objects[name] for name in mine.objects if name in source.objects},
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        everyone_reads=len(reports) == 1 or (len(fingerprints) == 1 and None not in fingerprints),
+        whole=frozenset(
+            name
+            for name, slot in mine.slots.items()
+            if all(report.slots[name].region == Region.whole(slot.shape) for report in reports)
+        ),
+    )
+
+
+def _misfit(name: str, report: Report, source: Source) -> str | None:
+    slot = report.slots[name]
+    if name in source.objects:
+        return f"seen a {type(source.objects[name]).__name__}, {_expected(name, report)}"
+    entry = source.entries.get(name)
+    if entry is None:
+        return None
+    if entry.shape != slot.shape:
+        return f"seen shape {entry.shape}, {_expected(name, report)}"
+    if entry.dtype.is_complex and not slot.dtype.is_complex:
+        return f"seen {entry.dtype}, whose imaginary part would be lost, {_expected(name, report)}"
+    return None
+
+
+def _expected(name: str, report: Report) -> str:
+    slot = report.slots.get(name)
+    return "expected extra state" if slot is None else f"expected shape {slot.shape} ({slot.dtype})"
+
+
+class _Stream:
+    """Brings one tensor after the other to its owners; every rank asks for the same names in the same order."""
+
+    def __init__(self, peers: Peers, verdict: _Verdict, source: Source | None, reports: list[Report] | None) -> None:
+        self.entries = verdict.entries
+        self._peers = peers
+        self._verdict = verdict
+        self._source = source
+        self._reports = reports
+
+    def fill(self, name: str, local: torch.Tensor, region: Region, device_type: str) -> None:
+        """Writes this rank's piece of a tensor into `local`, in the dtype of `local`."""
+        if self._verdict.everyone_reads:
+            if region.numel:
+                local.copy_(self._read(name, region))
+            return
+        wire = self._peers.device_for(device_type)
+        if name in self._verdict.whole:
+            buffer = _landing(local, wire)
+            if self._peers.rank == 0:
+                buffer.copy_(self._read(name, region))
+            self._peers.broadcast(buffer)
+        elif self._reports is not None:
+            self._send(name, self._reports, local.dtype, wire)
+            if region.numel:
+                local.copy_(self._read(name, region))
+            return
+        elif region.numel:
+            buffer = _landing(local, wire)
+            self._peers.exchange(receives=[(0, buffer)])
+        else:
+            return
+        if buffer is not local:
+            local.copy_(buffer)
+
+    def _read(self, name: str, region: Region) -> torch.Tensor:
+        if self._source is None:
+            raise AssertionError(f"{name}: this rank was asked to read, but it has no source")
+        return self._source.read(name, region)
+
+    def _send(self, name: str, reports: list[Report], dtype: torch.dtype, wire: torch.device) -> None:
+        """Sends every other rank its piece; ranks with the same piece share one copy of it."""
+        pieces: dict[Region, torch.Tensor] = {}
+        sends = []
+        for rank, report in enumerate(reports):
+            region = report.slots[name].region
+            if rank == 0 or not region.numel:
+                continue
+            if region not in pieces:
+                pieces[region] = self._read(name, region).to(device=wire, dtype=dtype).contiguous()
+            sends.append((rank, pieces[region]))
+        self._peers.exchange(sends=sends)
+
+
+def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
+    """Where a piece of `local` arrives: in place if possible."""
+    if local.device == wire and local.is_contiguous():
+        return local
+    return torch.empty(local.shape, dtype=local.dtype, device=wire)
+
+
+@torch.no_grad()
+def _write(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
+    """Writes into the tensors that the module has; those on the meta device get memory first."""
+    wanted = {id(state.tensors[name]) for name in stream.entries if state.tensors[name].is_meta}
+    if wanted:
+        allocate(module, lambda tensor: id(tensor) in wanted)
+        state = ModuleState.of(module)
+    report = state.report(None)
+    for name in stream.entries:
+        slot = report.slots[name]
+        stream.fill(name, local_part(state.tensors[name]), slot.region, slot.device_type)
+
+
+@torch.no_grad()
+def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
+    """Builds new tensors in the source's dtype, then puts them in place together; tied names stay tied."""
+    report, home_of = state.report(None), homes(module)
+    fresh: dict[int, torch.Tensor] = {}
+    assigned: dict[str, torch.Tensor] = {}
+    for name, entry in stream.entries.items():
+        old, slot = state.tensors[name], report.slots[name]
+        device = home_of(old) if slot.meta else local_part(old).device
+        if id(old) not in fresh:
+            fresh[id(old)] = _like(old, torch.empty(local_part(old).shape, dtype=entry.dtype, device=device))
+        local = local_part(fresh[id(old)])
+        device_type = local.device.type if slot.device_type == "meta" else slot.device_type
+        stream.fill(name, local, slot.region, device_type)
+        assigned[name] = fresh[id(old)]
+    for names in report.ties:
+        loaded = [assigned[name] for name in names if name in assigned]
+        assigned.update(dict.fromkeys(names, loaded[-1]) if loaded else {})
+    module.load_state_dict(assigned, strict=False, assign=True)
+
+
+def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    tensor = like_dtensor(local, old) if isinstance(old, DTensor) else local
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=old.requires_grad)
+    return tensor

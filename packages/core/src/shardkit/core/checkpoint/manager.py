@@ -12,18 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardkit.core.checkpoint.agreement import gather_everywhere, highest, raise_together
-from shardkit.core.checkpoint.commit import Header
-from shardkit.core.checkpoint.differing import holding_of, part_of
-from shardkit.core.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
+from shardkit.core.checkpoint.agreement import (
+    Fingerprints,
+    Peers,
+    check_same,
+    digest_of,
+    fingerprints,
+    gather_everywhere,
+    highest,
+    raise_together,
+)
+from shardkit.core.checkpoint.commit import Header, Image
+from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, StoredCheckpoint, open_index
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.fingerprints import Fingerprints, check_same, digest_of
-from shardkit.core.checkpoint.image import Image
 from shardkit.core.checkpoint.index import Index
-from shardkit.core.checkpoint.opening import open_index
-from shardkit.core.checkpoint.other_runs import OtherRuns
-from shardkit.core.checkpoint.peers import Peers
-from shardkit.core.checkpoint.plan import Plan, layouts_digest, make_plan
+from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
 from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
 from shardkit.core.checkpoint.saving import Progress, Save, Staged
 from shardkit.core.checkpoint.training_state import Captured, TrainingState
@@ -123,7 +126,7 @@ class CheckpointManager:
             info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
-            values = digest_of(captured.fingerprints(sharded=False))
+            values = digest_of(fingerprints(captured, sharded=False))
             plan = self._planned(captured, by_layout=True) if self._alike else None
         except Exception as caught:  # noqa: BLE001 (raised on all ranks below)
             error = caught
@@ -157,7 +160,7 @@ class CheckpointManager:
         """Raises CheckpointError on all ranks if any two hold different parameters under one name. Collective."""
         found: Fingerprints = {}
         with self._together(what):
-            found = captured.fingerprints(sharded=not self._alike)
+            found = fingerprints(captured, sharded=not self._alike)
         try:
             check_same(gather_everywhere(self._peers, found))
         except CheckpointError as error:

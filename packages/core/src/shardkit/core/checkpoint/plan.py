@@ -1,22 +1,196 @@
-"""What this rank writes of a captured state: decided on the rank alone (Note [No planning step] in `pieces.py`)."""
+"""Which box of which tensor is written by which rank, and what else: decided on each rank alone.
+
+Note [No planning step]
+Stock collects every rank's plan on one rank, removes duplicates there, and sends each rank its part back. Here a rank
+that holds a DTensor knows from mesh, placements and shape what all ranks of the mesh hold, and which of several
+replicas writes: number `n` of the state is written by replica `n % replicas`. So it writes its own boxes at once, and
+whoever writes the index computes everybody's. What cannot be known that way is told in the note that each rank leaves
+for the one that commits (`commit.py`): plain tensors, objects, and DTensors whose local tensor has boxes of its own.
+
+Ranks need not hold the same modules, as with pipeline parallelism. A plain value is then written by the first rank that
+has it. The parameter groups of an optimizer name the parameters of one rank; a checkpoint's name those of all.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.checkpoint.leaves import LeafPath, check_has_values, name_of, object_bytes
-from shardkit.core.checkpoint.pieces import Layout, Piece, is_described_by_layout, own_pieces
+from shardkit.core.checkpoint.leaves import At, LeafPath, Leaves, check_has_values, name_of, object_bytes
 from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, Captured
+from shardkit.core.placements import is_ours
+from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
 
-__all__ = ["Plan", "layouts_digest", "make_plan"]
+__all__ = [
+    "Group",
+    "Holding",
+    "Layout",
+    "Piece",
+    "Plan",
+    "boxes_of",
+    "holding_of",
+    "is_described_by_layout",
+    "layouts_digest",
+    "make_plan",
+    "own_pieces",
+    "part_of",
+]
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor of `shape`, at `offsets`, of `sizes`."""
+
+    path: LeafPath
+    dtype: torch.dtype
+    shape: Sizes
+    offsets: Sizes
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies over the ranks of a mesh; `ranks` are global, in row-major order of their coordinates."""
+
+    path: LeafPath
+    dtype: torch.dtype
+    shape: Sizes
+    placements: tuple[Placement, ...]
+    mesh_shape: Sizes
+    ranks: Sizes
+
+    @classmethod
+    def of(cls, path: LeafPath, tensor: DTensor) -> Layout:
+        """Not collective."""
+        place = _place(tensor.device_mesh)
+        return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), place.mesh_shape, place.ranks)
+
+    def boxes(self, number: int) -> Iterator[tuple[int, Sizes, Sizes]]:
+        """What each rank writes of it, as number `number` of the state: (global rank, offsets, sizes)."""
+        replicas, replica_of = _replicas(self.placements, self.mesh_shape)
+        boxes = _boxes_of_mesh(self.shape, self.placements, self.mesh_shape)
+        writing = number % replicas
+        for rank, replica, mine in zip(self.ranks, replica_of, boxes, strict=True):
+            if replica == writing:
+                for offsets, sizes, _ in mine:
+                    yield rank, offsets, sizes
+
+
+def is_described_by_layout(tensor: torch.Tensor) -> bool:
+    """Whether mesh and placements say all about where a tensor's elements lie."""
+    return isinstance(tensor, DTensor) and not hasattr(local_of(tensor), "__create_chunk_list__")
+
+
+def own_pieces(path: LeafPath, tensor: torch.Tensor, number: int) -> list[tuple[Piece, torch.Tensor]]:
+    """What this rank writes of a tensor, with the values; a plain tensor whole. Raises as `boxes_of`."""
+    if isinstance(tensor, DTensor):
+        place = _place(tensor.device_mesh)
+        if place.number is None:
+            return []
+        replicas, replica_of = _replicas(tuple(tensor.placements), place.mesh_shape)
+        if replica_of[place.number] != number % replicas:
+            return []
+    shape = tuple(tensor.shape)
+    return [
+        (Piece(path, tensor.dtype, shape, offsets, sizes), values) for offsets, sizes, values in boxes_of(path, tensor)
+    ]
+
+
+def boxes_of(path: LeafPath, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch.Tensor]]:
+    """The boxes that this rank holds of a tensor: offsets, sizes, and a view of the values; none that are empty.
+
+    Raises ValueError for a placement that is neither Replicate nor sharding.
+    """
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.ndim, tuple(tensor.shape), tensor.detach())] if tensor.numel() else []
+    local: Any = local_of(tensor).detach()
+    if hasattr(local, "__create_chunk_list__"):
+        chunks = local.__create_chunk_list__()
+        return [
+            (tuple(c.offsets), tuple(c.sizes), local.__get_tensor_shard__(MetadataIndex(name_of(path), c.offsets)))
+            for c in chunks
+            if math.prod(c.sizes)
+        ]
+    place = _place(tensor.device_mesh)
+    if place.number is None:
+        return []
+    boxes = _boxes_of_mesh(tuple(tensor.shape), _checked(path, tensor), place.mesh_shape)[place.number]
+    # A piece that is cut between elements is 1-D; its boxes are not.
+    return [(offsets, sizes, local[in_local].view(sizes)) for offsets, sizes, in_local in boxes]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A mesh, and this rank's number in the row-major order of its coordinates; None if it is not in it."""
+
+    mesh_shape: Sizes
+    ranks: Sizes
+    number: int | None
+
+
+@functools.lru_cache(maxsize=16)
+def _place(mesh: DeviceMesh) -> _Place:
+    """Kept, as a mesh works these out anew each time that it is asked."""
+    shape, coordinate = tuple(mesh.mesh.shape), mesh.get_coordinate()
+    number = None if coordinate is None else _linear(coordinate, shape)
+    return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
+
+
+def _checked(path: LeafPath, tensor: DTensor) -> tuple[Placement, ...]:
+    placements = tuple(tensor.placements)
+    for placement in placements:
+        if not placement.is_replicate() and getattr(placement, "dim", None) is None and not is_ours(placement):
+            raise ValueError(
+                f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
+            )
+    return placements
+
+
+@functools.lru_cache(maxsize=64)
+def _replicas(placements: tuple[Placement, ...], mesh_shape: Sizes) -> tuple[int, Sizes]:
+    """How many ranks hold the same, and the number among these of each rank of the mesh."""
+    replicated = [place.is_replicate() for place in placements]
+    sizes = [size if same else 1 for size, same in zip(mesh_shape, replicated, strict=True)]
+    numbers = tuple(
+        _linear([at if same else 0 for at, same in zip(coordinate, replicated, strict=True)], sizes)
+        for coordinate in itertools.product(*map(range, mesh_shape))
+    )
+    return math.prod(sizes), numbers
+
+
+def _linear(coordinate: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for at, size in zip(coordinate, shape, strict=True):
+        number = number * size + at
+    return number
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes_of_mesh(
+    shape: Sizes, placements: tuple[Placement, ...], mesh_shape: Sizes
+) -> tuple[tuple[tuple[Sizes, Sizes, Box], ...], ...]:
+    """The boxes of each rank of a mesh: offsets, sizes, and where they lie in the rank's tensor."""
+    return tuple(
+        tuple(
+            (tuple(one.start for one in in_full), tuple(one.stop - one.start for one in in_full), in_local)
+            for in_full, in_local in (region.boxes() if region.numel else ())
+        )
+        for region in regions_of_mesh("a tensor", shape, placements, mesh_shape)
+    )
+
 
 _BY_NAME = (MODEL, OPTIMIZER)
 
@@ -50,7 +224,7 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
         captured: the state.
         rank: global.
         by_layout: whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
-            tells what it writes, and the plain values in `captured` are those that are its to write (`differing.py`).
+            tells what it writes, and the plain values in `captured` are those that are its to write.
 
     Raises:
         TypeError, ValueError: for state that cannot be stored, by name.
@@ -151,3 +325,89 @@ def layouts_digest(leaves: Mapping[LeafPath, Any]) -> int:
 @functools.lru_cache(maxsize=16)
 def _ranks_digest(ranks: tuple[int, ...]) -> bytes:
     return hashlib.sha256(repr(ranks).encode()).digest()
+
+
+_GROUPS = (OPTIMIZER, "param_groups")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: its options as text, and its parameters."""
+
+    options: str
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the others have to know of a rank's state: the paths of its plain values, and its parameter groups."""
+
+    plain: tuple[LeafPath, ...]
+    groups: tuple[Group, ...]
+
+
+@dataclass
+class _Merged:
+    """A parameter group of the checkpoint, and the rank and the number there that it is written from."""
+
+    options: str
+    params: dict[str, None]
+    rank: int
+    number: int
+
+
+def holding_of(leaves: Leaves) -> Holding:
+    """This rank's. Not collective."""
+    plain = tuple(
+        path for path, value in leaves.values.items() if not isinstance(value, DTensor) and not _is_in_group(path)
+    )
+    return Holding(plain, tuple(_groups(leaves)))
+
+
+def _is_in_group(path: LeafPath) -> bool:
+    return path[:2] == _GROUPS and len(path) > 3
+
+
+def _groups(leaves: Leaves) -> Iterator[Group]:
+    found: dict[Any, dict[LeafPath, Any]] = {}
+    for path, value in leaves.values.items():
+        if _is_in_group(path):
+            found.setdefault(path[2], {})[path[3:]] = value
+    for below in found.values():
+        params = tuple(below.pop(("params",), ()))
+        yield Group(repr(below), params)
+
+
+def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
+    """What this rank writes of its leaves: all DTensors, and its part of the rest. `holdings` has every rank's."""
+    owner: dict[LeafPath, int] = {}
+    for holder, holding in enumerate(holdings):
+        for path in holding.plain:
+            owner.setdefault(path, holder)
+    groups = _merge(holdings)
+    places = {At(one.number): (At(place), one) for place, one in enumerate(groups) if one.rank == rank}
+    part = Leaves(empties=leaves.empties)
+    for path, value in leaves.values.items():
+        if _is_in_group(path):
+            if path[2] in places:
+                place, one = places[path[2]]
+                part.values[(*_GROUPS, place, *path[3:])] = list(one.params) if path[3:] == ("params",) else value
+        elif isinstance(value, DTensor) or owner[path] == rank:
+            part.values[path] = value
+    return part
+
+
+def _merge(holdings: Sequence[Holding]) -> list[_Merged]:
+    """The groups of all ranks: those of the same options are one, those of the same number first."""
+    merged: list[_Merged] = []
+    for rank, holding in enumerate(holdings):
+        used: set[int] = set()
+        for number, group in enumerate(holding.groups):
+            places = [number, *range(len(merged))]
+            fits = (p for p in places if p < len(merged) and p not in used and merged[p].options == group.options)
+            place = next(fits, len(merged))
+            if place == len(merged):
+                merged.append(_Merged(group.options, {}, rank, number))
+            merged[place].params.update(dict.fromkeys(group.params))
+            used.add(place)
+    return merged

@@ -11,16 +11,22 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.archive import archive_of, values_in
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
-from shardkit.core.checkpoint.layouts import Layout, layout_in
-from shardkit.core.checkpoint.leaves import LeafPath, name_of, object_from, unflatten
-from shardkit.core.checkpoint.left_out import LeftOut
-from shardkit.core.checkpoint.memory import memory_of
-from shardkit.core.checkpoint.pieces import boxes_of
-from shardkit.core.checkpoint.stored import CHUNK_BYTES, Checkpoint, Part, StoredTensor, paths_of
-from shardkit.core.checkpoint.strided import Memory, row_major_strides, whole
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of, object_from, unflatten
+from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.core.checkpoint.stored import (
+    CHUNK_BYTES,
+    Checkpoint,
+    Memory,
+    Part,
+    StoredTensor,
+    memory_of,
+    paths_of,
+    row_major_strides,
+    whole,
+)
+from shardkit.core.checkpoint.torch_files import Layout, archive_of, layout_in, values_in
 from shardkit.core.checkpoint.verified_file import VerifiedFile
 
 __all__ = ["Read", "checkpoint_of", "read_box", "read_objects", "read_tensors", "reads_of", "stored_tensors"]

@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index, TensorEntry
 from shardkit.core.checkpoint.leaves import LeafPath, flatten, name_of, unflatten
-from shardkit.core.checkpoint.optimizer_names import OptimizerNames
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
-from shardkit.core.checkpoint.rng import set_rng_state
-from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, RNG, TrainingState
+from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, RNG, OptimizerNames, TrainingState, set_rng_state
 
 __all__ = ["restore_state", "unexpected_names"]
 

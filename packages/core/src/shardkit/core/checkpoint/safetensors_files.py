@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import At, LeafPath, name_of
-from shardkit.core.checkpoint.left_out import LeftOut
-from shardkit.core.checkpoint.memory import memory_of
-from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor
-from shardkit.core.checkpoint.strided import whole
+from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, name_of
+from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of, whole
 
 __all__ = ["HF_INDEX", "SAFETENSORS_DTYPES", "SafetensorsWriter", "mapped_safetensors", "read_safetensors"]
 

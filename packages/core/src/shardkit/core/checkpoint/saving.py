@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.core.checkpoint.commit import Header, await_parts, build_index, write_index
-from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.commit import Header, await_parts, build_index, remove_notes, write_index, write_part
+from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath
-from shardkit.core.checkpoint.locks import writing_in
-from shardkit.core.checkpoint.other_runs import OtherRuns
-from shardkit.core.checkpoint.parts import remove_notes, write_part
-from shardkit.core.checkpoint.pieces import Layout, Piece
+from shardkit.core.checkpoint.plan import Layout, Piece
 
 __all__ = ["Progress", "Save", "Staged"]
 

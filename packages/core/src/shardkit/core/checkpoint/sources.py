@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.safetensors_files import HF_INDEX, mapped_safetensors
-from shardkit.core.checkpoint.stored import StoredTensor
-from shardkit.core.checkpoint.strided import whole
+from shardkit.core.checkpoint.stored import StoredTensor, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.region import Region
 

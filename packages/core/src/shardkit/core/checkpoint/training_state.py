@@ -1,21 +1,226 @@
-"""What a checkpoint is of: the parts of a training run, as leaves under names that do not depend on the ranks."""
+"""What a checkpoint is of: the parts of a training run, as leaves under names that do not depend on the ranks.
+
+Optimizer state goes by the names of parameters, as `get_optimizer_state_dict` has it, without its step: stock fills an
+optimizer that has no state yet by letting it take a step, after which it counts one step more than it took. Here state
+is named as it is, and state that is read is made of the checkpoint's entries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.core.checkpoint.fingerprints import Fingerprints, fingerprints
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
-from shardkit.core.checkpoint.optimizer_names import OptimizerNames
-from shardkit.core.checkpoint.rng import get_rng_state
+from shardkit.core.placements import Owned
 
-__all__ = ["Captured", "TrainingState"]
+__all__ = ["Captured", "OptimizerNames", "TrainingState", "get_rng_state", "set_rng_state"]
+
+
+def get_rng_state() -> dict[str, Any]:
+    """All generators, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, [int(key) for key in keys], position, has_gauss, gauss),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what `get_rng_state` gave; a generator that is missing there stays as it is."""
+    try:
+        if "cpu" in state:
+            torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        if "python" in state:
+            random.setstate(state["python"])
+        if "numpy" in state:
+            kind, keys, position, has_gauss, gauss = state["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"rng: the state of a random generator does not fit: {error}") from error
+
+
+# What wrappers add to names, and stock's state dicts leave out.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# State of torch's optimizers that is one number for a whole parameter, a 0-dim one included.
+_NUMBERS = {"step", "eta", "mu", "mu_product"}
+
+
+@dataclass(frozen=True)
+class OptimizerNames:
+    """Optimizers of a model, whose parameters have names."""
+
+    optimizers: tuple[Optimizer, ...]
+    name_of: Mapping[int, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> OptimizerNames:
+        """Raises ValueError if an optimizer holds a parameter that the model has not, or another optimizer too."""
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        names: dict[int, str] = {}
+        for name, parameter in inner.named_parameters():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            names[id(parameter)] = name
+        found = cls(tuple(optimizers), names)
+        holder: dict[int, int] = {}
+        for number, optimizer in enumerate(found.optimizers):
+            for parameter in (*(one for group in optimizer.param_groups for one in group["params"]), *optimizer.state):
+                if id(parameter) not in names:
+                    what = (
+                        f"a parameter of shape {tuple(parameter.shape)}" if hasattr(parameter, "shape") else parameter
+                    )
+                    raise ValueError(
+                        f"optimizer {number} holds {what} that is none of the model's: build it from "
+                        "model.parameters(), after fully_shard"
+                    )
+                if holder.setdefault(id(parameter), number) != number:
+                    raise ValueError(
+                        f"{names[id(parameter)]}: both optimizer {holder[id(parameter)]} and optimizer {number} hold "
+                        "it, and a checkpoint has one state for each parameter; share the parameters out"
+                    )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by name and parameter groups that name their parameters; tensors are the live ones."""
+        state: dict[str, Any] = {}
+        groups = []
+        for optimizer in self.optimizers:
+            for parameter, values in optimizer.state.items():
+                state[self.name_of[id(parameter)]] = dict(values)
+            for group in optimizer.param_groups:
+                names = [self.name_of[id(parameter)] for parameter in group["params"]]
+                groups.append({**group, "params": names})
+        return {"state": state, "param_groups": groups}
+
+    def target(self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor to read one entry into: the live one, else a new one that lies as its parameter does.
+
+        Raises:
+            CheckpointError: if the parameter is unknown, or the entry has a shape of its own.
+        """
+        if name not in self._by_name:
+            raise CheckpointError(f"optimizer.state.{name}: the optimizer holds no parameter of this name")
+        optimizer, parameter = self._by_name[name]
+        live = optimizer.state.get(parameter, {}).get(key)
+        if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
+            return live
+        if not shape and (key in _NUMBERS or parameter.ndim):
+            return torch.zeros((), dtype=dtype, device="cpu")
+        if tuple(parameter.shape) == shape:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if _is_owned(parameter):
+            return torch.empty(shape, dtype=dtype, device="cpu")  # a plain tensor of its owner
+        raise CheckpointError(
+            f"optimizer.state.{name}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}: take a step, "
+            "so that the optimizer has state to read into, then restore"
+        )
+
+    def nested_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same for an entry deeper down, which can be of any shape: then it is read whole."""
+        _, parameter = self._by_name[name]
+        if tuple(parameter.shape) == shape and not _is_owned(parameter):
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters that the optimizers hold."""
+        return self._by_name.keys()
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tuple[Optimizer, torch.Tensor]]:
+        return {
+            self.name_of[id(parameter)]: (optimizer, parameter)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def load(self, stored: Mapping[str, Any]) -> None:
+        """Gives each optimizer its part of what `state_dict` gave, as read.
+
+        Raises:
+            CheckpointError: for parameters that are in no stored group, or in several.
+        """
+        state, groups = stored.get("state", {}), stored.get("param_groups", [])
+        loads, number = [], 0
+        for optimizer in self.optimizers:
+            options = []
+            for group in optimizer.param_groups:
+                names = [self.name_of[id(parameter)] for parameter in group["params"]]
+                found = _group_of(names, groups, number) if names else _empty_group(group, groups, number)
+                options.append({**found, "params": names})
+                number += 1
+            loads.append((optimizer, options))
+        for optimizer, options in loads:
+            _load(optimizer, state, options)
+
+
+def _is_owned(parameter: torch.Tensor) -> bool:
+    """Whether one rank steps on it as a plain tensor: its nested state is plain."""
+    return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
+
+
+def _load(optimizer: Optimizer, state: Mapping[str, Any], options: list[dict[str, Any]]) -> None:
+    names = [name for group in options for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in options]
+    optimizer.load_state_dict(
+        {"state": {numbers[name]: state[name] for name in names if name in state}, "param_groups": groups}
+    )
+    for name, parameter in zip(
+        names, (one for group in optimizer.param_groups for one in group["params"]), strict=True
+    ):
+        if name in state:
+            optimizer.state[parameter] = _as_stored(optimizer.state[parameter], state[name])
+
+
+def _as_stored(loaded: Any, stored: Any) -> Any:
+    """What an optimizer has loaded, in the dtypes that were stored; it casts all but `step` to the parameter's."""
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(device=loaded.device)
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return {key: one if key == "step" else _as_stored(one, stored.get(key)) for key, one in loaded.items()}
+    if isinstance(stored, list) and isinstance(loaded, list) and len(stored) == len(loaded):
+        return [_as_stored(*pair) for pair in zip(loaded, stored, strict=True)]
+    return loaded
+
+
+def _group_of(names: list[str], groups: list[Any], number: int) -> dict[str, Any]:
+    """The stored group that has all of these parameters."""
+    for group in groups:
+        if set(names) <= set(group.get("params", ())):
+            return dict(group)
+    raise CheckpointError(
+        f"no parameter group of the checkpoint has {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} together "
+        f"(group {number} of the optimizers); build the optimizer with the parameter groups that it was saved with"
+    )
+
+
+def _empty_group(own: Mapping[str, Any], groups: list[Any], number: int) -> dict[str, Any]:
+    """What a group without parameters gets: the options of the stored one in its place, its own if that has some."""
+    stored = groups[number] if number < len(groups) else own
+    return dict(own if stored.get("params") else stored)
+
 
 MODEL, OPTIMIZER, SCHEDULER, RNG = "model", "optimizer", "scheduler", "rng"
 
@@ -92,10 +297,6 @@ class Captured:
     shared: Leaves
     own: Leaves
     parameters: tuple[LeafPath, ...] = ()
-
-    def fingerprints(self, *, sharded: bool) -> Fingerprints:
-        """Of the parameters that are no DTensors, or of all that this rank holds. Not collective."""
-        return fingerprints(self.shared.values, self.parameters, sharded=sharded)
 
 
 def _add(to: Leaves, more: Leaves) -> None:

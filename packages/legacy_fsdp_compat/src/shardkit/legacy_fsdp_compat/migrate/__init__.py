@@ -2,12 +2,9 @@
 
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.stored import Checkpoint
-from shardkit.legacy_fsdp_compat.migrate.conversion import Migration, convert
-from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
-from shardkit.legacy_fsdp_compat.migrate.model_factory import shapes_of_model
-from shardkit.legacy_fsdp_compat.migrate.model_wrapping import wrapping_of_model
-from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
-from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint, shapes_of_file
+from shardkit.legacy_fsdp_compat.migrate.conversion import Migration, convert, open_checkpoint, shapes_of_file
+from shardkit.legacy_fsdp_compat.migrate.model_wrapping import shapes_of_model, wrapping_of_model
+from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, Ranks, parameters_in_groups
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, wrapping_of_file
 
 __all__ = [

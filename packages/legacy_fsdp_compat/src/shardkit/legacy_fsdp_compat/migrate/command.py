@@ -12,19 +12,26 @@ from pathlib import Path
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.terminal import add_conversion_options, run_conversion, status_of
-from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED, convert, refuse_existing
-from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks
-from shardkit.legacy_fsdp_compat.migrate.model_factory import model_of, shapes_of_model
-from shardkit.legacy_fsdp_compat.migrate.model_shapes import Shapes
-from shardkit.legacy_fsdp_compat.migrate.model_wrapping import parameters_of_model, wrapping_of_model
-from shardkit.legacy_fsdp_compat.migrate.script_command import main as rewrite_script
-from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, parameters_in_groups
-from shardkit.legacy_fsdp_compat.migrate.sources import (
+from shardkit.legacy_fsdp_compat.migrate.conversion import (
+    FORMATS,
+    LOCAL,
+    SHARDED,
+    convert,
     open_checkpoint,
+    refuse_existing,
     shapes_of_checkpoint,
     shapes_of_file,
 )
+from shardkit.legacy_fsdp_compat.migrate.model_wrapping import (
+    model_of,
+    parameters_of_model,
+    shapes_of_model,
+    wrapping_of_model,
+)
+from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, Ranks, parameters_in_groups
+from shardkit.legacy_fsdp_compat.migrate.script import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.wrapping import (
+    Shapes,
     Wrapping,
     shapes_of_config,
     wrapping_of_config,

@@ -1,24 +1,184 @@
-"""Converts FSDP1's checkpoints into each format that there is."""
+"""Finds out the kind of a checkpoint and opens it; converts FSDP1's checkpoints into each format that there is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from shardkit.core.checkpoint import conversion
+import torch
+
+from shardkit.core.checkpoint import conversion as core_conversion
 from shardkit.core.checkpoint.conversion import REPORT, Converted, Writer, refuse_existing
-from shardkit.core.checkpoint.dcp_writer import DcpWriter, objects_for_stock
+from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter
-from shardkit.core.checkpoint.stored import Checkpoint
-from shardkit.core.checkpoint.torch_writer import TorchWriter
-from shardkit.legacy_fsdp_compat.migrate.local_writer import LocalRanks, LocalWriter
-from shardkit.legacy_fsdp_compat.migrate.sharded_files import Ranks, ShardedWriter
-from shardkit.legacy_fsdp_compat.migrate.sources import open_checkpoint
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
+from shardkit.core.checkpoint.reading import checkpoint_of
+from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter, read_safetensors
+from shardkit.core.checkpoint.stock_metadata import METADATA
+from shardkit.core.checkpoint.stored import Checkpoint, whole
+from shardkit.core.checkpoint.writers import DcpWriter, TorchWriter, objects_for_stock
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
+from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, LocalWriter, Ranks, ShardedWriter
+from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Shapes, check_shapes
 
-__all__ = ["FORMATS", "LOCAL", "REPORT", "SHARDED", "Migration", "convert", "refuse_existing"]
+__all__ = [
+    "FORMATS",
+    "LOCAL",
+    "Migration",
+    "REPORT",
+    "SHARDED",
+    "convert",
+    "open_checkpoint",
+    "refuse_existing",
+    "shapes_of_checkpoint",
+    "shapes_of_file",
+]
+
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+
+
+def open_checkpoint(
+    source: str | Path | Sequence[str | Path], shapes: Shapes | None = None, *, without: Sequence[str] = ()
+) -> Checkpoint:
+    """Opens a checkpoint of any kind. Values are read only of plain tensors that several ranks' files have: they must
+    be the same.
+
+    Args:
+        source: a file (FULL, safetensors), a directory (of torch.distributed.checkpoint, of rank files, or with one of
+            those files), or the list of the rank files.
+        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the name that it is
+            tied to. LOCAL needs them, of the others the models must fit them.
+        without: names of what is left out, such as "rng" or "optim": values, or dicts with all that lies in them.
+
+    Raises:
+        CheckpointError: for anything that is no checkpoint, an incomplete one, or one that does not fit the shapes, and
+            for something to leave out that is not there.
+    """
+    of_model = None if shapes is None else ModelShapes.of(shapes)
+    left_out = LeftOut(without)
+    checkpoint = _open(source, of_model, left_out)
+    left_out.check(source)
+    if of_model is not None:
+        check_shapes(checkpoint, of_model)
+    return checkpoint
+
+
+def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
+    if not isinstance(source, str | Path):
+        return _rank_files([Path(one) for one in source], shapes, left_out)
+    path = Path(source)
+    if path.is_file():
+        return _file(path, shapes, left_out)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    if (path / METADATA).exists():
+        return _directory(path, left_out)
+    files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")
+    for one in files:
+        if one.is_symlink() and not one.resolve().is_relative_to(path.resolve()):
+            raise CheckpointError(f"{one} is a link that leads out of its directory; name the file if it is meant")
+    if not files:
+        found = sorted(one.name for one in path.iterdir())[:8]
+        raise CheckpointError(
+            f"{path} holds {found}; expected {METADATA} (torch.distributed.checkpoint), or files ending in "
+            f"{', '.join(sorted(_TORCH_SUFFIXES))} or .safetensors"
+        )
+    return _file(files[0], shapes, left_out) if len(files) == 1 else _rank_files(files, shapes, left_out)
+
+
+def _directory(path: Path, left_out: LeftOut) -> Checkpoint:
+    """A directory of torch.distributed.checkpoint, or of core."""
+    index = open_index(path, left_out.has)
+    for name, where in index.paths.items():
+        if name.rpartition(".")[2] == FLAT_NAME and name in index.tensors and not left_out.has(where):
+            raise CheckpointError(
+                f"'{name}' in {path} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files "
+                "of ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it "
+                "as SHARDED_STATE_DICT"
+            )
+    return checkpoint_of(path, index, left_out)
+
+
+def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
+    if _is_safetensors(path):
+        return read_safetensors(path, left_out)
+    leaves = dict(left_out.rest(leaves_of_file(path)))
+    if any(isinstance(leaf, StoredShards) for leaf in leaves.values()):
+        return _rank_files([path], shapes, left_out)
+    checkpoint = Checkpoint("FULL", [str(path)])
+    for key, leaf in leaves.items():
+        checkpoint.add(key, whole(key, leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
+    return checkpoint
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
+    files = read_rank_files(paths, left_out)
+    return local_checkpoint(files, shapes) if is_local(files) else sharded_checkpoint(files)
+
+
+def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
+    """Shapes from a full checkpoint of the model, or from JSON: name -> list of numbers, or the name it is tied to.
+
+    Of a nested checkpoint the part below "model" or "state_dict" counts. Tied parameters are known by the memory that
+    they share in a file of torch.save; other formats do not tell.
+
+    Raises:
+        CheckpointError: for JSON that is something else, and as `open_checkpoint`.
+    """
+    path = Path(path)
+    if path.suffix == ".json":
+        return _shapes_of_json(path)
+    checkpoint = open_checkpoint(path)
+    return shapes_of_checkpoint(checkpoint) | _ties(path, _base_of_model(checkpoint))
+
+
+def shapes_of_checkpoint(checkpoint: Checkpoint) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of what lies below "model" or "state_dict" in a checkpoint, else of all of it; nothing tells of ties."""
+    base = _base_of_model(checkpoint)
+    found = {key: one.shape for key, one in checkpoint.tensors.items() if key[: len(base)] == base}
+    return {name_of(key[len(base) :]): shape for key, shape in found.items()}
+
+
+def _base_of_model(checkpoint: Checkpoint) -> LeafPath:
+    below = [key for key in ("model", "state_dict") if any(one[0] == key for one in checkpoint.tensors)]
+    return (below[0],) if below else ()
+
+
+def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
+    return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
+
+
+def _ties(path: Path, base: LeafPath) -> dict[str, str]:
+    """Name -> first name, of tensors that share their memory in a file of torch.save."""
+    if not path.is_file() or _is_safetensors(path):
+        return {}
+    first: dict[Any, str] = {}
+    ties = {}
+    for key, leaf in leaves_of_file(path).items():
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and key[: len(base)] == base:
+            name = name_of(key[len(base) :])
+            known = first.setdefault((leaf.data_ptr(), leaf.shape, leaf.stride()), name)
+            if known != name:
+                ties[name] = known
+    return ties
+
 
 Migration = Converted
 
@@ -56,7 +216,7 @@ def convert(
     """
     shapes = ranks.wrapping.known.given if isinstance(ranks, LocalRanks) else None
     make = _writer_for(to, ranks)
-    return conversion.convert(
+    return core_conversion.convert(
         checkpoint,
         Path(target),
         lambda directory: make(directory, checkpoint),

@@ -2,28 +2,189 @@
 
 With use_orig_params=True each rank's file lists its 1-D piece of every parameter, which says all that must be known.
 Otherwise there is only one flat tensor for each FSDP module, without padding, and its layout follows from the shapes.
+Optimizer state lies beside them by name, or as each rank's `optimizer.state_dict()`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor
-from shardkit.core.checkpoint.strided import mapped_reader
-from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout
-from shardkit.legacy_fsdp_compat.migrate.local_config import found_config
-from shardkit.legacy_fsdp_compat.migrate.local_optimizer import Cut, add_optimizer, optimizer_bases
-from shardkit.legacy_fsdp_compat.migrate.model_shapes import ModelShapes
-from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping
+from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of, whole
+from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, Interval
+from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
+from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Wrapping, alignment_of, flat_key
 
-__all__ = ["is_local", "local_checkpoint"]
+__all__ = ["Cut", "add_optimizer", "found_config", "is_local", "local_checkpoint", "optimizer_bases"]
+
+_GROUPS, _STATE = "param_groups", "state"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter, and what an optimizer keeps for it, was cut over ranks.
+
+    Attributes:
+        name: of the parameter.
+        shape: of it.
+        pieces: by rank, which of its elements.
+        starts: by rank, where they begin in what the rank's optimizer keeps.
+        lengths: by rank, how long that is: the piece, or the rank's part of a flat tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Interval, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def optimizer_bases(files: list[RankFile]) -> list[LeafPath]:
+    """Where optimizers are: what holds "param_groups"."""
+    found = (path[: path.index(_GROUPS)] for file in files for path in file.leaves if _GROUPS in path)
+    return list(dict.fromkeys(found))
+
+
+def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, units: list[list[Cut]]) -> None:
+    """Adds the state of the optimizer at `base`; `units` has the parameters behind each of its numbers.
+
+    Raises:
+        CheckpointError: for numbers that do not tell which parameter is which, and for state that does not fit.
+    """
+    mine = [path for file in files for path in file.leaves if path[: len(base)] == base]
+    mine = [path for path in dict.fromkeys(mine) if path[len(base)] in (_GROUPS, _STATE)]
+    groups = _groups(files[0], base)
+    if all(isinstance(number, str) for group in groups for number in group["params"]):
+        for path in mine:
+            add_leaf(checkpoint, files, path)
+        return
+    _check_groups(groups, units, files[0])
+    named = [{**one, "params": [cut.name for number in one["params"] for cut in units[number]]} for one in groups]
+    for path, value in paths_of(named, (*base, _GROUPS)):
+        _put(checkpoint, path, value, files[0])
+    entries = [path for path in mine if len(path) == len(base) + 3 and path[len(base)] == _STATE]
+    for path in entries:
+        _add_state(checkpoint, files, path, units[path[-2]])
+    if not entries:
+        checkpoint.objects[*base, _STATE] = {}
+
+
+def _groups(file: RankFile, base: LeafPath) -> list[dict[str, Any]]:
+    at = len(base)
+    below = {path[at:]: value for path, value in file.leaves.items() if path[: at + 1] == (*base, _GROUPS)}
+    groups: list[dict[str, Any]] = unflatten(below)[_GROUPS]
+    return groups
+
+
+def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: RankFile) -> None:
+    """Numbers follow the groups, and only one group of all parameters follows the model."""
+    numbers = [number for group in groups for number in group["params"]]
+    if len(groups) != 1 or numbers != list(range(len(units))):
+        raise CheckpointError(
+            f"the optimizer in {file.path} has {len(numbers)} parameters in {len(groups)} groups, the model "
+            f"{len(units)}; its numbers tell which is which only for one group of all parameters. Save it with "
+            "FSDP.optim_state_dict, which writes names"
+        )
+
+
+def _put(checkpoint: Checkpoint, path: LeafPath, value: Any, file: RankFile) -> None:
+    if isinstance(value, torch.Tensor):
+        checkpoint.tensors[path] = whole(path, value, str(file.path))
+    else:
+        checkpoint.objects[path] = value
+
+
+def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, cuts: list[Cut]) -> None:
+    """One value of one numbered parameter, for each parameter that this is."""
+    found = [file.leaves[where] for file in files if where in file.leaves]
+    if len(cuts) == 1 and any(isinstance(one, StoredShards) for one in found):  # written by this package, as DTensors
+        target = (*where[:-2], cuts[0].name, where[-1])
+        checkpoint.tensors[target] = stored_shards(name_of(target), files, where)
+        return
+    is_cut = any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in found)
+    if not is_cut:
+        same_everywhere(files, where)
+    for cut in cuts:
+        target = (*where[:-2], cut.name, where[-1])
+        if not is_cut:
+            _put(checkpoint, target, found[0], next(file for file in files if where in file.leaves))
+            continue
+        parts = tuple(part for file in files for part in _part(cut, file, where))
+        checkpoint.tensors[target] = StoredTensor(target, found[0].dtype, cut.shape, parts)
+
+
+def _part(cut: Cut, file: RankFile, where: LeafPath) -> Iterator[Part]:
+    """A rank's part of a state that is as long as its parameter: none, or one."""
+    low, high = cut.pieces[file.rank]
+    if low == high:
+        return
+    value, expected = file.leaves.get(where), cut.lengths[file.rank]
+    if type(value) is not torch.Tensor or value.numel() != expected:
+        seen = f"{value.numel()} elements" if type(value) is torch.Tensor else f"a {type(value).__name__}"
+        raise CheckpointError(
+            f"'{name_of(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was the "
+            "optimizer built from model.parameters()?"
+        )
+    read = mapped_reader(name_of(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
+    yield Part(low, high, read, str(file.path))
+
+
+_CANDIDATES = (None, "bfloat16", "float32", "float64", "float8_e4m3fn")
+"""A `param_dtype` for each size of elements, for alignment follows the size alone."""
+
+
+def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut: set[str]) -> dict[str, Any] | None:
+    """What `--config` takes, of the model at `base` whose parameters `cut` are sharded; None for files that FSDP1's own
+    layouts do not explain.
+    """
+    names = shapes.given
+    buffers = frozenset(name for name in names if shapes.ties.get(name, name) not in cut)
+    keys = dict.fromkeys(path[-1] for file in files for path in file.leaves if path[:-1] == base)
+    units = [str(key).removesuffix(FLAT_NAME).removesuffix(".") for key in keys if str(key).endswith(FLAT_NAME)]
+    use_orig_params = any((*base, name) in file.leaves for name in cut for file in files)
+    try:
+        wrapping = Wrapping(names, dict.fromkeys(units, (None,)), buffers, use_orig_params)
+        if not use_orig_params:
+            return wrapping.as_config()
+        found = {unit: tuple(one for one in _CANDIDATES if _fits(files, base, wrapping, unit, one)) for unit in units}
+        return Wrapping(names, found, buffers, True).as_config() if all(found.values()) else None
+    except CheckpointError:  # ties across units with use_orig_params=True, which only ours runs
+        return None
+
+
+def _fits(files: list[RankFile], base: LeafPath, wrapping: Wrapping, unit: str, param_dtype: str | None) -> bool:
+    """Whether every rank's pieces lie in its flat tensor as this `param_dtype` would have them."""
+    names, path = wrapping.members[unit], (*base, flat_key(unit))
+    dtype = files[0].leaves[path].dtype
+    if param_dtype is not None and alignment_of(param_dtype, dtype) == alignment_of(None, dtype):
+        return False  # that is None already
+    shapes = ModelShapes.of(wrapping.shapes).own
+    layout = FlatLayout(tuple(shapes[name] for name in names), len(files), alignment_of(param_dtype, dtype))
+    return all(
+        layout.numel == file.leaves[path].whole[0]
+        and all(
+            _lies_at(file.leaves[*base, name], file.leaves[path], *layout.within_shard(index, file.rank))
+            for index, name in enumerate(names)
+        )
+        for file in files
+    )
+
+
+def _lies_at(piece: torch.Tensor, flat: StoredShards, low: int, high: int) -> bool:
+    """Whether a piece is as long as [low, high), and begins there where it is a view of the flat tensor."""
+    if piece.numel() != high - low or low == high:
+        return piece.numel() == high - low
+    ((_, tensor, _),) = flat.parts
+    shared = piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return not shared or piece.storage_offset() - tensor.storage_offset() == low
 
 
 def _is_flat(path: LeafPath) -> bool:

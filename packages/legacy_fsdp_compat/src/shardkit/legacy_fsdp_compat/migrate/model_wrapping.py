@@ -1,9 +1,12 @@
-"""How FSDP1 would wrap a model that the user builds, perhaps on the meta device: nothing is sharded to find out."""
+"""How FSDP1 would wrap a model that the user builds, perhaps on the meta device: nothing is sharded to find out.
+
+`--model MODULE:FUNCTION` names the function that builds it, and may return the arguments of FSDP beside it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.users_code import import_named
 from shardkit.core.users_code import users_code as users_code_raising
 from shardkit.legacy_fsdp_compat.api import MixedPrecision, ShardingStrategy, own
 from shardkit.legacy_fsdp_compat.auto_wrap import CHOOSE, auto_wrap
@@ -20,7 +24,7 @@ from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, with_members
 from shardkit.legacy_fsdp_compat.units import WRAPPED, clean_name
 
-__all__ = ["parameters_of_model", "shapes_of_module", "users_code", "wrapping_of_model"]
+__all__ = ["model_of", "parameters_of_model", "shapes_of_model", "shapes_of_module", "users_code", "wrapping_of_model"]
 
 users_code = partial(users_code_raising, error=CheckpointError)
 
@@ -208,3 +212,50 @@ def _check_units(model: nn.Module, wrapping: Wrapping) -> None:
 
 def _never(module: nn.Module) -> bool:
     return False
+
+
+_EXPECTED = "expected a torch.nn.Module, or a pair of one and a dict with the arguments of FullyShardedDataParallel"
+
+
+def model_of(factory: str) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, perhaps none; None
+    if it returns the model alone. It is called on the meta device, so nothing is allocated.
+
+    Raises:
+        CheckpointError: if that cannot be imported, raises, or gives no module.
+    """
+    option = f"--model {factory}"
+    build = _function(factory, option)
+    hint = (
+        "it is called without arguments on the meta device, where tensors have no values: it should build the model "
+        "and load, move and wrap nothing"
+    )
+    with users_code(option, hint), torch.device("meta"):
+        built = build()
+    paired = isinstance(built, tuple) and len(built) == 2
+    model, arguments = built if paired else (built, {})
+    if not isinstance(model, nn.Module) or not isinstance(arguments, dict):
+        seen = (
+            f"a tuple of {', '.join(type(one).__name__ for one in built)}"
+            if isinstance(built, tuple)
+            else _described(built)
+        )
+        raise CheckpointError(f"{option} returned {seen}, {_EXPECTED}")
+    return model, arguments if paired else None
+
+
+def _function(factory: str, option: str) -> Callable[[], Any]:
+    build = import_named(factory, option, "a function that builds a model", CheckpointError)
+    if not callable(build) or isinstance(build, nn.Module):
+        raise CheckpointError(f"{option} is {_described(build)}, expected a function that returns a torch.nn.Module")
+    function: Callable[[], Any] = build
+    return function
+
+
+def _described(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"something of type {type(value).__name__}"
+
+
+def shapes_of_model(factory: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of the parameters and buffers of a model, or of what `model_of` builds; of a tied one its first name."""
+    return shapes_of_module(model_of(factory)[0] if isinstance(factory, str) else factory)

@@ -13,14 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.left_out import LeftOut
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, paths_of
-from shardkit.core.checkpoint.strided import mapped_reader, whole
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
-from shardkit.legacy_fsdp_compat.migrate.boxes import Box, parts_of
-from shardkit.legacy_fsdp_compat.migrate.dtensors import without_mesh
-from shardkit.legacy_fsdp_compat.migrate.torch_files import ALLOWED, StoredShards
+from shardkit.legacy_fsdp_compat.migrate.shards import ALLOWED, Box, StoredShards, parts_of, without_mesh
 
 __all__ = [
     "RankFile",

@@ -1,20 +1,24 @@
 """Rewrites a training script that was written for FSDP1: its imports, and what is called through them.
 
 What maps one to one is changed; the rest is left alone and reported, with the line and what to decide. Formatting and
-comments stay as they are.
+comments stay as they are. `migrate script FILE` shows it as a diff, or writes it.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-__all__ = ["Finding", "Rewritten", "rewrite"]
+__all__ = ["Finding", "Rewritten", "main", "rewrite"]
 
 STOCK, OURS, CORE = "torch.distributed.fsdp", "shardkit.legacy_fsdp_compat", "shardkit.core"
 _MODULES = {
@@ -341,3 +345,29 @@ def _with_import(module: cst.Module, name: str) -> cst.Module:
     if last < 0 and module.body and m.matches(module.body[0], m.SimpleStatementLine(body=[m.Expr(m.SimpleString())])):
         last = 0  # a docstring stays first
     return module.with_changes(body=[*module.body[: last + 1], statement, *module.body[last + 1 :]])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "migrate script",
+        description="Rewrites the imports and calls of an FSDP1 script that map one to one onto this package. Prints a "
+        "diff to stdout, and to stderr what a person must decide.",
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--write", action="store_true", help="change the file")
+    options = parser.parse_args(arguments)
+    try:
+        source = options.file.read_text()
+        result = rewrite(source)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"error: {options.file}: {error}\n")
+        return 2
+    name = str(options.file)
+    before, after = source.splitlines(keepends=True), result.source.splitlines(keepends=True)
+    sys.stdout.writelines(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
+    for finding in result.findings:
+        sys.stderr.write(f"{name}:{finding.line}: {finding.text}\n")
+    if options.write and result.source != source:
+        options.file.write_text(result.source)
+    return 0
