@@ -99,6 +99,19 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
     assert rise < bound + 16e6
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_memory_of_many_tensors_is_given_back(tmp_path: Path):
+    """The heap keeps up to 64 MiB of what tensors of 4 MB were in."""
+    torch.save({"small": torch.ones(8, 8)}, tmp_path / "small.pt")
+    torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
+    files = [str(tmp_path / name) for name in ("small.pt", "many.pt", "small", "many")]
+    script = _PEAK.replace("stored.CHUNK_BYTES = 2**20\n", "")
+    seen = subprocess.run([sys.executable, "-c", script, *files], check=True, capture_output=True, text=True).stdout
+    rise, bound, nbytes = map(int, seen.split())
+    assert bound < 20e6 < nbytes == 240e6
+    assert rise < bound + 32e6
+
+
 def training_state() -> dict[str, Any]:
     """With tensors in lists and numbers for keys."""
     model = nn.Linear(3, 2)

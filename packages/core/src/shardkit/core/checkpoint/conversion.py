@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from shardkit.core.checkpoint.directory import sync_directory
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of
+from shardkit.core.checkpoint.stored import CHUNK_BYTES, Checkpoint, Slab, StoredTensor, memory_of
+from shardkit.core.checkpoint.torch_files import trim_heap
 
 __all__ = ["REPORT", "Converted", "Writer", "convert", "refuse_existing"]
 
@@ -101,6 +102,7 @@ def convert(
     Raises:
         CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
     """
+    progress = _trimming(progress)
     refuse_existing(target)
     _check_names(checkpoint)
     _check_place(checkpoint, target)
@@ -127,6 +129,21 @@ def convert(
         partial.rmdir()
     sync_directory(target.absolute().parent)
     return done
+
+
+def _trimming(progress: Callable[[int], object]) -> Callable[[int], object]:
+    """Reports progress, and has the heap trimmed after every CHUNK_BYTES."""
+    since = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal since
+        since += nbytes
+        if since >= CHUNK_BYTES:
+            since = 0
+            trim_heap()
+        progress(nbytes)
+
+    return report
 
 
 def _write(

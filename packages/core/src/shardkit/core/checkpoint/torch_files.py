@@ -39,6 +39,7 @@ __all__ = [
     "load_torch_file",
     "release_pages",
     "storages_in",
+    "trim_heap",
     "values_in",
 ]
 
@@ -404,3 +405,9 @@ def release_pages(tensor: torch.Tensor) -> None:
     length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Lets the system take back memory that was freed: glibc keeps much of what tensors of some megabytes were in."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
