@@ -1,4 +1,4 @@
-"""`archive.py`: archives that torch.save never writes are refused before a value is taken from them."""
+"""`torch_files.py`: archives that torch.save never writes are refused before a value is taken from them."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""`differing.py`: ranks that hold different modules, as with pipeline parallelism, lose nothing of them."""
+"""`plan.py`: ranks that hold different modules, as with pipeline parallelism, lose nothing of them."""
 
 from pathlib import Path
 from typing import Any

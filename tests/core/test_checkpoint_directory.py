@@ -21,8 +21,8 @@ from shardkit.core.checkpoint import CheckpointError, CheckpointManager, Damaged
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.commit import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
-from shardkit.core.checkpoint.plan import Piece
-from shardkit.core.checkpoint.saving import Save, Staged
+from shardkit.core.checkpoint.plan import Piece, Plan
+from shardkit.core.checkpoint.saving import Save
 from tests.core.test_checkpoint_format import flip
 
 
@@ -54,18 +54,16 @@ def test_fallback_leaves_a_good_checkpoint(tmp_path: Path):
         manager.save(7, state, blocking=True)
 
 
-def stage(values: torch.Tensor) -> Staged:
+def to_save(values: torch.Tensor) -> tuple[Plan, Image]:
     piece = Piece(("model", "w"), values.dtype, tuple(values.shape), (0,) * values.ndim, tuple(values.shape))
-    image = Image([piece], pinned=False)
-    image.fill([values])
-    return Staged(image.bytes(), [piece], [], [], [])
+    return Plan(told=[piece], values=[values]), Image([piece], pinned=False)
 
 
 def test_another_manager_spares_what_is_being_written(tmp_path: Path):
     """To look into a directory, as an evaluation job does, must not end the save that a run has on its way."""
     directory = CheckpointDirectory(tmp_path)
     first, second = (
-        Save(directory, "ab", Header(1, 2, {}), rank, stage(torch.arange(4.0) + rank), None, timeout=60)
+        Save(directory, "ab", Header(1, 2, {}), rank, *to_save(torch.arange(4.0) + rank), None, timeout=60)
         for rank in (0, 1)
     )
     first.start()
@@ -397,7 +395,7 @@ def test_where_locks_do_not_hold_a_writer_loses_its_name_first(tmp_path: Path, m
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     directory = CheckpointDirectory(tmp_path)
-    save = Save(directory, "ab", Header(1, 2, {}), 0, stage(torch.arange(4.0)), None, timeout=60)
+    save = Save(directory, "ab", Header(1, 2, {}), 0, *to_save(torch.arange(4.0)), None, timeout=60)
     save.start()
     assert save.await_part() is None
     seen = calls_of(monkeypatch, directory.clean)

@@ -1,4 +1,4 @@
-"""`fingerprints.py`: ranks that hold different parameters under one name are told so, by name, before one is lost."""
+"""`agreement.py`: ranks that hold different parameters under one name are told so, by name, before one is lost."""
 
 from pathlib import Path
 from typing import Any

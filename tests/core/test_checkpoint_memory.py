@@ -1,4 +1,4 @@
-"""`memory.py`: the bytes of a tensor, and of nothing else."""
+"""`stored.py`: the bytes of a tensor, and of nothing else."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`optimizer_names.py`: state comes back in its own dtypes, and to the groups that it belongs to."""
+"""`training_state.py`: state comes back in its own dtypes, and to the groups that it belongs to."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`other_runs.py`: of two runs that save to one directory the second to save is refused; a restart never is."""
+"""`directory.py`: of two runs that save to one directory the second to save is refused; a restart never is."""
 
 import errno
 import os

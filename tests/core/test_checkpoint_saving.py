@@ -24,7 +24,7 @@ from shardkit.core.checkpoint import (
 from shardkit.core.checkpoint.commit import Header, Image, Part, await_parts, build_index, places, read_part, write_part
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.index import seal, unseal
-from shardkit.core.checkpoint.plan import Piece
+from shardkit.core.checkpoint.plan import Piece, Plan
 from tests.support import run_ranks
 
 
@@ -102,7 +102,7 @@ def test_parts_that_never_come(tmp_path: Path):
     """A rank that writes to another disk."""
     image = Image([], pinned=False)
     directory = CheckpointDirectory(tmp_path)
-    save = saving.Save(directory, "ab", Header(1, 3, {}), 0, saving.Staged(image.bytes(), [], [], [], []), None, 0.2)
+    save = saving.Save(directory, "ab", Header(1, 3, {}), 0, Plan(), image, None, 0.2)
     save.start()
     assert save.await_part() is None
     text = r"ranks \[1, 2\] have not written their part where this rank sees it: they had 0.2 s; the directory must be"
@@ -117,17 +117,17 @@ def part_of(*told: Piece) -> Part:
 
 def test_parts_are_told_apart_by_rank_and_not_by_when_they_come(tmp_path: Path):
     """Rank 1 is first to be done."""
-    write_part(tmp_path, 1, memoryview(b"one"), [], [], [], [], lambda _: None)
+    write_part(tmp_path, 1, memoryview(b"one"), Plan(), lambda _: None)
 
     def gone() -> None:
-        write_part(tmp_path, 0, memoryview(b"zero"), [], [], [], [], lambda _: None)
+        write_part(tmp_path, 0, memoryview(b"zero"), Plan(), lambda _: None)
 
     assert [part.nbytes for part in await_parts(tmp_path, 2, gone)] == [4, 3]
 
 
 def test_notes_that_are_damaged_are_none(tmp_path: Path):
     """One that a disk has spoilt, and one that another program has written."""
-    write_part(tmp_path, 0, memoryview(b"zero"), [], [], [], [], lambda _: None)
+    write_part(tmp_path, 0, memoryview(b"zero"), Plan(), lambda _: None)
     note = tmp_path / "part-0.json"
     document = unseal(note.read_bytes(), "note")
     note.write_bytes(note.read_bytes().replace(b'"nbytes":4', b'"nbytes":5'))
@@ -221,9 +221,10 @@ from pathlib import Path
 from shardkit.core.checkpoint import saving
 from shardkit.core.checkpoint.commit import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory
+from shardkit.core.checkpoint.plan import Plan
 saving._GRACE_SECONDS = 0.3
-staged = saving.Staged(Image([], pinned=False).bytes(), [], [], [], [])
-saving.Save(CheckpointDirectory(Path(sys.argv[1])), "ab", Header(1, 2, {}), 0, staged, None, 600.0).start()
+directory, image = CheckpointDirectory(Path(sys.argv[1])), Image([], pinned=False)
+saving.Save(directory, "ab", Header(1, 2, {}), 0, Plan(), image, None, 600.0).start()
 """
 
 

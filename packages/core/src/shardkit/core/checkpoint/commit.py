@@ -32,15 +32,13 @@ from shardkit.core.checkpoint.index import (
     Index,
     ObjectEntry,
     TensorEntry,
-    decode_path,
     dtype_name,
-    encode_path,
     pack,
     seal,
     unseal,
 )
-from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.plan import Layout, Piece
+from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
+from shardkit.core.checkpoint.plan import Layout, Piece, Plan
 from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
 from shardkit.core.checkpoint.verified_file import checksum, read_small
@@ -187,29 +185,20 @@ def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         yield memoryview(rest)
 
 
-def write_part(
-    directory: Path,
-    rank: int,
-    image: memoryview,
-    told: Sequence[Piece],
-    objects: Sequence[tuple[LeafPath, bytes]],
-    empties: Sequence[LeafPath],
-    order: Sequence[LeafPath],
-    progress: Callable[[int], object],
-) -> None:
+def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]) -> None:
     """Writes this rank's data file and then its note into a directory that is there. Raises OSError."""
     placed, end = [], len(image)
-    for path, data in objects:
+    for path, data in plan.objects:
         placed.append((path, end, len(data)))
         end += len(data)
-    blocks = write_file(directory / data_file(rank), [image, *(data for _, data in objects)], progress) if end else []
+    contents: list[bytes | memoryview] = [image, *(data for _, data in plan.objects)]
     document = {
         "nbytes": end,
-        "blocks": blocks,
-        "told": [[encode_path(p.path), dtype_name(p.dtype), p.shape, p.offsets, p.sizes] for p in told],
+        "blocks": write_file(directory / data_file(rank), contents, progress) if end else [],
+        "told": [[encode_path(p.path), dtype_name(p.dtype), p.shape, p.offsets, p.sizes] for p in plan.told],
         "objects": [[encode_path(path), offset, length] for path, offset, length in placed],
-        "empties": [encode_path(path) for path in empties],
-        "order": [encode_path(path) for path in order],
+        "empties": [encode_path(path) for path in plan.empties],
+        "order": [encode_path(path) for path in plan.order],
     }
     temporary = directory / f"{_note(rank)}.tmp"
     temporary.write_bytes(seal(document))

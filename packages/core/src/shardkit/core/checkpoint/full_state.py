@@ -167,7 +167,7 @@ def full_state_dict(
         ValueError: a placement that is neither Replicate nor sharding.
     """
     peers = Peers.of(group)
-    state, report = _survey_module(module)
+    state, report = _survey(module)
     reports = peers.gather(report)
     plan = peers.from_rank0(None if reports is None else _plan(reports))
     if plan.failure is not None:
@@ -197,10 +197,10 @@ class _Plan:
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def _survey_module(module: nn.Module) -> tuple[ModuleState | None, Report]:
+def _survey(module: nn.Module, fingerprint: str | None = None) -> tuple[ModuleState | None, Report]:
     try:
         state = ModuleState.of(module)
-        return state, state.report(None)
+        return state, state.report(fingerprint)
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, after they have told each other)
         failure = Failure.from_exception(error, f"cannot read the state of {type(module).__name__}")
         return None, Report(failure=failure)
@@ -316,8 +316,9 @@ def load_full_state_dict(
         TypeError, ValueError, OSError, ImportError: a source that cannot be read; raised on every rank.
     """
     peers = Peers.of(group)
-    state, opened, report = _survey(module, source)
-    reports = peers.gather(report)
+    opened, unreadable = _opened(source)
+    state, report = _survey(module, None if opened is None else opened.fingerprint)
+    reports = peers.gather(replace(report, unreadable=unreadable))
     verdict = peers.from_rank0(None if reports is None else _judge(module, reports, opened, strict))
     if verdict.failure is not None:
         raise verdict.failure.exception()
@@ -346,21 +347,12 @@ class _Verdict:
     whole: frozenset[str] = frozenset()  # tensors that every rank holds all of
 
 
-def _survey(module: nn.Module, source: object) -> tuple[ModuleState | None, Source | None, Report]:
-    """Looks at this rank's module and source. Errors go into the report: raised here, they would make others wait."""
-    opened: Source | None = None
-    unreadable: Failure | None = None
+def _opened(source: object) -> tuple[Source | None, Failure | None]:
+    """This rank's source, or why it cannot be read; raised here, that would make the others wait."""
     try:
-        opened = open_source(source)
+        return open_source(source), None
     except Exception as error:  # noqa: BLE001
-        unreadable = Failure.from_exception(error, "cannot read the source")
-    try:
-        state = ModuleState.of(module)
-        report = state.report(opened.fingerprint if opened else None)
-    except Exception as error:  # noqa: BLE001
-        failure = Failure.from_exception(error, f"cannot read the state of {type(module).__name__}")
-        return None, opened, Report(failure=failure)
-    return state, opened, replace(report, unreadable=unreadable)
+        return None, Failure.from_exception(error, "cannot read the source")
 
 
 def _judge(module: nn.Module, reports: list[Report], source: Source | None, strict: bool) -> _Verdict:
@@ -371,7 +363,8 @@ def _judge(module: nn.Module, reports: list[Report], source: Source | None, stri
         return _Verdict(failure)
     if source is None:
         return _Verdict(Failure(TypeError, "the source on rank 0 is neither a dict of tensors nor a path"))
-    seen = [*source.entries, *source.objects]
+    entries = source.entries
+    seen = [*entries, *source.objects]
     expected = [*mine.slots, *mine.objects]
     tied = {name: names for names in mine.ties for name in names}
     missing = [name for name in expected if not any(alias in seen for alias in tied.get(name, (name,)))]
@@ -386,7 +379,7 @@ def _judge(module: nn.Module, reports: list[Report], source: Source | None, stri
         return _Verdict(Failure(RuntimeError, text))
     fingerprints = {report.fingerprint for report in reports}
     return _Verdict(
-        entries={name: source.entries[name] for name in mine.slots if name in source.entries},
+        entries={name: entries[name] for name in mine.slots if name in entries},
         objects={name: source.objects[name] for name in mine.objects if name in source.objects},
         missing=tuple(missing),
         unexpected=tuple(unexpected),
@@ -403,13 +396,13 @@ def _misfit(name: str, report: Report, source: Source) -> str | None:
     slot = report.slots[name]
     if name in source.objects:
         return f"seen a {type(source.objects[name]).__name__}, {_expected(name, report)}"
-    entry = source.entries.get(name)
-    if entry is None:
+    tensor = source.tensors.get(name)
+    if tensor is None:
         return None
-    if entry.shape != slot.shape:
-        return f"seen shape {entry.shape}, {_expected(name, report)}"
-    if entry.dtype.is_complex and not slot.dtype.is_complex:
-        return f"seen {entry.dtype}, whose imaginary part would be lost, {_expected(name, report)}"
+    if tuple(tensor.shape) != slot.shape:
+        return f"seen shape {tuple(tensor.shape)}, {_expected(name, report)}"
+    if tensor.dtype.is_complex and not slot.dtype.is_complex:
+        return f"seen {tensor.dtype}, whose imaginary part would be lost, {_expected(name, report)}"
     return None
 
 

@@ -16,12 +16,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import At, LeafPath, name_of
+from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
 
 __all__ = [
     "BLOCK_BYTES",
@@ -34,9 +34,9 @@ __all__ = [
     "SAVE_ID",
     "TensorEntry",
     "check_coverage",
-    "decode_path",
     "dtype_name",
-    "encode_path",
+    "is_inside",
+    "overlap",
     "pack",
     "seal",
     "sealed_as",
@@ -192,7 +192,7 @@ class Index:
 def check_coverage(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
     """Raises DamagedCheckpointError unless the chunks make up a tensor of `shape`, each element once."""
     for chunk in chunks:
-        if not _is_inside(chunk, shape):
+        if not is_inside(chunk, shape):
             raise DamagedCheckpointError(
                 f"{name}: a chunk of {chunk.sizes} at {chunk.offsets} sticks out of its shape {tuple(shape)}"
             )
@@ -210,13 +210,23 @@ def check_coverage(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> 
             other = filled[later]
             if shape and other.offsets[dim] >= end:
                 break  # sorted: all that follow begin behind this one
-            if _overlap(chunk, other):
+            if overlap(chunk, other):
                 raise DamagedCheckpointError(
                     f"{name}: chunks of {chunk.sizes} at {chunk.offsets} and {other.sizes} at {other.offsets} overlap"
                 )
 
 
-def _is_inside(chunk: Chunk, shape: Sequence[int]) -> bool:
+class Box(Protocol):
+    """A part of a tensor: one index and one size for each of its dims."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+def is_inside(chunk: Box, shape: Sequence[int]) -> bool:
+    """Whether a box lies in a tensor of a shape."""
     if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
         return False
     for low, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True):  # a loop, as there may be many chunks
@@ -225,7 +235,8 @@ def _is_inside(chunk: Chunk, shape: Sequence[int]) -> bool:
     return True
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
+def overlap(one: Box, other: Box) -> bool:
+    """Whether two boxes of a tensor share elements."""
     return all(
         max(a, b) < min(a + a_size, b + b_size)
         for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
@@ -250,28 +261,6 @@ DTYPES: dict[str, torch.dtype] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def encode_path(path: LeafPath) -> list[Any]:
-    """A path as JSON: a key is a string, a place in a list a number, a key that is a number a list of it."""
-    return [part.at if isinstance(part, At) else [part] if isinstance(part, int) else part for part in path]
-
-
-def decode_path(value: Any) -> LeafPath:
-    """The path that `encode_path` encoded. Raises ValueError for anything else."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"path {value!r}")
-    return tuple(_decode_part(part) for part in value)
-
-
-def _decode_part(part: Any) -> str | int | At:
-    if isinstance(part, str):
-        return part
-    if _is_number(part):
-        return At(part)
-    if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
-        return int(part[0])
-    raise ValueError(f"part {part!r} of a path")
 
 
 def _is_number(value: Any) -> bool:

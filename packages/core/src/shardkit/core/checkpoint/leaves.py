@@ -25,6 +25,8 @@ __all__ = [
     "Leaves",
     "LeftOut",
     "check_has_values",
+    "decode_path",
+    "encode_path",
     "flatten",
     "name_of",
     "object_bytes",
@@ -74,6 +76,37 @@ def name_of(path: LeafPath) -> str:
 def stock_path(path: LeafPath) -> tuple[str | int, ...]:
     """A path as torch.distributed.checkpoint's metadata has it: keys are strings, places in lists are numbers."""
     return tuple(part.at if isinstance(part, At) else str(part) for part in path)
+
+
+def encode_path(path: LeafPath) -> list[Any]:
+    """A path as JSON: a key is a string, one that is a number a list of it; a place in a list is a number, one in a
+    tuple {"tuple": number}.
+    """
+    return [_encoded(part) for part in path]
+
+
+def _encoded(part: Any) -> Any:
+    if isinstance(part, At):
+        return part.at if part.of == "list" else {part.of: part.at}
+    return [part] if isinstance(part, int) else part
+
+
+def decode_path(value: Any) -> LeafPath:
+    """The path that `encode_path` encoded. Raises ValueError for anything else."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"path {value!r}")
+    return tuple(map(_decoded, value))
+
+
+def _decoded(part: Any) -> str | int | At:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
+        return int(part[0])
+    at, of = (part.get("tuple"), "tuple") if isinstance(part, dict) and len(part) == 1 else (part, "list")
+    if type(at) is not int or at < 0:
+        raise ValueError(f"part {part!r} of a path")
+    return At(at, of)
 
 
 def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:

@@ -28,7 +28,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
 from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
-from shardkit.core.checkpoint.saving import Progress, Save, Staged
+from shardkit.core.checkpoint.saving import Progress, Save
 from shardkit.core.checkpoint.training_state import Captured, TrainingState
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -176,14 +176,13 @@ class CheckpointManager:
         return plan
 
     def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
-        staged = Staged(image.bytes(), plan.told, plan.objects, plan.empties, plan.layouts, plan.order)
         header = Header(step, self._peers.size, info)
         self._begun += 1
         token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks
         self._save = Save(
-            self._directory, token, header, self._peers.rank, staged, self._keep, self._timeout, self._others
+            self._directory, token, header, self._peers.rank, plan, image, self._keep, self._timeout, self._others
         )
-        self._save.start(lambda: image.fill(plan.values))
+        self._save.start()
 
     def wait(self) -> None:
         """Returns when the last save is complete: its checkpoint is there and on disk. Collective.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, name_of
+from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, decode_path, encode_path, name_of
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of, whole
 
 __all__ = ["HF_INDEX", "SAFETENSORS_DTYPES", "SafetensorsWriter", "mapped_safetensors", "read_safetensors"]
@@ -38,7 +38,7 @@ SAFETENSORS_DTYPES = {
 }
 
 _DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-_PATHS, _OBJECTS = "shardkit.paths", "shardkit.objects"
+_PATHS, _OBJECTS = "shardkit.leaves", "shardkit.values"
 
 
 def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -76,8 +76,8 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
     """
     try:
         tensors, notes = mapped_safetensors(path)
-        paths = {name: _decoded(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
-        objects = {_decoded(found): value for found, value in json.loads(notes.get(_OBJECTS, "[]"))}
+        paths = {name: decode_path(found) for name, found in json.loads(notes.get(_PATHS, "{}")).items()}
+        objects = {decode_path(found): value for found, value in json.loads(notes.get(_OBJECTS, "[]"))}
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -88,26 +88,6 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
         if not left_out.has(place):
             checkpoint.tensors[place] = whole(place, tensor, str(path))
     return checkpoint
-
-
-def _encoded(path: LeafPath) -> list[Any]:
-    return [{part.of: part.at} if isinstance(part, At) else part for part in path]
-
-
-def _decoded(path: Any) -> LeafPath:
-    """The path that `_encoded` encoded; raises ValueError for anything else."""
-    if not isinstance(path, list) or not path:
-        raise ValueError(f"path {path!r}")
-    return tuple(_decoded_part(part) for part in path)
-
-
-def _decoded_part(part: Any) -> str | int | At:
-    if type(part) in (str, int):
-        return part  # type: ignore[no-any-return]
-    ((of, at),) = part.items()
-    if of not in ("list", "tuple") or type(at) is not int or at < 0:
-        raise ValueError(f"part {part!r} of a path")
-    return At(at, of)
 
 
 class SafetensorsWriter:
@@ -204,7 +184,7 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
         if odd:
             raise CheckpointError(f"'{name_of(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
     if any(len(path) > 1 or path[0] != name_of(path) for path in checkpoint.tensors):
-        notes[_PATHS] = json.dumps({name_of(path): _encoded(path) for path in checkpoint.tensors})
+        notes[_PATHS] = json.dumps({name_of(path): encode_path(path) for path in checkpoint.tensors})
     for path, value in checkpoint.objects.items():
         try:
             kept = repr(json.loads(json.dumps(value))) == repr(_as_json(value))
@@ -216,7 +196,7 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
                 "to dcp or full"
             )
     if checkpoint.objects:
-        notes[_OBJECTS] = json.dumps([[_encoded(path), value] for path, value in checkpoint.objects.items()])
+        notes[_OBJECTS] = json.dumps([[encode_path(path), value] for path, value in checkpoint.objects.items()])
     return notes
 
 

@@ -10,17 +10,23 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardkit.core.checkpoint.commit import Header, await_parts, build_index, remove_notes, write_index, write_part
+from shardkit.core.checkpoint.commit import (
+    Header,
+    Image,
+    await_parts,
+    build_index,
+    remove_notes,
+    write_index,
+    write_part,
+)
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
 from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath
-from shardkit.core.checkpoint.plan import Layout, Piece
+from shardkit.core.checkpoint.plan import Plan
 
-__all__ = ["Progress", "Save", "Staged"]
+__all__ = ["Progress", "Save"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,18 +44,6 @@ class Progress:
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Everything that is to be written by this rank; `layouts` of all tensors, which rank 0 commits with."""
-
-    image: memoryview
-    told: Sequence[Piece]
-    objects: Sequence[tuple[LeafPath, bytes]]
-    empties: Sequence[LeafPath]
-    layouts: Sequence[tuple[int, Layout]]
-    order: Sequence[LeafPath] = ()
-
-
 class Save:
     """A save on its way. Nothing here is collective."""
 
@@ -59,15 +53,16 @@ class Save:
         token: str,
         header: Header,
         rank: int,
-        staged: Staged,
+        plan: Plan,
+        image: Image,
         keep: int | None,
         timeout: float,
         others: OtherRuns | None = None,
     ) -> None:
         self._directory, self._token, self._header, self._rank = directory, token, header, rank
-        self._staged, self._keep, self._timeout, self._others = staged, keep, timeout, others
+        self._plan, self._image, self._keep, self._timeout, self._others = plan, image, keep, timeout, others
         self._temporary = directory.hidden(header.step, token, "incomplete")
-        self._total = len(staged.image) + sum(len(data) for _, data in staged.objects)
+        self._total = image.memory.numel() + sum(len(data) for _, data in plan.objects)
         self._written = 0
         self._phase = "writing"
         self._began = time.monotonic()
@@ -78,10 +73,11 @@ class Save:
         self._commit_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{header.step}")
 
-    def start(self, stage: Callable[[], object] = lambda: None) -> None:
+    def start(self) -> None:
         """Stages and begins to write. What fails here fails the save: all ranks hear of it when they wait."""
         try:
-            stage()
+            self._image.fill(self._plan.values)
+            self._plan.values.clear()  # which may be tensors that nobody else holds
             self._thread.start()
         except Exception as error:  # noqa: BLE001 (the other ranks have begun, this one must not raise alone)
             self._fail(error)
@@ -117,19 +113,9 @@ class Save:
             self._thread.join()
 
     def _run(self) -> None:
-        staged = self._staged
         try:
             with writing_in(self._temporary):
-                write_part(
-                    self._temporary,
-                    self._rank,
-                    staged.image,
-                    staged.told,
-                    staged.objects,
-                    staged.empties,
-                    staged.order,
-                    self._count,
-                )
+                write_part(self._temporary, self._rank, self._image.bytes(), self._plan, self._count)
                 self._part_done.set()
                 if self._rank == 0:
                     self._phase = "committing"
@@ -159,7 +145,7 @@ class Save:
 
     def _commit(self, temporary: Path) -> None:
         parts = await_parts(temporary, self._header.world_size, self._gone)
-        write_index(temporary, build_index(self._header, self._staged.layouts, parts))
+        write_index(temporary, build_index(self._header, self._plan.layouts, parts))
         remove_notes(temporary, self._header.world_size)
         if self._others is not None:
             self._others.make_way(temporary)

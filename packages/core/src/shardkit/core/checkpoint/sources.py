@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,8 @@ from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.region import Region
 
 __all__ = [
-    "DictSource",
     "Entry",
-    "SafetensorsSource",
     "Source",
-    "TorchFileSource",
     "open_file",
     "open_source",
     "tensors_of_files",
@@ -41,34 +37,26 @@ class Entry:
     dtype: torch.dtype
 
 
-class Source(ABC):
-    """Full tensors by name. Knowing what there is costs no reading of values."""
+@dataclass(frozen=True)
+class Source:
+    """Full tensors by name. Those of a file are mapped: a region is read from disk when it is copied from.
 
-    entries: dict[str, Entry]
-    """The tensors, in order."""
-
-    objects: dict[str, Any]
-    """What is there beside tensors: a module's extra state."""
-
-    fingerprint: str | None = None
-    """Equal on two ranks whose sources are the same file, None where only this process can read it."""
-
-    @abstractmethod
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a tensor: a view or a copy, not to be written to."""
-
-
-class DictSource(Source):
-    """A dict of plain tensors in this process.
-
-    Raises TypeError for a dict that is no flat dict of dense tensors.
+    Attributes:
+        tensors: in order.
+        objects: what is there beside tensors: a module's extra state.
+        fingerprint: equal on two ranks whose sources are the same file, None where only this process can read it.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], origin: str = "the source dict") -> None:
-        self.tensors = dict(tensors)
-        self.entries = {}
-        self.objects = {}
-        for name, value in self.tensors.items():
+    tensors: dict[str, torch.Tensor]
+    objects: dict[str, Any]
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, state: Mapping[Any, Any], file: Path | None = None) -> Source:
+        """What a dict holds. Raises TypeError for one that is no flat dict of dense tensors."""
+        origin = "the source dict" if file is None else str(file)
+        tensors, objects = {}, {}
+        for name, value in state.items():
             if not isinstance(name, str):
                 raise TypeError(f"{origin} has the key {name!r}, expected parameter names (str)")
             if isinstance(value, DTensor):
@@ -80,93 +68,68 @@ class DictSource(Source):
                 if value.layout is not torch.strided or value.is_quantized or value.is_meta:
                     what = "no values (meta device)" if value.is_meta else f"layout {value.layout}, {value.dtype}"
                     raise TypeError(f"{name}: {origin} has a tensor of {what}, expected a dense one")
-                self.entries[name] = Entry(tuple(value.shape), value.dtype)
-            elif isinstance(value, Mapping) and not _is_extra_state(name):
+                tensors[name] = value
+            elif isinstance(value, Mapping) and name.rpartition(".")[2] != "_extra_state":
                 raise TypeError(
                     f"{name}: {origin} is nested, expected a flat dict of name -> tensor; "
                     f"if the model is under this key, pass source[{name!r}] (import: --key {name})"
                 )
             else:
-                self.objects[name] = value
+                objects[name] = value
+        return cls(tensors, objects, None if file is None else _fingerprint(file, tensors))
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What the tensors look like."""
+        return {name: Entry(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
 
     def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a tensor: a view or a copy, not to be written to."""
         return region.take(self.tensors[name].detach())
-
-
-class TorchFileSource(DictSource):
-    """A file written by torch.save, mapped into memory: a region is read from disk when it is copied from.
-
-    Loaded with weights_only=True, so that nothing in the file is run; `key` if the tensors are in a dict in the dict.
-    Raises ValueError for a file that is no dict, or that has none under `key`; and as `load_torch_file`.
-    """
-
-    def __init__(self, path: Path, key: str | None = None) -> None:
-        state = load_torch_file(path)
-        if not isinstance(state, Mapping):
-            raise ValueError(f"{path} holds a {type(state).__name__}, expected a dict of name -> tensor")
-        if key is not None and not isinstance(state.get(key), Mapping):
-            raise ValueError(f"no dict under {key!r}, only {', '.join(map(str, state))}")
-        state = state if key is None else state[key]
-        super().__init__(state, str(path))
-        self.fingerprint = _fingerprint(path, self.entries)
-
-
-class SafetensorsSource(DictSource):
-    """A safetensors file, mapped into memory like one of torch.save.
-
-    Raises:
-        ImportError: without `safetensors`.
-        ValueError: for a dtype that torch has not.
-        DamagedCheckpointError: for a file whose header is damaged, or does not fit it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(mapped_safetensors(path)[0], str(path))
-        self.fingerprint = _fingerprint(path, self.entries)
 
 
 def open_source(source: object) -> Source | None:
     """The source for what a user passes: a mapping, a path, or None for anything else. Raises as `open_file`."""
     if isinstance(source, Mapping):
-        return DictSource(source)
+        return Source.of(source)
     return open_file(Path(source)) if isinstance(source, str | os.PathLike) else None
 
 
-def open_file(path: Path, key: str | None = None) -> DictSource:
-    """The source for a file, whose kind is read off its first bytes, not its name.
+def open_file(path: Path, key: str | None = None) -> Source:
+    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run.
 
-    `key` as in `TorchFileSource`. Raises OSError for a file that cannot be opened, ValueError for one of an unknown
-    kind, or of one that has nothing under keys; and what `TorchFileSource` and `SafetensorsSource` raise.
+    Args:
+        path: of a file of torch.save or safetensors.
+        key: of a file of torch.save, under which key of its dict the tensors are; None if they are all that it holds.
+
+    Raises:
+        OSError: for a file that cannot be opened.
+        ValueError: for one of an unknown kind, or that is no dict, or has none under `key`.
+        CheckpointError, ImportError, TypeError: as `load_torch_file`, `mapped_safetensors` and `Source.of`.
     """
     with path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"PK\x03\x04"):
-        return TorchFileSource(path, key)
+        state = load_torch_file(path)
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{path} holds a {type(state).__name__}, expected a dict of name -> tensor")
+        if key is not None and not isinstance(state.get(key), Mapping):
+            raise ValueError(f"no dict under {key!r}, only {', '.join(map(str, state))}")
+        return Source.of(state if key is None else state[key], path)
     if head[8:9] == b"{":
         if key is not None:
             raise ValueError(f"{path} is a safetensors file, all of it tensors: leave out the key {key!r}")
-        return SafetensorsSource(path)
+        return Source.of(mapped_safetensors(path)[0], path)
     raise ValueError(
         f"{path} is neither a safetensors file nor one written by torch.save in its zip format (the default since "
         "torch 1.6); write it again with torch.save(torch.load(path, weights_only=True), path)"
     )
 
 
-def _is_extra_state(name: str) -> bool:
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def _fingerprint(path: Path, entries: dict[str, Entry]) -> str:
+def _fingerprint(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Of a file's size, time and index, not of its values: reading them all is what a lazy source avoids."""
-    stat = path.stat()
-    text = repr(
-        (
-            stat.st_size,
-            stat.st_mtime_ns,
-            sorted((name, entry.shape, str(entry.dtype)) for name, entry in entries.items()),
-        )
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    stat, looks = path.stat(), sorted((name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items())
+    return hashlib.sha256(repr((stat.st_size, stat.st_mtime_ns, looks)).encode()).hexdigest()
 
 
 def tensors_of_files(
@@ -213,7 +176,7 @@ def tensors_of_files(
     return [found[name] for name in named]
 
 
-def _opened(path: Path, key: str | None = None) -> DictSource:
+def _opened(path: Path, key: str | None = None) -> Source:
     if not path.is_file():
         raise DamagedCheckpointError(f"{path} is missing, or no file")
     try:
@@ -224,5 +187,5 @@ def _opened(path: Path, key: str | None = None) -> DictSource:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _of_source(source: DictSource, prefix: LeafPath, path: Path) -> list[StoredTensor]:
-    return [whole((*prefix, name), source.tensors[name], str(path)) for name in source.entries]
+def _of_source(source: Source, prefix: LeafPath, path: Path) -> list[StoredTensor]:
+    return [whole((*prefix, name), source.tensors[name], str(path)) for name in source.tensors]

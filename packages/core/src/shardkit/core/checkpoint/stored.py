@@ -150,17 +150,15 @@ class StoredTensor:
             for low, high in self.ranges()
         )
 
-    def ranges(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """Ranges of elements that make up rows [first, stop), all by default: whole rows, each of about CHUNK_BYTES."""
-        row = self.row
-        step = row * max(1, CHUNK_BYTES // max(1, row * self.dtype.itemsize))
-        end = (self.rows if stop is None else stop) * row
-        for low in range(first * row, end, max(1, step)):
-            yield low, min(low + step, end)
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges of elements that make up the tensor: whole rows, each of about CHUNK_BYTES."""
+        step = self.row * max(1, CHUNK_BYTES // max(1, self.row * self.dtype.itemsize))
+        for low in range(0, self.numel, max(1, step)):
+            yield low, min(low + step, self.numel)
 
-    def slabs(self, first: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """The values of rows [first, stop), in 1-D tensors of the same sizes."""
-        for low, high in self.ranges(first, stop):
+    def slabs(self) -> Iterator[torch.Tensor]:
+        """All values, in 1-D tensors."""
+        for low, high in self.ranges():
             yield self.read(low, high)
 
 

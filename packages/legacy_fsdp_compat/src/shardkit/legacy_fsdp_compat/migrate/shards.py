@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.index import is_inside, overlap
 from shardkit.core.checkpoint.stored import Part, Read
 from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
@@ -182,8 +183,7 @@ def parts_of(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[P
     """
     held = [box for box in boxes if math.prod(box.sizes)]
     for box in held:
-        ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
-        if len(box.sizes) != len(shape) or min(box.offsets, default=0) < 0 or any(map(int.__gt__, ends, shape)):
+        if not is_inside(box, shape):
             raise CheckpointError(
                 f"'{name}' of shape {shape} has a part of shape {box.sizes} at {box.offsets} in {box.file}, which lies "
                 "outside of it"
@@ -208,7 +208,7 @@ def _rows(box: Box) -> Part:
 def _strip(name: str, shape: tuple[int, ...], first: int, last: int, boxes: list[Box]) -> Part:
     """Rows [first, last), which boxes cover beside each other."""
     row = math.prod(shape[1:])
-    twice = next((pair for pair in itertools.combinations(boxes, 2) if _overlap(*pair)), None)
+    twice = next((pair for pair in itertools.combinations(boxes, 2) if overlap(*pair)), None)
     covered = sum(box.row for box in boxes)
     if twice or covered != row:
         seen = f"twice, in {twice[0].file} and {twice[1].file}" if twice else f"{covered} of {row} elements of each"
@@ -219,12 +219,6 @@ def _strip(name: str, shape: tuple[int, ...], first: int, last: int, boxes: list
         )
     file, *others = dict.fromkeys(box.file for box in boxes)
     return Part(first * row, last * row, _reader(shape, boxes), file, tuple(others))
-
-
-def _overlap(left: Box, right: Box) -> bool:
-    """Whether two boxes of the same rows share elements."""
-    pairs = zip(left.offsets[1:], left.sizes[1:], right.offsets[1:], right.sizes[1:], strict=True)
-    return all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in pairs)
 
 
 def _reader(shape: tuple[int, ...], boxes: list[Box]) -> Read:
