@@ -263,8 +263,8 @@ def test_meshes_shard_over_hosts_with_replicas():
     assert meshes(8, machine) == [(("dp_shard", 8),)]
     assert meshes(64, machine) == [
         (("dp_shard", 64),),
-        (("dp_replicate", 8), ("dp_shard", 8)),
         (("dp_replicate", 2), ("dp_shard", 32)),
+        (("dp_replicate", 8), ("dp_shard", 8)),
     ]
 
 

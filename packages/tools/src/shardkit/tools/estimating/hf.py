@@ -132,7 +132,8 @@ def cut_projections(model: nn.Module, mesh: DeviceMesh) -> None:
         head_dim = block.get_submodule("self_attn").head_dim
         _check(fqn, block, head_dim if isinstance(head_dim, int) else 1, mesh.size())
         styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
-        parallelize_module(block, mesh, styles | {name: RowwiseParallel() for name in ROWS})
+        styles |= {name: RowwiseParallel() for name in ROWS}
+        parallelize_module(block, mesh, styles, src_data_rank=None)  # nothing is sent: there is no data
 
 
 def _has(block: nn.Module, name: str) -> bool:

@@ -156,8 +156,9 @@ def memory_of(trace: Trace) -> Memory:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Part of a segment; `before` and `after` are its neighbours there."""
+    """Part of a segment, from `address` on; `before` and `after` are its neighbours there."""
 
+    address: int
     size: int
     small: bool
     free: bool = False
@@ -166,16 +167,16 @@ class Block:
 
 
 class FreeBlocks:
-    """The free blocks of one pool, smallest first."""
+    """The free blocks of one pool, smallest first, of equal ones that with the lowest address."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[int, int, Block]] = []
 
     def add(self, block: Block) -> None:
-        bisect.insort(self._blocks, (block.size, id(block), block))
+        bisect.insort(self._blocks, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        del self._blocks[bisect.bisect_left(self._blocks, (block.size, id(block), block))]
+        del self._blocks[bisect.bisect_left(self._blocks, (block.size, block.address, block))]
 
     def best_fit(self, size: int) -> Block | None:
         place = bisect.bisect_left(self._blocks, (size, 0))
@@ -233,12 +234,12 @@ class CachingAllocator:
             segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT
             if size >= _LARGE:
                 segment = -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+            block = Block(self.reserved, segment, small)
             self.reserved += segment
-            block = Block(segment, small)
         block.free = False
         rest = block.size - size
         if rest >= (_ROUNDING if small else _SMALL + 1):
-            other = Block(rest, small, True, block, block.after)
+            other = Block(block.address + size, rest, small, True, block, block.after)
             if block.after is not None:
                 block.after.before = other
             block.after, block.size = other, size

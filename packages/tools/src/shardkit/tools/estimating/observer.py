@@ -299,7 +299,7 @@ class Observer(OperatorMode):
         if self.repeated is not None and self.where.phase == "optimizer":
             self._come_to_owner(args)
         try:
-            out = function(*args, **kwargs)
+            out = self._fake.run(function, args, kwargs)
         except NEEDS_DATA as error:
             raise self._needs_data(error) from error
         fqn, phase = self.where.here()

@@ -11,6 +11,7 @@ the whole model is recorded.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -24,7 +25,18 @@ from torch import nn
 from shardkit.tools.estimating.job import EstimateError, TrainingJob, blocks_of, call
 from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.simulation import Recording, Sizes, simulate
-from shardkit.tools.estimating.trace import CATEGORIES, Awaited, Changed, Entered, Held, Launched, Step, Trace
+from shardkit.tools.estimating.trace import (
+    CATEGORIES,
+    Awaited,
+    Changed,
+    Dispatched,
+    Entered,
+    Held,
+    Launched,
+    Ran,
+    Step,
+    Trace,
+)
 from shardkit.tools.machine import Machine
 from shardkit.tools.torch_compat import FakeTensors
 
@@ -38,10 +50,11 @@ _LEAST_RUN = 7
 
 @dataclass(frozen=True)
 class Repetition:
-    """A list of equal blocks in a model: its FQN, and their number."""
+    """A list of equal blocks in a model: its FQN, their number, and the model, whose tensors have no data."""
 
     fqn: str
     count: int
+    model: nn.Module = field(repr=False, compare=False)
 
 
 def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
@@ -53,7 +66,8 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
     found = repetition_of(job) if machine.transport == "nccl" else None
     if found is not None:
         # More where more groups are under way at a time.
-        short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * (len(axes) > 1)
+        replicated = len([name for name in axes if name != "tp"]) > 1
+        short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * replicated
         while 2 * short <= found.count and (shorter := _shortened(job, found, short)) is not None:
             try:
                 recording = simulate(shorter, axes, rank, machine, found.fqn)
@@ -109,7 +123,7 @@ def _found(job: TrainingJob) -> Repetition | None:
         seen = [parts.described(part) for part in parts.all if 0 < part.block < count - 1]
         if len(seen) != count - 2 or any(one != seen[0] for one in seen):
             return None
-        return Repetition(fqn, count)
+        return Repetition(fqn, count, model)
 
 
 def _look_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
@@ -137,11 +151,17 @@ def _shortened(job: TrainingJob, found: Repetition, count: int) -> TrainingJob |
     """The job with the first `count` blocks only; None if it wraps some blocks in another way than others."""
 
     def model() -> nn.Module:
-        built = job.model()
-        blocks = built.get_submodule(found.fqn)
-        for name in list(blocks._modules)[count:]:
-            del blocks._modules[name]
-        return built
+        """A copy, as making all blocks takes longer than running a few. What is no plain copy fails when it runs."""
+        held = [*found.model.named_parameters(), *found.model.named_buffers()]
+        blocks = found.model.get_submodule(found.fqn)
+        spare = {name: block for place, (name, block) in enumerate(blocks.named_children()) if place >= count}
+        removed = tuple(f"{found.fqn}.{name}." for name in spare)
+        memo: dict[int, Any] = {id(block): None for block in spare.values()}
+        memo |= {id(one): _without_data(one) for fqn, one in held if not fqn.startswith(removed)}
+        copied: nn.Module = copy.deepcopy(found.model, memo)
+        for name in spare:
+            del copied.get_submodule(found.fqn)._modules[name]
+        return copied
 
     wrap = job.policies.wrap
     if wrap is not None:
@@ -155,6 +175,17 @@ def _shortened(job: TrainingJob, found: Repetition, count: int) -> TrainingJob |
         removed = {f"{found.fqn}.{place}" for place in range(count, found.count)}
         wrap = tuple(name for name in wrap if not any(f"{name}.".startswith(f"{one}.") for one in removed))
     return replace(job, model=model, policies=replace(job.policies, wrap=wrap))
+
+
+def _without_data(one: torch.Tensor) -> torch.Tensor:
+    """A tensor like one of the model's, for the world that is simulated now."""
+    made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu")
+    if not isinstance(one, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, one.requires_grad)
+    own = {name: value for name, value in vars(one).items() if name not in vars(parameter)}
+    parameter.__dict__.update(own)  # what the user's code has put there
+    return parameter
 
 
 # -- lengthening a recording -------------------------------------------------------------------------------------------
@@ -238,7 +269,8 @@ class _Parts:
                 number = self.reference(step.number, part.block) if step.number in self.names else None
                 seen.append((number, self.moved(step.fqn, -part.block), step.phase))
             elif not isinstance(step, Entered):
-                seen.append(replace(step, fqn=self.moved(step.fqn, -part.block)))
+                what = step.operator if isinstance(step, Ran) else step.tensors
+                seen.append((what, self.moved(step.fqn, -part.block), step.phase))
         return seen
 
 
@@ -370,9 +402,13 @@ class _Longer:
             by = self._more
         fqn = self._parts.moved(fqn, by)
         if isinstance(step, Changed):
-            return replace(step, held=self._held(step.held, block, place), fqn=fqn)
+            return Changed(self._held(step.held, block, place), step.nbytes, fqn, step.phase)
         if isinstance(step, Launched):
             return Launched(self._number(step.number, block, place), replace(step.transfer, fqn=fqn))
         if isinstance(step, Awaited):
             return Awaited(self._number(step.number, block, place), fqn, step.phase)
-        return step if not by else replace(step, fqn=fqn)
+        if not by:
+            return step
+        if isinstance(step, Ran):
+            return Ran(step.operator, fqn, step.phase)
+        return Dispatched(step.tensors, fqn, step.phase)

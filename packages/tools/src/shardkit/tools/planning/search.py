@@ -21,6 +21,7 @@ from shardkit.tools.estimating.job import (
     micro_batch_of,
     with_micro_batch,
 )
+from shardkit.tools.estimating.repetition import repetition_of
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.timeline import OperatorCosts
 from shardkit.tools.machine import Machine, MachineError
@@ -69,14 +70,14 @@ class Candidate:
 
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:
-    """Sharding over all ranks; and over one host, or a few, with replicas."""
-    found: list[Axes] = [(("dp_shard", world_size),)]
+    """Sharding over all ranks; and over a few hosts, or one, with replicas: each takes more memory than the last."""
+    found: list[Axes] = []
     together = machine.ranks_per_host
     while together < world_size:
         if world_size % together == 0:
             found.append((("dp_replicate", world_size // together), ("dp_shard", together)))
         together *= 4
-    return found
+    return [(("dp_shard", world_size),), *reversed(found)]
 
 
 def tensor_parallel_meshes(world_size: int, machine: Machine) -> list[Axes]:
@@ -123,7 +124,6 @@ def with_setting(candidate: Candidate, **changes: object) -> Candidate:
     return replace(candidate, policies=replace(candidate.policies, **settings))  # type: ignore[arg-type]
 
 
-_REPLICATED = 3
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
@@ -196,6 +196,18 @@ class _Search:
         self.attempt(candidate)
         return candidate in self.known and self.known[candidate].reserved_bytes <= self.limit
 
+    def too_large(self, grown: Candidate) -> bool:
+        """Whether a micro-batch cannot fit, by what half and a quarter of it took.
+
+        The peak is the largest of sums that each grow in proportion to the samples, so it grows ever faster. A
+        micro-batch of one saves copies that others need; that is what a fiftieth is for.
+        """
+        half, quarter = (replace(grown, micro_batch=grown.micro_batch // part) for part in (2, 4))
+        if quarter not in self.known or half not in self.known:
+            return False
+        before, last = (self.known[one].peak.bytes for one in (quarter, half))
+        return 0.98 * (3 * last - 2 * before) + self.machine.process_bytes > self.limit
+
     def sample_seconds(self, candidate: Candidate) -> float:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.run(candidate).timeline.step / samples
@@ -223,27 +235,28 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
-    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch, the
-    best also with replicas, and with tensor parallelism if the job has a plan for it. The best of those that fit get
-    larger micro-batches as long as they fit, and the best of these more prefetching, by number of groups and by bytes.
-    The smallest micro-batch is the job's own, the largest eight times that, unless told otherwise. `margin` is the part
-    of the limit that stays free, for what estimates miss. `tell` gets what could not be tried, `progress` the number of
-    estimates so far.
+    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch; those
+    that fit also with replicas, which take more memory, and the best with tensor parallelism if the job has a plan for
+    it. The best of all that fit get larger micro-batches as long as they fit, and the best of these more prefetching,
+    by number of groups and by bytes. The smallest micro-batch is the job's own, the largest eight times that, unless
+    told otherwise. `margin` is the part of the limit that stays free, for what estimates miss. `tell` gets what could
+    not be tried, `progress` the number of estimates so far.
 
     Raises:
         NothingFits: with the candidate that comes closest.
         EstimateError: if the job cannot be estimated, or comes sharded.
     """
-    plain = _build(job)
+    plain = _build(job, machine)
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
     first, *other = meshes(world_size, machine)
     for candidate in candidates(job.policies, wrappings(plain, job.policies.wrap), [first], micro_batch):
         search.attempt(candidate)
-    for candidate in (search.ranked() or search.smallest())[:_REPLICATED]:
+    for candidate in search.ranked():
         for axes in other:
-            search.attempt(replace(candidate, axes=axes))
+            if not search.fits(replace(candidate, axes=axes)):
+                break
     if not search.known:
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, job, world_size)
@@ -251,7 +264,7 @@ def propose(
         raise NothingFits(_closest(search, limit, margin))
     for candidate in search.ranked()[:_GROWN]:
         grown = replace(candidate, micro_batch=2 * candidate.micro_batch)
-        while grown.micro_batch <= most_micro_batch and search.fits(grown):
+        while grown.micro_batch <= most_micro_batch and not search.too_large(grown) and search.fits(grown):
             grown = replace(grown, micro_batch=2 * grown.micro_batch)
     for candidate in search.ranked()[:_PREFETCHED]:
         _prefetch_more(search, candidate)
@@ -285,9 +298,12 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
         free //= 2
 
 
-def _build(job: TrainingJob) -> nn.Module:
+def _build(job: TrainingJob, machine: Machine) -> nn.Module:
     if job.takes_mesh:
         raise EstimateError("a plan shards the model itself, so its factory must not ask for the mesh")
+    known = repetition_of(job) if machine.transport == "nccl" else None
+    if known is not None:
+        return known.model
     with (
         FakeTensors(),
         users_code("building the model", "the factory runs with tensors that have no data", EstimateError),
