@@ -38,7 +38,10 @@ def hostile_report() -> Report:
         for step in range(2)
         for index, (name, phase) in enumerate(zip(names, ("forward", "backward", "backward"), strict=True))
     ]  # fmt: skip
-    records = [record(rank(number, operations)) for number in (0, 1)]
+    slow = [replace(step, optimizer=0.03) for step in rank(1).steps]
+    owned = {"blocks.0.weight": MIB, HOSTILE: 3 * MIB}
+    ranks = [rank(0, operations, owned=dict.fromkeys(owned, 0)), rank(1, operations, owned=owned, steps=slow)]
+    records = [record(one) for one in ranks]
     records[0] = replace(records[0], run=replace(records[0].run, command=["train.py", HOSTILE]))
     estimate = Estimate("estimate.json", 48 * MIB, None, 0.11, None, None, None, {"activations": MIB})
     return merge(records, estimate=estimate)
@@ -161,6 +164,27 @@ def test_predicted_stands_beside_measured(page: Page) -> None:
     assert ["at the peak: activations", "1.0 MiB", "0 B", "-", ""] in rows
     widths = page.evaluate("[...document.querySelectorAll('#estimate .pair')].map((one) => one.style.width)")
     assert widths[2:4] == ["100%", "91.6667%"]  # the second figure is the peak
+
+
+@needs_browser
+def test_owners_stand_beside_the_mean_slowest_first(page: Page, tmp_path: Path) -> None:
+    def cells(table: str) -> list[list[str]]:
+        return page.evaluate(
+            f"[...document.querySelectorAll('#{table} tr')].map((row) => [...row.children].map((c) => c.textContent))"
+        )[1:]
+
+    assert cells("owners") == [
+        ["1", "4.0 MiB", "100.0%", "30.0 ms", "50.0%", "2"],
+        ["0", "0 B", "-100.0%", "10.0 ms", "-50.0%", "0"],
+    ]
+    assert cells("owned") == [[HOSTILE, "3.0 MiB"], ["blocks.0.weight", "1.0 MiB"]]
+    choose(page, "#owner", "0", "change")
+    assert cells("owned") == []
+    shown = "document.getElementById('owners-section').getBoundingClientRect().height > 0"
+    assert page.evaluate(shown)
+    (tmp_path / "none.html").write_text(page_html(merge([record(rank(0), 1)])))
+    page.open(tmp_path / "none.html", 1100, 900)
+    assert not page.evaluate(shown) and page.errors == []
 
 
 @needs_browser

@@ -21,6 +21,7 @@ from shardkit.tools.report.measures import (
     compare_with_estimate,
     exposed_by_rank,
     lateness,
+    owners,
     parse_limit,
     times_last,
 )
@@ -84,7 +85,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(shlex.join(run.command), style="dim", soft_wrap=True)
     for note in report.notes:
         console.print(f"note: {note}", style="yellow")
-    tables = [_figures(report), _ranks(report), _collectives(report), _memory(report)]
+    tables = [_figures(report), _ranks(report), *_owners(report), _collectives(report), _memory(report)]
     if report.estimate is not None:
         tables.append(_predictions(report))
     for table in tables:
@@ -123,6 +124,16 @@ def _ranks(report: Report) -> Table:
             show(rank.overhead.share, "share"),
         )
     return table
+
+
+def _owners(report: Report) -> list[Table]:
+    table = grid("rank", "owned", "optimizer", "largest", title="parameters that lie whole on one rank")
+    table.columns[-1].justify = "left"
+    for one in owners(report):
+        table.add_row(
+            str(one.rank), show(one.bytes, "bytes"), show(one.optimizer, "seconds"), next(iter(one.owned), "-")
+        )
+    return [table] if table.rows else []
 
 
 def _collectives(report: Report) -> Table:

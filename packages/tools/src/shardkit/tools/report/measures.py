@@ -63,6 +63,33 @@ def times_last(report: Report) -> Counter[int]:
 
 
 @dataclass(frozen=True)
+class Owner:
+    """What lies whole on a rank (placement `Owned`), and the seconds that the rank's optimizer takes a step."""
+
+    rank: int
+    owned: dict[str, int]
+    optimizer: float
+
+    @property
+    def bytes(self) -> int:
+        """Of all that it owns."""
+        return sum(self.owned.values())
+
+
+def owners(report: Report) -> list[Owner]:
+    """Every rank, with what it owns, largest first; none where nothing is owned."""
+    found = [
+        Owner(
+            rank.rank,
+            dict(sorted(((fqn, size) for fqn, size in rank.owned.items() if size), key=lambda one: -one[1])),
+            _mean([step.optimizer for step in rank.steps]),
+        )
+        for rank in report.ranks
+    ]
+    return found if any(rank.owned for rank in report.ranks) else []
+
+
+@dataclass(frozen=True)
 class Measure:
     """A figure of a run; less is better for all of them."""
 
@@ -88,43 +115,18 @@ def _step_time(report: Report) -> float:
     return statistics.median(times) if times else 0.0
 
 
-def _peak(report: Report) -> float:
-    return max(rank.memory.peak for rank in report.ranks)
+def _exposed_share(rank: Rank) -> float:
+    whole = sum(step.end - step.begin for step in rank.steps)
+    return sum(step.exposed for step in rank.steps) / max(whole, 1e-9)
 
 
-def _resident(report: Report) -> float:
-    return max(rank.memory.resident_peak for rank in report.ranks)
+def _most(of_rank: Callable[[Rank], float]) -> Callable[[Report], float]:
+    """Of the rank that has most."""
+    return lambda report: max(map(of_rank, report.ranks))
 
 
-def _exposed(report: Report) -> float:
-    return max(exposed_by_rank(report).values())
-
-
-def _exposed_share(report: Report) -> float:
-    return max(
-        sum(step.exposed for step in rank.steps) / max(sum(step.end - step.begin for step in rank.steps), 1e-9)
-        for rank in report.ranks
-    )
-
-
-def _per_step(report: Report, of_rank: Callable[[Rank], float]) -> float:
-    return max(of_rank(rank) / max(1, len(rank.steps)) for rank in report.ranks)
-
-
-def _wire(report: Report) -> float:
-    return _per_step(report, lambda rank: sum(one.wire_bytes for one in rank.operations))
-
-
-def _collectives(report: Report) -> float:
-    return _per_step(report, lambda rank: len(rank.operations))
-
-
-def _misses(report: Report) -> float:
-    return _per_step(report, lambda rank: sum(module.prefetch_misses for module in rank.modules))
-
-
-def _skew(report: Report) -> float:
-    return max(skew_by_rank(report).values())
+def _per_step(of_rank: Callable[[Rank], float]) -> Callable[[Report], float]:
+    return _most(lambda rank: of_rank(rank) / max(1, len(rank.steps)))
 
 
 def _padding(report: Report) -> float:
@@ -141,27 +143,55 @@ def _imbalance(report: Report) -> float:
     return max(held) / _mean([float(size) for size in held]) - 1 if any(held) else 0.0
 
 
-def _overhead(report: Report) -> float:
-    return max(rank.overhead.share for rank in report.ranks)
-
-
 def _mean(values: list[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
 MEASURES: tuple[Measure, ...] = (
     Measure("step_time", "seconds", "a step, median over the steps of the slowest rank", _step_time),
-    Measure("peak_memory", "bytes", "counted tensors at their peak, most of any rank", _peak),
-    Measure("resident_memory", "bytes", "resident (CPU) or reserved (device) memory, most of any rank", _resident),
-    Measure("exposed", "seconds", "communication that nothing hid, a step, most of any rank", _exposed),
-    Measure("exposed_share", "share", "the same as a share of the step", _exposed_share),
-    Measure("skew", "seconds", "the part of it spent before the last rank came", _skew),
-    Measure("wire_bytes", "bytes", "bytes that a rank sends a step", _wire),
-    Measure("collectives", "count", "collectives a step", _collectives),
-    Measure("prefetch_misses", "count", "gathers that had to be launched when they were needed, a step", _misses),
+    Measure(
+        "peak_memory", "bytes", "counted tensors at their peak, most of any rank", _most(lambda rank: rank.memory.peak)
+    ),
+    Measure(
+        "resident_memory",
+        "bytes",
+        "resident (CPU) or reserved (device) memory, most of any rank",
+        _most(lambda rank: rank.memory.resident_peak),
+    ),
+    Measure(
+        "exposed",
+        "seconds",
+        "communication that nothing hid, a step, most of any rank",
+        lambda report: max(exposed_by_rank(report).values()),
+    ),
+    Measure("exposed_share", "share", "the same as a share of the step", _most(_exposed_share)),
+    Measure(
+        "skew",
+        "seconds",
+        "the part of it spent before the last rank came",
+        lambda report: max(skew_by_rank(report).values()),
+    ),
+    Measure(
+        "wire_bytes",
+        "bytes",
+        "bytes that a rank sends a step",
+        _per_step(lambda rank: sum(one.wire_bytes for one in rank.operations)),
+    ),
+    Measure("collectives", "count", "collectives a step", _per_step(lambda rank: len(rank.operations))),
+    Measure(
+        "prefetch_misses",
+        "count",
+        "gathers that had to be launched when they were needed, a step",
+        _per_step(lambda rank: sum(module.prefetch_misses for module in rank.modules)),
+    ),
     Measure("padding", "bytes", "memory of unsharded parameters that holds no element, all groups", _padding),
     Measure("imbalance", "share", "by how much the largest rank's shards exceed the average", _imbalance),
-    Measure("profiler_overhead", "share", "what recording cost, as a share of the recorded time", _overhead),
+    Measure(
+        "profiler_overhead",
+        "share",
+        "what recording cost, as a share of the recorded time",
+        _most(lambda rank: rank.overhead.share),
+    ),
 )
 
 

@@ -22,6 +22,7 @@ from shardkit.tools.report.measures import (
     exposed_by_rank,
     last_starts,
     lateness,
+    owners,
     times_last,
     waited_for_ranks,
 )
@@ -52,6 +53,7 @@ def view_of(report: Report) -> dict[str, Any]:
         "memory": [_memory_view(rank) for rank in shown],
         "exposed": _exposed_rows(report, shown),
         "ranks": _rank_rows(report, shown),
+        "owners": _owner_rows(report),
         "predictions": _prediction_rows(report),
         "modules": _module_rows(report),
         "collectives": _collective_rows(report),
@@ -168,6 +170,24 @@ def _rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
             "overhead": show(rank.overhead.share, "share"),
         }
         for rank in shown
+    ]
+
+
+def _owner_rows(report: Report) -> list[dict[str, Any]]:
+    """What those ranks own whose optimizers take longest, against the mean of all ranks."""
+    found = sorted(owners(report), key=lambda one: -one.optimizer)
+    bytes_mean = statistics.fmean(one.bytes for one in found) if found else 0.0
+    seconds_mean = statistics.fmean(one.optimizer for one in found) if found else 0.0
+    return [
+        {
+            "rank": one.rank,
+            "bytes": one.bytes,
+            "over": show(one.bytes / bytes_mean - 1 if bytes_mean else 0.0, "share"),
+            "optimizer": one.optimizer,
+            "slower": show(one.optimizer / seconds_mean - 1 if seconds_mean else 0.0, "share"),
+            "owned": [{"fqn": fqn, "bytes": size} for fqn, size in one.owned.items()],
+        }
+        for one in found[:_MOST_RANKS]
     ]
 
 

@@ -86,9 +86,9 @@ class Step:
     launch: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
-    """One collective as one rank saw it.
+    """One collective as one rank saw it; written as the rank's log is read, and not changed after that.
 
     `number` counts the collectives of its kind on its group, alike on all ranks. `end` is when the rank saw that it was
     done, on a CPU as late as it needed it; `end_seen` says that it was waiting at that moment, so that `end` is the

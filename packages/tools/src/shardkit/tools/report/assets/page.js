@@ -217,6 +217,21 @@ function estimateTable() {
   byId("estimate").append(table);
 }
 
+function ownedTable() {
+  const owner = data.owners.find((one) => String(one.rank) === byId("owner").value);
+  fillTable(byId("owned"), ["parameter", "bytes"], owner.owned.map((one) => [one.fqn, bytes(one.bytes)]));
+}
+
+function ownerTables() {
+  byId("owners-section").hidden = !data.owners.length;
+  if (!data.owners.length) return;
+  fillTable(byId("owners"), ["rank", "owned", "over the mean", "optimizer", "over the mean", "parameters"],
+    data.owners.map((one) => [one.rank, bytes(one.bytes), one.over, seconds(one.optimizer), one.slower, one.owned.length]));
+  options(byId("owner"), data.owners.map((one) => [one.rank, one.rank]));
+  byId("owner").addEventListener("change", ownedTable);
+  ownedTable();
+}
+
 function fillPage() {
   byId("run").textContent = data.run;
   byId("command").textContent = data.command;
@@ -236,6 +251,7 @@ function fillPage() {
   fillTable(byId("modules"), ["module", "prefetch hits", "misses", "unsharded peak", "gradients", "communication", "activations"],
     data.modules.map((one) => [one.fqn, one.hits, one.misses, bytes(one.unsharded), bytes(one.gradients),
       bytes(one.communication), bytes(one.activations)]));
+  ownerTables();
   estimateTable();
 }
 
