@@ -123,11 +123,11 @@ def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
         (4.5, WaitFinished("b", "release", 0.5, 0.5)),
         (5.0, finished("b")),
     )
-    a, b = operations.operations(1.0)
+    a, b = operations.operations()
     assert (a.fqn, a.exposed, a.blocked, a.waited_by, a.launch) == ("a", 0.7, 0.5, "a", 0.1)
-    assert (a.start, a.end_seen) == (0.0, True)
-    assert a.end == pytest.approx(2.5), "the data came when the idle part of the wait was over"
-    assert (b.exposed, b.end_seen, b.end, b.number) == (0.0, False, 4.0, 1)
+    assert (a.start, a.end_seen) == (1.0, True)
+    assert a.end == pytest.approx(3.5), "the data came when the idle part of the wait was over"
+    assert (b.exposed, b.end_seen, b.end, b.number) == (0.0, False, 5.0, 1)
     assert [(wait.operation, wait.fqn, wait.seconds, wait.begin) for wait in operations.waits] == [
         ("release", "b", 0.5, 4.0)
     ]
@@ -139,14 +139,14 @@ def test_shared_memory_moves_data_in_the_wait() -> None:
         (3.0, WaitStarted("a", "all-gather")),
         (3.6, finished("a")),
         (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
-    ).operations(0.0)
+    ).operations()
     assert one.moving == pytest.approx(0.2)
     assert (one.end, one.end_seen) == (3.6, True)
 
 
 def test_what_began_before_the_recording_is_left_out() -> None:
     operations = operations_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
-    assert operations.operations(0.0) == []
+    assert operations.operations() == []
 
 
 def memory_of(*entries: Entry) -> Memory:
@@ -179,7 +179,7 @@ def test_the_peak_is_the_largest_sum_and_says_where_it_was() -> None:
         StorageFreed("w", 100, "unsharded"),
         StorageAllocated("Net", 50, "outbox"),
         ActivationDropped(1),
-    ).result(0.0)
+    ).result()
     assert (result.peak, result.peak_time, result.peak_module, result.peak_phase) == (117, 3.0, "Net", "forward")
     assert {name: size for name, size in result.peak_categories.items() if size} == {
         "sharded_parameters": 10,
@@ -202,13 +202,13 @@ def test_gradients_count_from_when_backward_makes_them_until_they_are_sharded() 
         StorageFreed("a", 13, "gradient"),
         GradientsKept(("head.w",)),
         GradientsKept(()),
-    ).result(0.0)
+    ).result()
     assert values.categories["gradients"].values == [10, 13, 113, 103, 100, 113, 100, 0]
     assert values.modules["a"].values[-1] == 0
 
 
 def test_memory_from_before_the_recording_never_makes_less_than_nothing() -> None:
-    result = memory_of(ROOT[0], StorageFreed("w", 100, "unsharded"), StorageAllocated("w", 30, "unsharded")).result(0.0)
+    result = memory_of(ROOT[0], StorageFreed("w", 100, "unsharded"), StorageAllocated("w", 30, "unsharded")).result()
     assert result.categories["unsharded_parameters"].values == [0, 30]
 
 
@@ -236,7 +236,7 @@ def test_a_log_that_is_cut_begins_where_the_other_one_ended(entries: list[Entry]
     whole, cut = memory_of(ROOT[0], *real), memory_of(ROOT[0], *carried(real))
 
     def level(memory: Memory, category: str) -> int:
-        values = memory.result(0.0).categories[category].values
+        values = memory.result().categories[category].values
         return values[-1] if values else 0
 
     for category in ("unsharded_parameters", "activations", "optimizer", "gradients"):

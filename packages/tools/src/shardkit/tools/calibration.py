@@ -24,9 +24,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from shardkit.core import fully_shard
 from shardkit.core.runtime.choice import transport_for
-from shardkit.core.torch_compat import TorchDispatchMode
 from shardkit.tools.estimating.timeline import Roofline
-from shardkit.tools.estimating.trace import Operator, TensorPicture, dtensors_among
+from shardkit.tools.estimating.trace import Operator, TensorPicture
 from shardkit.tools.machine import Efficiency, Link, Machine, MachineError, threads_of_each
 
 # A CPU without instructions for bfloat16 needs seconds for what takes it milliseconds in float32.
@@ -62,8 +61,6 @@ def calibrate(ranks: int | None = None) -> Machine:
         between=None,
         efficiency=Efficiency(1.0, 1.0, 1.0),
         operator_seconds=found["operator_seconds"],
-        dtensor_seconds=found["dtensor_seconds"],
-        dtensor_each_seconds=found["dtensor_each_seconds"],
         storage_bandwidth=found["storage_bandwidth"],
         process_bytes=found["process_bytes"],
         sources={
@@ -99,7 +96,6 @@ def _measure(file: Path) -> dict[str, Any]:
 
 
 def _speeds(file: Path) -> dict[str, Any]:
-    dtensor_seconds, dtensor_each_seconds = _dtensors()
     latency, bandwidth = _link()
     group = dist.group.WORLD
     assert group is not None
@@ -108,8 +104,6 @@ def _speeds(file: Path) -> dict[str, Any]:
         "float32": _matmul(torch.float32),
         "bfloat16": _matmul(torch.bfloat16),
         "memory_bandwidth": _stream(),
-        "dtensor_seconds": dtensor_seconds,
-        "dtensor_each_seconds": dtensor_each_seconds,
         "latency": latency,
         "bandwidth": bandwidth,
         "storage_bandwidth": _storage(file),
@@ -161,49 +155,6 @@ def _operators() -> float:
 
     # A linear layer runs three operators in forward, and six in backward.
     return _seconds(step, runs=15) / (32 * 9)
-
-
-class _Dispatches(TorchDispatchMode):
-    """Counts operators on DTensors, and the DTensors that they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators = self.tensors = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if found := dtensors_among((*args, *(kwargs or {}).values())):
-            self.operators += 1
-            self.tensors += found
-            return NotImplemented
-        return function(*args, **(kwargs or {}))
-
-
-def _dtensors() -> tuple[float, float]:
-    """Host time that an operator on DTensors adds, and each DTensor of it: from optimizers, one by one and by lists."""
-    (operators, tensors, single), (lists, listed, together) = _added(foreach=False), _added(foreach=True)
-    # single = operators * x + tensors * y, and together = lists * x + listed * y
-    determinant = operators * listed - lists * tensors
-    each = max(0.0, (operators * together - lists * single) / determinant)
-    return max(0.0, (single - tensors * each) / operators), each
-
-
-def _added(foreach: bool) -> tuple[int, int, float]:
-    """Operators on DTensors of an optimizer step, DTensors they get, and by how much the step is longer with them."""
-    module = nn.ParameterList(nn.Parameter(torch.rand(8, 8)) for _ in range(24))
-    plain = _optimizer(module, foreach)
-    without = _seconds(plain.step, runs=15)
-    fully_shard(module)
-    sharded = _optimizer(module, foreach)
-    with_them = _seconds(sharded.step, runs=15)
-    with _Dispatches() as found:
-        sharded.step()
-    return found.operators, found.tensors, max(0.0, with_them - without)
-
-
-def _optimizer(module: nn.Module, foreach: bool) -> torch.optim.Optimizer:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return torch.optim.AdamW(module.parameters(), foreach=foreach)
 
 
 def _link() -> tuple[float, float]:

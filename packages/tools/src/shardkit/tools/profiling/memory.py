@@ -87,14 +87,14 @@ class Memory:
         elif isinstance(entry, ResidentBytes):
             self._resident.append((time, entry.bytes))
 
-    def result(self, origin: float) -> MemoryOfRank:
-        """What the log has said, with times since `origin`."""
+    def result(self) -> MemoryOfRank:
+        """What the log has said."""
         return MemoryOfRank(
-            categories={category: _thinned(points, origin) for category, points in self._series.items()},
-            modules={module: _thinned(points, origin) for module, points in self._module_series.items()},
-            resident=_thinned(self._resident, origin),
+            categories={category: _thinned(points) for category, points in self._series.items()},
+            modules={module: _thinned(points) for module, points in self._module_series.items()},
+            resident=_thinned(self._resident),
             peak=self._peak,
-            peak_time=self._peak_time - origin,
+            peak_time=self._peak_time,
             peak_module=self._peak_where[0],
             peak_phase=self._peak_where[1],
             peak_categories=self._peak_levels,
@@ -150,7 +150,7 @@ class Memory:
         return owner
 
 
-def _thinned(points: list[tuple[float, int]], origin: float) -> Series:
+def _thinned(points: list[tuple[float, int]]) -> Series:
     """At most a few thousand points: of those that fall into one interval the largest and the last."""
     if len(points) > _MOST_POINTS:
         begin, width = points[0][0], (points[-1][0] - points[0][0]) / (_MOST_POINTS / 2) or 1.0
@@ -158,4 +158,4 @@ def _thinned(points: list[tuple[float, int]], origin: float) -> Series:
         for point in points:
             kept.setdefault(int((point[0] - begin) / width), []).append(point)
         points = [one for group in kept.values() for one in sorted({max(group, key=lambda one: one[1]), group[-1]})]
-    return Series([time - origin for time, _ in points], [size for _, size in points])
+    return Series([time for time, _ in points], [size for _, size in points])

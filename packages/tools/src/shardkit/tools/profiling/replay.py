@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +28,6 @@ from shardkit.tools.report.schema import (
     ModuleOfRank,
     Operation,
     Overhead,
-    Phase,
     PlaceOfRank,
     Rank,
     Run,
@@ -59,24 +57,6 @@ _IDLE = 20e-6
 _Started: TypeAlias = events.GatherStarted | events.ReduceStarted | events.AllReduceStarted
 
 
-@dataclass
-class _Open:
-    event: _Started
-    kind: CollectiveKind
-    phase: Phase
-    step: int
-    group: int
-    number: int
-    start: float
-    end: float = 0.0
-    end_seen: bool = False
-    exposed: float = 0.0
-    blocked: float = 0.0
-    moving: float = 0.0
-    launch: float = 0.0
-    waited_by: str = ""
-
-
 class DeviceClock:
     """Turns timing events of a device into host time, by one that was recorded at a known time."""
 
@@ -99,7 +79,7 @@ class Operations:
     """
 
     def __init__(self, clock: DeviceClock | None, known: Mapping[dist.ProcessGroup, Group]) -> None:
-        self.finished: list[_Open] = []
+        self.finished: list[Operation] = []
         self.waits: list[Wait] = []
         self.launches: list[tuple[int, float]] = []
         self.groups: list[Group] = []
@@ -107,9 +87,9 @@ class Operations:
         self._known = known
         self._group_index: dict[dist.ProcessGroup, int] = {}
         self._numbers: Counter[tuple[int, CollectiveKind]] = Counter()
-        self._open: dict[tuple[CollectiveKind, str], list[_Open]] = {}
-        self._unlaunched: list[_Open] = []
-        self._waiting: list[tuple[_Open | None, float]] = []
+        self._open: dict[tuple[CollectiveKind, str], list[Operation]] = {}
+        self._unlaunched: list[Operation] = []
+        self._waiting: list[tuple[Operation | None, float]] = []
 
     def follow(self, time: float, entry: Entry, where: Whereabouts) -> None:
         """Takes the next entry in."""
@@ -123,9 +103,9 @@ class Operations:
         elif isinstance(entry, events.WaitStarted):
             self._wait(time, entry, where)
 
-    def operations(self, origin: float) -> list[Operation]:
-        """The operations that have ended, in the order of their start, with times since `origin`."""
-        return [_operation(one, origin) for one in sorted(self.finished, key=lambda one: one.start)]
+    def operations(self) -> list[Operation]:
+        """The operations that have ended, in the order of their start."""
+        return sorted(self.finished, key=lambda one: one.start)
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
@@ -134,7 +114,27 @@ class Operations:
         group = self._index(event.group)
         number = self._numbers[group, kind]
         self._numbers[group, kind] += 1
-        one = _Open(event, kind, where.phase, where.step, group, number, time)
+        one = Operation(
+            kind=kind,
+            fqn=event.fqn,
+            phase=where.phase,
+            step=where.step,
+            group=group,
+            number=number,
+            bytes=event.bytes,
+            wire_bytes=event.wire_bytes,
+            padding_bytes=event.padding_bytes,
+            dtype=str(event.dtype).removeprefix("torch."),
+            transport=event.transport,
+            start=time,
+            end=time,
+            end_seen=False,
+            exposed=0.0,
+            blocked=0.0,
+            moving=0.0,
+            launch=0.0,
+            waited_by="",
+        )
         self._open.setdefault((kind, event.fqn), []).append(one)
         self._unlaunched.append(one)
 
@@ -150,7 +150,7 @@ class Operations:
         self.launches.append((where.step, event.seconds))
         launched, self._unlaunched = self._unlaunched, []
         for one in launched:
-            if one.event.fqn == event.fqn and one.kind in _CARRIED.get(event.operation, ()):
+            if one.fqn == event.fqn and one.kind in _CARRIED.get(event.operation, ()):
                 one.launch = event.seconds
                 if event.span is not None and self._clock is not None:
                     one.start, one.end = self._clock.times(event.span)
@@ -173,7 +173,7 @@ class Operations:
         target.exposed += entry.seconds
         target.blocked += entry.blocked
         target.waited_by = where.module
-        if target.event.transport == "shared":
+        if target.transport == "shared":
             target.moving += entry.seconds - entry.blocked
             target.end_seen = True
         elif entry.blocked > _IDLE:
@@ -185,13 +185,13 @@ class Operations:
         assert entry.span is not None
         seconds = entry.span.seconds()
         for one in reversed(self.finished):
-            if one.event.fqn == entry.fqn and one.kind in _CARRIED.get(entry.operation, ()):
+            if one.fqn == entry.fqn and one.kind in _CARRIED.get(entry.operation, ()):
                 one.exposed += seconds
                 one.blocked += seconds
                 one.waited_by = where.module
                 return
 
-    def _target(self, entry: events.WaitStarted) -> _Open | None:
+    def _target(self, entry: events.WaitStarted) -> Operation | None:
         """The oldest operation under way that this wait can be for."""
         found = [one for kind in _CARRIED.get(entry.operation, ()) for one in self._open.get((kind, entry.fqn), ())]
         return min(found, key=lambda one: one.start, default=None)
@@ -201,31 +201,6 @@ class Operations:
             self._group_index[group] = len(self.groups)
             self.groups.append(self._known[group])
         return self._group_index[group]
-
-
-def _operation(one: _Open, origin: float) -> Operation:
-    event = one.event
-    return Operation(
-        kind=one.kind,
-        fqn=event.fqn,
-        phase=one.phase,
-        step=one.step,
-        group=one.group,
-        number=one.number,
-        bytes=event.bytes,
-        wire_bytes=event.wire_bytes,
-        padding_bytes=event.padding_bytes,
-        dtype=str(event.dtype).removeprefix("torch."),
-        transport=event.transport,
-        start=one.start - origin,
-        end=one.end - origin,
-        end_seen=one.end_seen,
-        exposed=one.exposed,
-        blocked=one.blocked,
-        moving=one.moving,
-        launch=one.launch,
-        waited_by=one.waited_by,
-    )
 
 
 class Spans:
@@ -266,8 +241,8 @@ class Spans:
             self._exposed[where.step] += seconds
             self._blocked[where.step] += seconds if entry.span is not None else entry.blocked
 
-    def steps(self, origin: float, begin: float, end: float, launches: list[tuple[int, float]]) -> list[Step]:
-        """The steps between `begin` and `end`, with times since `origin`; none if no root has run forward."""
+    def steps(self, begin: float, end: float, launches: list[tuple[int, float]]) -> list[Step]:
+        """The steps between `begin` and `end`; none if no root has run forward."""
         launch: dict[int, float] = defaultdict(float)
         for step, seconds in launches:
             launch[step] += seconds
@@ -277,8 +252,8 @@ class Spans:
         return [
             Step(
                 index=index,
-                begin=borders[index] - origin,
-                end=borders[index + 1] - origin,
+                begin=borders[index],
+                end=borders[index + 1],
                 forward=self._parts["forward"][index],
                 backward=self._parts["backward"][index],
                 optimizer=self._parts["optimizer"][index],
@@ -315,7 +290,7 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
     clock = None if recorder.anchor is None else DeviceClock(recorder.anchor)
     operations, spans, memory = Operations(clock, recorder.groups), Spans(), Memory(entry for _, entry in entries)
     prefetches = _replay(entries, complete is not None, operations, spans, memory)
-    steps = spans.steps(0.0, recorder.began, end, operations.launches) if recorder.warm else []
+    steps = spans.steps(recorder.began, end, operations.launches) if recorder.warm else []
     rank = Rank(
         rank=recorder.world.rank,
         place=_place(),
@@ -323,11 +298,11 @@ def record_of(recorder: Recorder, *, activations: bool) -> RankRecord:
         end=end,
         truncated=recorder.truncated,
         steps=steps,
-        operations=operations.operations(0.0),
+        operations=operations.operations(),
         waits=operations.waits,
         spans=spans.spans,
         modules=_modules(prefetches, memory, recorder.holders),
-        memory=memory.result(0.0),
+        memory=memory.result(),
         shard_bytes=_by_module({k: v for k, v in recorder.shards.items() if k not in recorder.owned}, memory),
         owned={fqn: size for fqn, size in recorder.shards.items() if fqn in recorder.owned},
         overhead=Overhead(overhead, overhead / max(recorder.ended - recorder.began, 1e-9), len(recorder.entries)),
