@@ -89,7 +89,13 @@ def predicted(run: dict) -> tuple[float, float]:
 
 
 def errors(runs: list[dict]) -> list[float]:
+    """Of predicted speeds."""
     return [predicted(run)[0] / run["tokens_per_second"] - 1 for run in runs]
+
+
+def memory_errors(runs: list[dict]) -> list[float]:
+    """Of predicted memory, where it is published."""
+    return [predicted(run)[1] / run["memory_gib"] - 1 for run in runs if "memory_gib" in run]
 
 
 def main() -> None:
@@ -117,6 +123,7 @@ def main() -> None:
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
     others = [run for run in DATA["runs"] if not run.get("fitted")]
     print(f"median error of those that nothing was fitted to: {statistics.median(map(abs, errors(others))):.1%}")
+    print(f"median error of memory: {statistics.median(map(abs, memory_errors(DATA['runs']))):.1%}")
 
 
 if __name__ == "__main__":

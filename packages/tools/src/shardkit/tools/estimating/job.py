@@ -334,7 +334,9 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
     tokens = _first_tensor(batch)
     if isinstance(output, torch.Tensor):
         if tokens.dtype == torch.int64 and output.shape[:-1] == tokens.shape and output.dim() == 3:
-            return F.cross_entropy(output[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+            # As transformers and torchtitan do: the next tokens move, as a part of the logits would be a copy of them.
+            following = F.pad(tokens[:, 1:], (0, 1), value=-100)
+            return F.cross_entropy(output.flatten(0, 1).float(), following.flatten())
         return output.float().square().mean()
     tensors = tensors_with_grad(output)
     return torch.stack([one.float().square().mean() for one in tensors]).sum()
