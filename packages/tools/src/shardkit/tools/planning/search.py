@@ -124,6 +124,7 @@ def with_setting(candidate: Candidate, **changes: object) -> Candidate:
     return replace(candidate, policies=replace(candidate.policies, **settings))  # type: ignore[arg-type]
 
 
+_REPLICATED = 3
 _GROWN = 6
 _PREFETCHED = 3
 _EXPOSED = 0.01
@@ -235,8 +236,8 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
-    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch; those
-    that fit also with replicas, which take more memory, and the best with tensor parallelism if the job has a plan for
+    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch; the best
+    of those that fit also with replicas, which take more memory, and with tensor parallelism if the job has a plan for
     it. The best of all that fit get larger micro-batches as long as they fit, and the best of these more prefetching,
     by number of groups and by bytes. The smallest micro-batch is the job's own, the largest eight times that, unless
     told otherwise. `margin` is the part of the limit that stays free, for what estimates miss. `tell` gets what could
@@ -253,7 +254,7 @@ def propose(
     first, *other = meshes(world_size, machine)
     for candidate in candidates(job.policies, wrappings(plain, job.policies.wrap), [first], micro_batch):
         search.attempt(candidate)
-    for candidate in search.ranked():
+    for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:
             if not search.fits(replace(candidate, axes=axes)):
                 break
