@@ -1,4 +1,4 @@
-"""Comparisons that were saved, and whether a new one is worse than the last of them on the same machine."""
+"""The saved comparison of each configuration, and whether a new one on the same machine is worse."""
 
 import json
 import re
@@ -31,20 +31,25 @@ def machine(run: Run) -> str:
 
 
 def save(run: Run, results: Path = RESULTS) -> Path:
-    """Writes `run` to a file of its own, named after when, what and which commit."""
-    facts = run["surroundings"]
-    name = f"{facts['date']}_{'_'.join(map(str, _configuration(run)))}_{facts['commit']}"
+    """Writes `run` to the one file of its configuration, in place of the run before; git keeps the history."""
     results.mkdir(parents=True, exist_ok=True)
-    path = results / (re.sub(r"[^\w.+-]", "-", name) + ".json")
+    path = _path(run, results)
     path.write_text(json.dumps(run, indent=1) + "\n")
     return path
 
 
 def last_saved(run: Run, results: Path = RESULTS) -> Run | None:
-    """The newest saved run of the same configuration on the same machine."""
-    saved: list[Run] = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    alike = [one for one in saved if _configuration(one) == _configuration(run) and machine(one) == machine(run)]
-    return max(alike, key=lambda one: str(one["surroundings"]["date"]), default=None)
+    """The saved run of the same configuration, None if there is none or if it was taken on another machine."""
+    path = _path(run, results)
+    if not path.exists():
+        return None
+    saved: Run = json.loads(path.read_text())
+    return saved if machine(saved) == machine(run) else None
+
+
+def _path(run: Run, results: Path) -> Path:
+    name = "_".join(map(str, _configuration(run)))
+    return results / (re.sub(r"[^\w.+-]", "-", name) + ".json")
 
 
 def changes(before: Run, now: Run, tolerance: float) -> list[Change]:
