@@ -3,7 +3,6 @@
 import contextlib
 import datetime as dt
 import gc
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -134,12 +133,13 @@ def _waits_for_a_peer_that_never_comes(rank: int, world_size: int) -> str:
     plan = gather_plan(CASES["mixed_dims"], _asked(group), "layers.7")
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     if rank == 1:
-        time.sleep(4)
+        dist.barrier()  # until the other has given up
         return ""
     ticket = make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label)
     with pytest.raises(RuntimeError) as error:
         ticket.wait()
     assert ticket.done
+    dist.barrier()
     return str(error.value)
 
 

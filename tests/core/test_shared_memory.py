@@ -321,8 +321,10 @@ def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
     (values,) = segment.shared_copies([torch.full((4,), float(rank))])
     table = Table("block", [values])
     if rank == 1:
-        time.sleep(0.3)  # the others are through before anything is read
+        dist.barrier()  # the others are through before anything is read
     operations = [neighbours.post(Channel.GATHER, table) for _ in range(_FAR)]
+    if rank != 1:
+        dist.barrier()
     seen = []
     if order == "backwards":
         operations.reverse()
@@ -544,17 +546,16 @@ def _dies(rank: int, world_size: int, directory: str) -> None:
     _step(model, 8)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         _step(model, 8)
-    Path(directory, "said").write_text(f"{time.monotonic() - began < 5} {error.value}")
+    Path(directory, "said").write_text(str(error.value))
 
 
 def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_ranks(2, _dies, str(tmp_path), isolated=True)
-    in_time, said = (tmp_path / "said").read_text().split(" ", 1)
-    assert in_time == "True"
+    said = (tmp_path / "said").read_text()
+    assert "within" not in said, "found by a timeout, which is half an hour here"
     assert "all-gather (waiting for its peers" in said or "launching all-gather failed" in said
     assert "the process of rank 1 of the group has ended" in said
 
@@ -562,13 +563,23 @@ def test_a_killed_peer_is_named_at_once(tmp_path: Path) -> None:
 def _already_gone(rank: int, world_size: int, directory: str) -> None:
     model = _sharded(world_size, 8, 8, 8)
     _step(model, 8)
-    dist.barrier()
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.0)
+    while _runs(pids[1]):
+        time.sleep(0.01)
     with pytest.raises(RuntimeError) as error:
         _step(model, 8)
     Path(directory, "said").write_text(str(error.value))
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and no zombie, which has closed its sockets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_peer_that_was_gone_before_is_named_too(tmp_path: Path) -> None:
