@@ -6,7 +6,7 @@ and nothing is left behind. What faults of files and disks must lead to stands i
 
 Fault number `n` of a kind is the same for the same seed, in whatever order and by however many processes they are
 tried. With `--out` each result is a line of a file as soon as it is known; another run of the command goes on from
-there, and tries again what was not survived.
+there, and tries again what was not survived; the file and the table keep every outcome.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -168,38 +169,53 @@ def machine() -> dict[str, Any]:
     return {"commit": commit + "-changed" * bool(changed), "cpu": cpu.partition(": ")[2], **versions}
 
 
-def known(out: Path | None) -> dict[tuple[str, int, int], Result]:
-    """The results that stand in a file, the last of each fault."""
-    if out is None or not out.exists():
-        return {}
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    results = [Result(**line) for line in lines if "kind" in line]
-    return {(one.kind, one.number, one.seed): one for one in results}
+Outcomes = dict[tuple[str, int, int], list[Result]]
+"""By kind, number and seed: every outcome of a fault, in the order in which it was tried."""
 
 
-def table(results: Iterable[Result]) -> str:
-    """Kinds, how many were injected and survived, and at what instants they struck."""
-    rows = ["kind | injected | survived | ended before it struck | instants", "---|---|---|---|---"]
-    by_kind: dict[str, list[Result]] = {}
-    for one in results:
-        by_kind.setdefault(one.kind, []).append(one)
+def known(out: Path | None) -> Outcomes:
+    """The results that stand in a file."""
+    outcomes: Outcomes = {}
+    if out is not None and out.exists():
+        for line in out.read_text().splitlines():
+            if "kind" in (fields := json.loads(line)):
+                _note(outcomes, Result(**fields))
+    return outcomes
+
+
+def _note(outcomes: Outcomes, one: Result) -> None:
+    outcomes.setdefault((one.kind, one.number, one.seed), []).append(one)
+
+
+def table(outcomes: Iterable[list[Result]]) -> str:
+    """For each kind how its faults ended, and at what instants they struck; a fault that was repeated counts once.
+
+    *at once*: survived whenever it was tried. *when repeated*: survived when it was tried last, and not before.
+    """
+    rows = [
+        "kind | injected | survived at once | when repeated | not survived | runs | ended before it struck | instants",
+        "---|---|---|---|---|---|---|---",
+    ]
+    by_kind: dict[str, list[list[Result]]] = {}
+    for runs in outcomes:
+        by_kind.setdefault(runs[0].kind, []).append(runs)
     for kind in KINDS:
         found = by_kind.get(kind, [])
-        injected = [one for one in found if one.struck is not None]
-        where: dict[str, int] = {}
-        for one in injected:
-            where[str(one.struck)] = where.get(str(one.struck), 0) + 1
-        told = ", ".join(f"{name} {count}" for name, count in sorted(where.items(), key=lambda item: -item[1]))
-        survived = sum(one.wrong is None for one in injected)
-        rows.append(f"{kind} | {len(injected)} | {survived} | {len(found) - len(injected)} | {told}")
+        injected = [struck for runs in found if (struck := [one for one in runs if one.struck is not None])]
+        at_once = sum(all(one.wrong is None for one in runs) for runs in injected)
+        survived = sum(runs[-1].wrong is None for runs in injected)
+        where = Counter(str(runs[-1].struck) for runs in injected)
+        told = ", ".join(f"{name} {count}" for name, count in where.most_common())
+        counts = (len(injected), at_once, survived - at_once, len(injected) - survived, sum(map(len, found)))
+        rows.append(f"{kind} | {' | '.join(map(str, counts))} | {len(found) - len(injected)} | {told}")
     return "\n".join(rows)
 
 
-def run(options: argparse.Namespace, root: Path) -> dict[tuple[str, int, int], Result]:
-    """Tries what is not known yet; results by kind, number and seed."""
-    results = known(options.out)
+def run(options: argparse.Namespace, root: Path) -> Outcomes:
+    """Tries what is not known yet, and again what was not survived when it was tried last."""
+    outcomes = known(options.out)
     wanted = [(kind, number, options.seed) for number in range(options.each) for kind in options.kinds]
-    todo = [key for key in wanted if key not in results or results[key].wrong is not None]
+    todo = [key for key in wanted if key not in outcomes or outcomes[key][-1].wrong is not None]
     expected = undisturbed(root / "undisturbed")
     lines = [json.dumps(machine() | {"seed": options.seed, "instants": expected.instants})]
     print(f"{len(todo)} of {len(wanted)} faults to try; {lines[0]}", flush=True)
@@ -209,7 +225,7 @@ def run(options: argparse.Namespace, root: Path) -> dict[tuple[str, int, int], R
         try:
             for number, future in enumerate(as_completed(pending)):
                 one = future.result()
-                results[one.kind, one.number, one.seed] = one
+                _note(outcomes, one)
                 lines.append(json.dumps(asdict(one)))
                 if options.out is not None:
                     with options.out.open("a") as file:
@@ -224,7 +240,7 @@ def run(options: argparse.Namespace, root: Path) -> dict[tuple[str, int, int], R
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
-    return {key: results[key] for key in wanted}
+    return {key: outcomes[key] for key in wanted}
 
 
 def main() -> None:
@@ -240,11 +256,11 @@ def main() -> None:
         parser.error("only root can make the small file systems that 'full' needs; name other --kinds")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         try:
-            results = run(options, Path(name))
+            outcomes = run(options, Path(name))
         except (_Ended, KeyboardInterrupt):
             raise SystemExit("ended; the same command goes on from here") from None
-    print(table(results.values()))
-    raise SystemExit(any(one.wrong is not None for one in results.values()))
+    print(table(outcomes.values()))
+    raise SystemExit(any(runs[-1].wrong is not None for runs in outcomes.values()))
 
 
 if __name__ == "__main__":

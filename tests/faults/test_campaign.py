@@ -1,6 +1,7 @@
 """A short campaign: a fault of every kind, at an instant that a seed chooses. `tests.faults.campaign` has long ones."""
 
 import dataclasses
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.faults.campaign import KINDS, Undisturbed, pristine, table, try_one, undisturbed, verdict
+from tests.faults.campaign import KINDS, Result, Undisturbed, known, pristine, table, try_one, undisturbed, verdict
 from tests.faults.damage import FILE_KINDS, can_mount, try_file
 from tests.faults.injection import Fault
 
@@ -36,8 +37,18 @@ def test_a_fault_is_survived(tmp_path: Path, expected: Undisturbed, kind: str):
     result = try_one(kind, 0, _SEED, expected, tmp_path)
     assert result.wrong is None
     assert result.struck is not None, "the job ended before the fault"
-    assert f"{kind} | 1 | 1 | 0" in table([result])
+    assert f"{kind} | 1 | 1 | 0 | 0 | 1 | 0" in table([[result]])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_repeated_fault_keeps_its_outcomes(tmp_path: Path):
+    lost = Result("kill", 0, 1, "kill", "writing", "ended otherwise", 1.0)
+    kept = dataclasses.replace(lost, wrong=None)
+    out = tmp_path / "results.jsonl"
+    lines = [lost, kept, dataclasses.replace(kept, number=1), dataclasses.replace(lost, number=2)]
+    out.write_text("".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in lines))
+    assert [len(runs) for runs in known(out).values()] == [2, 1, 1]
+    assert "kill | 3 | 1 | 1 | 1 | 4 | 0 | writing 3" in table(known(out).values())
 
 
 @pytest.mark.timeout(120)
