@@ -8,7 +8,7 @@
 torch's `fake` process group stands in for the other ranks: this process is rank 0 of as many as are asked for. Each
 group has nine parameters, in bf16, with gradients reduced in fp32. Printed is CPU time of this process without that of
 the fake group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its
-own. See docs/scale.md.
+own. See docs/explanation/scale.md.
 """
 
 import argparse

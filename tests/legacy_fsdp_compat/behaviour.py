@@ -2,7 +2,7 @@
 
 Each case is a function that returns what a script can see: numbers, names, types, the type of an error. Its verdict
 is "same", "differs: how" or "refused: what the error says". `python -m tests.legacy_fsdp_compat.behaviour` writes the
-tables into docs/legacy_fsdp.md.
+tables into docs/reference/legacy_fsdp.md.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.legacy_fsdp_compat.both import (
 from tests.packaging.workspace import ROOT
 
 ARGUMENTS, METHODS = "Arguments of FullyShardedDataParallel", "Methods and properties"
-DOCUMENT = ROOT / "docs" / "legacy_fsdp.md"
+DOCUMENT = ROOT / "docs" / "reference" / "legacy_fsdp.md"
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""docs/legacy_fsdp.md says of each behaviour of FSDP1 whether it is the same: every row runs on stock and on ours."""
+"""Each row of docs/reference/legacy_fsdp.md, same or not as FSDP1, runs on stock and on ours."""
 
 import re
 import warnings

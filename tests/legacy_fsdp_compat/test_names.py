@@ -1,4 +1,4 @@
-"""Every argument, method and public name of stock FSDP1 is there, and docs/legacy_fsdp.md lists the public names."""
+"""Stock FSDP1's arguments, methods and public names are there; docs/reference/legacy_fsdp.md lists the names."""
 
 import importlib
 import inspect
@@ -30,7 +30,7 @@ SUBMODULES = {"api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap
 
 def table(heading: str) -> dict[str, str]:
     """First and second column of the table below a heading."""
-    text = (ROOT / "docs" / "legacy_fsdp.md").read_text()
+    text = (ROOT / "docs" / "reference" / "legacy_fsdp.md").read_text()
     section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE))
 

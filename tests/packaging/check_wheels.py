@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.packaging.readme_examples import examples, run_example  # noqa: E402
+from tests.docs.blocks import blocks  # noqa: E402
+from tests.docs.blocks import run as run_block  # noqa: E402
 from tests.packaging.workspace import Package, packages  # noqa: E402
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -81,11 +82,13 @@ def try_wheel(package: Package, wheels: Path, directory: Path) -> None:
     run(*pip, "install", "-q", "--find-links", wheels, f"{package.distribution}=={built_version(package, wheels)}")
     run(*pip, "check")
     run(python, "-I", "-c", _IMPORT_ALL, package.import_name, cwd=directory)
-    for example in examples(package.readme):
-        result = run_example(example, directory, python=str(python))
+    for block in blocks(package.readme):
+        if not block.runs or block.language != "python":
+            continue
+        result = run_block(block, directory, python=str(python))
         print(result.stdout, end="")
         if result.returncode != 0:
-            raise SystemExit(f"{package.readme}:{example.line}: the example failed with {result.returncode}")
+            raise SystemExit(f"{block}: the example failed with {result.returncode}")
 
 
 def built_version(package: Package, wheels: Path) -> str:

@@ -1,4 +1,4 @@
-"""Imports between packages and inside core only run downwards, and never in a circle (docs/architecture.md)."""
+"""Imports between packages and inside core only run downwards, and never in a circle (see architecture.md)."""
 
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -81,7 +81,7 @@ def layer(module: str) -> int:
     for number, names in enumerate(LAYERS):
         if part in names:
             return number
-    raise AssertionError(f"{module} lies in no layer: give it one in LAYERS, and in docs/architecture.md")
+    raise AssertionError(f"{module} lies in no layer: give it one in LAYERS, and in docs/explanation/architecture.md")
 
 
 def imported_module(entry: Import, modules: set[str]) -> str | None:

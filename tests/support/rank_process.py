@@ -107,7 +107,14 @@ def serve(place: RankPlace, connection: Connection) -> None:
             reply = _clean(environment, all_garbage=count % 100 == 99)
         sys.stdout.flush()
         sys.stderr.flush()
+        _save_coverage()
         connection.send_bytes(pickle.dumps(reply))
+
+
+def _save_coverage() -> None:
+    """Under `hatch run coverage`: write down what ran so far, because pools end by SIGKILL."""
+    if (coverage := sys.modules.get("coverage")) and (measuring := coverage.Coverage.current()):
+        measuring.save()
 
 
 def _prepare_process(place: RankPlace) -> None:

@@ -74,8 +74,8 @@ def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str)
     raise RuntimeError(
         f"parameter '{fqn}' of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} is cut "
         f"into shards that are not whole blocks of {_BLOCK} elements, which {type(optimizer).__name__} quantises "
-        "together. Shard it with Blocks(elements=4096) or Owned() (docs/placements.md), or raise min_8bit_size above "
-        f"{_largest_shard(parameter)}"
+        "together. Shard it with Blocks(elements=4096) or Owned() (docs/how-to/placements.md), or raise min_8bit_size "
+        f"above {_largest_shard(parameter)}"
     )
 
 

@@ -20,7 +20,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Args:
         device: type of the device that the scale lives on.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for `torch.amp.GradScaler`.
+        init_scale: as for `torch.amp.GradScaler`.
+        backoff_factor: likewise.
+        growth_factor: likewise.
+        growth_interval: likewise.
+        enabled: likewise.
         process_group: the ranks that share the parameters; default: all.
     """
 

@@ -42,7 +42,8 @@ class FusedColwiseParallel(ColwiseParallel):
         names: of the logical tensors, in the order in which they are stacked, or lie in a group.
         sizes: output features of each in one group.
         input_layouts: as for `ColwiseParallel`.
-        output_layouts, use_local_output: likewise, with `sizes`.
+        output_layouts: as for `ColwiseParallel`, with `sizes` only.
+        use_local_output: as for `ColwiseParallel`, with `sizes` only.
 
     Raises:
         ValueError: when applied, if the output features are not so many equal parts that the ranks divide, or so many

@@ -1,4 +1,4 @@
-"""What a report holds: version 1 of the schema, as dataclasses. docs/tools/profile.md describes the JSON.
+"""What a report holds: version 1 of the schema, as dataclasses. docs/how-to/profile.md describes the JSON.
 
 All times are in seconds since the recording began on the rank that began first, all sizes in bytes.
 """

@@ -1,0 +1,96 @@
+"""Every Python block and every shell command of the pages and READMEs runs, or says why it does not."""
+
+from pathlib import Path
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from tests.docs.blocks import Block, blocks, run
+from tests.packaging.workspace import ROOT, packages
+
+READMES = [ROOT / "README.md", *(package.readme for package in packages())]
+PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _pages() -> list[ParameterSet]:
+    """Pages with a block that runs. Most start torchrun several times: those are for `hatch run test-all`."""
+    pages = [page for page in PAGES if any(block.runs for block in blocks(page))]
+    quick = {*READMES, ROOT / "docs" / "tutorials" / "from-fsdp2.md", ROOT / "docs" / "how-to" / "mixed-precision.md"}
+    return [pytest.param(page, id=_name(page), marks=[] if page in quick else [pytest.mark.slow]) for page in pages]
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
+    for block in blocks(page):
+        if not block.runs:
+            continue
+        result = run(block, tmp_path)
+        assert result.returncode == 0, f"{block}:\n{result.stdout}"
+        if block.language == "python" and "file" not in block.notes:
+            # A quiet example is one that a reader cannot check.
+            assert result.stdout.strip(), block
+            assert "Warning" not in result.stdout, f"{block}:\n{result.stdout}"
+
+
+def test_what_does_not_run_says_why():
+    reasons = {str(block): block.notes["not run"] for page in PAGES for block in blocks(page) if not block.runs}
+    assert [block for block, reason in reasons.items() if len(reason.split()) < 3] == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=_name)
+def test_every_readme_has_an_example(readme: Path):
+    assert any(block.language == "python" and block.runs for block in blocks(readme))
+
+
+def test_the_readme_is_a_screen_and_a_half():
+    readme = ROOT / "README.md"
+    quick_start = next(block for block in blocks(readme) if block.language == "python")
+    assert quick_start.code.count("\n") <= 30
+    assert readme.read_text().count("\n") <= 110
+
+
+def test_blocks_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 1\n```\n```bash\nls\n```\n<!-- processes: 2 -->\n\n```python\nx = 2\n```\n"
+        "- in a list\n\n  <!-- not run: needs a cluster -->\n  ```bash\n  sbatch\n  ```\n```\na drawing\n```\n"
+    )
+    assert [(b.line, b.language, b.code, b.processes, b.runs) for b in blocks(page)] == [
+        (2, "python", "x = 1\n", None, True),
+        (5, "bash", "ls\n", None, True),
+        (10, "python", "x = 2\n", 2, True),
+        (16, "bash", "sbatch\n", None, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python3\nx = 1\n```\n", "a block of 'python3'"),
+        ("```python\nx = 1\n", "1 lines are fences, but 0 blocks"),
+        ("<!-- proceses: 2 -->\n```python\nx = 1\n```\n", "proceses"),
+    ],
+)
+def test_a_block_that_would_not_be_run_is_refused(tmp_path: Path, text: str, message: str):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        blocks(page)
+
+
+def test_a_file_is_there_for_the_commands_after_it(tmp_path: Path):
+    script = Block(tmp_path / "page.md", 1, "python", "raise SystemExit('no such luck')\n", {"file": "train.py"})
+    assert run(script, tmp_path).returncode == 0
+    result = run(Block(tmp_path / "page.md", 5, "bash", "python train.py\n"), tmp_path)
+    assert result.returncode == 1
+    assert "no such luck" in result.stdout
+
+
+def test_a_failing_line_ends_a_shell_block(tmp_path: Path):
+    result = run(Block(tmp_path / "page.md", 1, "bash", "false\necho went on\n"), tmp_path)
+    assert result.returncode == 1
+    assert "went on" not in result.stdout

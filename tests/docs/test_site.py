@@ -1,0 +1,69 @@
+"""The built site in a browser: pages fit a desktop and a phone, figures load, nothing comes from another host."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.workspace import ROOT
+from tests.tools.browser import Page, browser, installed
+
+PAGES = (
+    "index",
+    "tutorials/first-model",
+    "how-to/profile",
+    "how-to/out-of-memory",
+    "reference/support",
+    "reference/api/core",
+    "reference/commands",
+    "reference/errors",
+    "reference/legacy_fsdp",
+    "explanation/step",
+    "explanation/architecture",
+    "explanation/benchmarks",
+)
+FIGURES = {"index": 1, "how-to/profile": 1, "explanation/step": 1}
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("zensical") is None, reason="zensical is not installed here: hatch run docs:check"
+    ),
+    pytest.mark.skipif(installed() is None, reason="there is no Chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    done = subprocess.run(
+        [sys.executable, ROOT / "website" / "build.py", "build"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / "website" / "built"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 800)], ids=["desktop", "phone"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_and_its_figures_load(built: Path, page: Page, name: str, width: int, height: int, tmp_path: Path):
+    page.errors.clear()
+    page.requests.clear()
+    page.open(built / f"{name}.html", width, height)
+    page.screenshot(tmp_path / "page.png", 2000)
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+    assert page.evaluate("document.querySelector('article h1').innerText.trim()")
+    figures = "[...document.querySelectorAll('article img:not(.twemoji)')]"
+    assert page.evaluate(f"{figures}.length") == FIGURES.get(name, 0)
+    assert page.evaluate(f"{figures}.every(one => one.complete && one.naturalWidth > 100)")
+    assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_a_search_finds_an_error(built: Path):
+    assert "already a DTensor with placements" in (built / "search.json").read_text()
