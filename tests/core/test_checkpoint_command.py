@@ -168,11 +168,11 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "{tmp}"], "is no checkpoint, and there is none in it"),
+        (["inspect", "{tmp}"], "is not a checkpoint, and contains none"),
         (["export", "{saved}", "{tmp}"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "{tmp}", "--ranks=1"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "/dev/null/x", "--ranks=1"], "Not a directory"),
-        (["inspect", "{tmp}/none"], "is no checkpoint, and there is none in it"),
+        (["inspect", "{tmp}/none"], "is not a checkpoint, and contains none"),
         (["import", "{tmp}/none", "{tmp}/x"], "none is missing, or no file"),
         (["export", "{saved}", "{tmp}/x", "--prefix", "nothing."], "no tensor whose name begins with 'nothing.'"),
         (["export", "{saved}", "{tmp}/x", "--all"], "add --to torch"),

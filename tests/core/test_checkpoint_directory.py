@@ -184,7 +184,7 @@ def test_a_checkpoint_that_is_there_has_been_saved(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(os, "scandir", failing)
         manager.save(2, state, blocking=True)
-    assert f"{tmp_path}: what is superfluous could not be removed ({tmp_path} cannot be read: Stale" in caplog.text
+    assert f"{tmp_path}: could not delete old checkpoints ({tmp_path} cannot be read: Stale" in caplog.text
     assert [one.step for one in manager.checkpoints()] == [1, 2]
     manager.save(3, state, blocking=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]

@@ -26,7 +26,7 @@ def test_the_second_to_save_is_refused(tmp_path: Path, step: int):
     elder, younger = CheckpointManager(tmp_path, keep=1), CheckpointManager(tmp_path, keep=1)
     elder.save(2, STATE, blocking=True)
     younger_step = {2: 2, 3: 3, 4: 1}[step]
-    text = r"has got step-000002 since this run began, and this run has not saved it: another run saves to the same"
+    text = r"gained step-000002 since this run began, and this run has not saved it: another run saves to the same"
     for _ in range(2):
         with pytest.raises(CheckpointError, match=text):
             younger.save(younger_step, STATE, blocking=True)
@@ -39,7 +39,7 @@ def test_one_that_took_the_place_of_ours(tmp_path: Path):
     first = CheckpointManager(tmp_path)
     first.save(1, STATE, blocking=True)
     CheckpointManager(tmp_path).save(1, STATE, blocking=True)  # of the same step: replaced
-    with pytest.raises(CheckpointError, match="has got step-000001 since this run began"):
+    with pytest.raises(CheckpointError, match="gained step-000001 since this run began"):
         first.save(2, STATE, blocking=True)
 
 
@@ -79,7 +79,7 @@ def both(rank: int, world_size: int, path: Path) -> Any:
 
 def test_all_ranks_hear_of_it(tmp_path: Path):
     for text in run_ranks(2, both, tmp_path):
-        assert text.startswith(f"saving step 2 to {tmp_path} failed on rank 0: {tmp_path} has got step-000001 since")
+        assert text.startswith(f"saving step 2 to {tmp_path} failed on rank 0: {tmp_path} gained step-000001 since")
     assert names(tmp_path) == ["step-000001"]
 
 
@@ -116,7 +116,7 @@ def test_a_manifest_that_cannot_be_read_when_the_run_begins(
     run.save(3, STATE, blocking=True)
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
     CheckpointManager(tmp_path).save(1, STATE, blocking=True)
-    with pytest.raises(CheckpointError, match="has got step-000001 since this run began"):
+    with pytest.raises(CheckpointError, match="gained step-000001 since this run began"):
         run.save(4, STATE, blocking=True)
 
 

@@ -496,7 +496,7 @@ def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.Capt
     assert "a single rank's state dicts are whole; convert to 'full'" in capsys.readouterr().err
     weights_only = [source, str(tmp_path / "w"), "--to", "sharded", "--ranks", "2", "--without", "optim"]
     assert main(weights_only) == 2
-    assert "tells parameters, which are cut, from buffers" in capsys.readouterr().err
+    assert "does not distinguish parameters, which are sharded, from buffers" in capsys.readouterr().err
     assert main([*weights_only, "--model", "tests.legacy_fsdp_compat.both:Model", "--no-progress"]) == 0
     leaves = leaves_of_file(tmp_path / "w" / "rank0.pt")
     assert type(leaves["model", "inp.weight"]) is StoredShards

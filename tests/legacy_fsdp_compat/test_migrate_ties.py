@@ -189,7 +189,7 @@ def stock_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ([0], False, "'model.emb._flat_param' is missing in .*rank0.pt, but a ShardedTensor"),
         ([0], True, "'model.emb._flat_param' is Tensor in .*rank0.pt, but a ShardedTensor"),
-        ([0, 1], True, "'model.emb._flat_param' is no ShardedTensor in .*rank0.pt"),
+        ([0, 1], True, "'model.emb._flat_param' is not a ShardedTensor in .*rank0.pt"),
     ],
 )
 def test_files_without_a_flat_tensor(

@@ -381,15 +381,15 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
     [
         (lambda c: {**c, "units": {"blocks.*": None}}, "'emb.weight' lies in none of the FSDP modules"),
         (lambda c: {**c, "units": {"": None, "block": None}}, "no name of the shapes lies in an FSDP module 'block'"),
-        (lambda c: {**c, "units": {"": "bf16"}}, "param_dtype 'bf16' is no dtype of torch"),
+        (lambda c: {**c, "units": {"": "bf16"}}, "param_dtype 'bf16' is not a dtype of torch"),
         (lambda c: {**c, "units": {**c["units"], "head": None}}, "'head.weight' is tied to 'emb.weight' of another"),
         (lambda c: {**c, "use_orig_params": "yes"}, "use_orig_params is 'yes', expected true or false"),
         (lambda c: {**c, "buffers": ["lost"]}, r"lists the buffers \['lost'\], which have no shapes"),
-        (lambda c: {**c, "units": {"": []}}, r"param_dtype \[\] is no dtype of torch"),
+        (lambda c: {**c, "units": {"": []}}, r"param_dtype \[\] is not a dtype of torch"),
         (lambda c: {**c, "buffers": list(c["shapes"])}, "no FSDP module has parameters: all 19 names"),
         (lambda c: {**c, "shapes": {**c["shapes"], "inp.bias": ["five"]}}, "the shape of 'inp.bias' is"),
-        (lambda c: without(c, "units"), "is no configuration: KeyError"),
-        (lambda c: [c], "is no configuration"),
+        (lambda c: without(c, "units"), "is not a configuration: KeyError"),
+        (lambda c: [c], "is not a configuration"),
     ],
 )
 def test_configurations_that_say_nothing(change: Any, message: str, tmp_path: Path):
@@ -398,7 +398,7 @@ def test_configurations_that_say_nothing(change: Any, message: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=message):
         wrapping_of_file(path)
     path.write_text("{")
-    with pytest.raises(CheckpointError, match="is no JSON"):
+    with pytest.raises(CheckpointError, match="is not JSON"):
         wrapping_of_file(path)
 
 

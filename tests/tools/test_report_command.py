@@ -95,7 +95,7 @@ def test_predicted_and_measured_stand_side_by_side(
     ("arguments", "words"),
     [
         (["--fail-on", "peak_memory>+5%"], "compares with another run; give two reports"),
-        (["--fail-on", "nonsense"], "is no limit"),
+        (["--fail-on", "nonsense"], "is not a limit"),
         (["--estimate", "a.json"], "is not one estimate of"),
         (["--estimate", "absent.json"], "cannot be read as one estimate"),
     ],

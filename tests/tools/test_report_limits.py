@@ -43,8 +43,8 @@ def test_a_limit_is_broken_or_not(limit: str, before: int, after: int, broken: b
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("peak_memory", "is no limit: expected MEASURE>LIMIT"),
-        ("peak_memory<5%", "is no limit"),
+        ("peak_memory", "is not a limit: expected MEASURE>LIMIT"),
+        ("peak_memory<5%", "is not a limit"),
         ("peak>+5%", "no measure 'peak'; expected one of step_time, peak_memory"),
         ("peak_memory>5parsecs", "'5parsecs' is not a number of bytes: expected digits and one of B, nothing, KiB"),
         ("peak_memory>5%", "'5%' is not a number of bytes"),

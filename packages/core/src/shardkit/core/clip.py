@@ -54,7 +54,7 @@ def clip_grad_norm_(
         device of the mesh.
 
     Raises:
-        ValueError: a norm_type that is no p-norm, or a gradient that is not placed like its parameter.
+        ValueError: a norm_type that is not a p-norm, or a gradient that is not placed like its parameter.
         RuntimeError: a norm that is not finite, with error_if_nonfinite; lists the gradients at fault.
     """
     norm = grad_norm(
@@ -89,7 +89,7 @@ def grad_norm(
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} is no p-norm: expected a number above 0, or inf")
+        raise ValueError(f"norm_type={norm_type} is not a p-norm: expected a number above 0, or inf")
     plan = _Plan.of(_distinct(_named(parameters)))
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]

@@ -42,8 +42,8 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     if len(root.modules) > 1:
         names = [type(module).__name__ for module in _alive(root)]
         raise RuntimeError(
-            f"the group of modules {names} ran forward before any module that contains them all; fully_shard the model "
-            "that contains them too, and run forward through it first"
+            f"the group of modules {names} ran forward before any module that contains them all. Call fully_shard on "
+            "the model that contains these modules, and run a forward pass through it first"
         )
     (module,) = _alive(root)
     _refuse_other_engine_around(module)

@@ -72,7 +72,7 @@ def check_replacement(fqn: str, parameter: torch.Tensor, old: DTensor, shape: to
         )
     if not isinstance(parameter, nn.Parameter) and parameter.requires_grad:
         raise ValueError(
-            f"parameter '{fqn}' was replaced by a DTensor that requires grad and is no nn.Parameter, as by "
+            f"parameter '{fqn}' was replaced by a DTensor that requires grad and is not an nn.Parameter, as by "
             "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
             "values, or train with the parameters of the module"
         )

@@ -314,7 +314,7 @@ class FSDPModule(StockFSDPModule):
         under way; explicit prefetch lists gather what fits, an explicit `unshard` stays until it is resharded.
 
         Args:
-            nbytes: the same on all ranks, at least what the modules that run inside each other take together. In
+            nbytes: the same on all ranks; must hold the largest set of nested modules. In
                 backward a module runs until the gradients of its inputs are there, and to the end if none of its inputs
                 needs one (an embedding, the first block, each tower of several): such modules count together with
                 those that run meanwhile. The forward or backward that finds the budget too small raises ValueError,

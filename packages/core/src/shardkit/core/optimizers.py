@@ -27,7 +27,7 @@ class _Held:
     """What an optimizer held when it stepped last, and the groups that are concerned.
 
     Identities, not the parameters: these may hold the optimizer, in hooks that step in backward, and keep it for ever.
-    An identity that comes again is no sharded parameter unless `fully_shard` was called; then all is looked up anew.
+    `id()`s are reused, so all of it is looked up again whenever `fully_shard` was called.
     """
 
     identities: list[int]

@@ -79,7 +79,7 @@ class FSDPParamGroup(GroupGather):
         device: where unsharded parameters live.
         mp_policy: dtypes of compute and reduction.
         reshard_after_forward: whether forward frees the parameters.
-        post_forward_mesh: the smaller group that keeps them between forward and backward, None for no one.
+        post_forward_mesh: the subgroup that holds them between forward and backward, or None.
         compression: how parameters and gradients are rounded to travel, None for full precision.
     """
 

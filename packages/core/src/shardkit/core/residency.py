@@ -5,8 +5,8 @@ What is worth holding is what is used next, so the budget is filled in order of 
 up to the first group that does not fit. In forward the order is the rest of forward, then backward; a group that is
 early in forward is late in backward, so it is the first to be freed and the last to be gathered again. For a chain of
 equal groups that is the least number of gathers that the budget allows. A larger budget holds whatever a smaller one
-holds, so gathers never become more as it grows; passing over what does not fit, for something small behind it, would
-lose that.
+holds, so the number of gathers never rises with the budget; skipping a large group in favour of a small later one would
+undo this.
 
 A group takes more while it is gathered (its packed buffer) than it holds afterwards. What is worth holding is measured
 by the latter, what can be started at a moment by the former.

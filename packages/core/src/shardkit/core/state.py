@@ -298,7 +298,7 @@ class FSDPState:
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
-            # A root that keeps its parameters for a backward has no reason to when none can follow.
+            # Without grad no backward can follow, so a root that would keep its parameters for it frees them.
             if group.settings.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
                 group.reshard(keep=with_grad, release=with_grad)
 

@@ -41,7 +41,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     kind = type(value)
-    if kind is tuple or kind is list:  # nearly always; the other tests are dear
+    if kind is tuple or kind is list:  # nearly always; the remaining checks are slow
         return kind([map_tensors(function, one) for one in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)

@@ -228,7 +228,7 @@ def _forgiven(path: Path) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         _LOG.warning(
-            "%s: what is superfluous could not be removed (%s); a later save that removes something or the next run "
+            "%s: could not delete old checkpoints (%s); a later save that removes something or the next run "
             "tries again",
             path,
             error,
@@ -258,14 +258,14 @@ def open_index(path: Path, left_out: Callable[[LeafPath], bool] = lambda _: Fals
     What is `left_out` of stock's need not be there.
 
     Raises:
-        CheckpointError: if it is no checkpoint.
+        CheckpointError: if it is not a checkpoint.
         DamagedCheckpointError: if it is a damaged one.
     """
     if (path / MANIFEST).exists():
         return read_manifest(path)
     if (path / METADATA).exists():
         return read_stock(path, left_out)
-    raise CheckpointError(f"{path} is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
+    raise CheckpointError(f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}")
 
 
 def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
@@ -285,7 +285,7 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
         return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(before))]
     found = StoredCheckpoint.all_in(path)
     if not found:
-        raise CheckpointError(f"{path} is no checkpoint, and there is none in it")
+        raise CheckpointError(f"{path} is not a checkpoint, and contains none")
     return [(one.path, one.read) for one in reversed(found)]
 
 
@@ -320,7 +320,7 @@ class OtherRuns:
         self._unread -= seals.keys()
         if others := [name for name, seal in seals.items() if seal not in self._known]:
             raise CheckpointError(
-                f"{self._directory.path} has got {', '.join(others[:5])}{' ...' if len(others) > 5 else ''} since this "
+                f"{self._directory.path} gained {', '.join(others[:5])}{' ...' if len(others) > 5 else ''} since this "
                 "run began, and this run has not saved it: another run saves to the same directory. Give each run a "
                 "directory of its own; if the other one has ended, start this one again, and it goes on from there"
             )

@@ -294,7 +294,7 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     try:
         document = json.loads(text + b"}")
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{name} is no JSON: {error}") from error
+        raise DamagedCheckpointError(f"{name} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise DamagedCheckpointError(f"{name} holds a {type(document).__name__}, expected an object")
     return document

@@ -86,7 +86,7 @@ class _Targets:
             elif name_of(path) in self._index.tensors:
                 self._tensors[path] = live  # what does not fit is refused when it is read
             else:
-                raise CheckpointError(f"{name_of(path)} is no tensor in the checkpoint and one in the model")
+                raise CheckpointError(f"{name_of(path)} is a tensor in the model, but not in the checkpoint")
 
     def like(self, prefix: LeafPath, leaves: Mapping[LeafPath, Any]) -> None:
         """Everything under `prefix`; into the tensors among `leaves` where there are such of the same look."""

@@ -163,7 +163,7 @@ def tensors_of_files(
         weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path / HF_INDEX} is no index: {error!r}") from error
+        raise DamagedCheckpointError(f"{path / HF_INDEX} is not an index: {error!r}") from error
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
         if Path(file).name != file:

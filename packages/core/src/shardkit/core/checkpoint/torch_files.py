@@ -301,7 +301,7 @@ def load_torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
         CheckpointError: for a missing one, and for one that asks for anything that is not allowed.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, or is no file")
+        raise CheckpointError(f"{path} does not exist, or is not a file")
     with path.open("rb") as file:
         return _loaded(file, path, path.stat().st_size, str(path), allowed)
 

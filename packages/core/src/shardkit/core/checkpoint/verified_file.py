@@ -47,7 +47,7 @@ def open_inside(directory: Path, name: str) -> int:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedCheckpointError(f"{path} is no regular file")
+        raise DamagedCheckpointError(f"{path} is not a regular file")
     return descriptor
 
 

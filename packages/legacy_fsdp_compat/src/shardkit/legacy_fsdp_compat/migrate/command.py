@@ -191,7 +191,7 @@ def _parameters(checkpoint: Checkpoint, known: _Known) -> Collection[str]:
     found = parameters_in_groups(checkpoint)
     if not found:
         raise CheckpointError(
-            "nothing here tells parameters, which are cut, from buffers: there is no optimizer with names; pass "
-            "--model MODULE:FUNCTION"
+            "this file does not distinguish parameters, which are sharded, from buffers: it has no optimizer with "
+            "names; pass --model MODULE:FUNCTION"
         )
     return found

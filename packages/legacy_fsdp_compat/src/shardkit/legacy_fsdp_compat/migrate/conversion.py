@@ -57,7 +57,7 @@ def open_checkpoint(
         without: names of what is left out, such as "rng" or "optim": values, or dicts with all that lies in them.
 
     Raises:
-        CheckpointError: for anything that is no checkpoint, an incomplete one, or one that does not fit the shapes, and
+        CheckpointError: for something other than a checkpoint, an incomplete one, one that does not fit the shapes, and
             for something to leave out that is not there.
     """
     of_model = None if shapes is None else ModelShapes.of(shapes)
@@ -159,7 +159,7 @@ def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
     return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}

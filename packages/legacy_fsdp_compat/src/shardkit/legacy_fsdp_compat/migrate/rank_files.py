@@ -171,7 +171,7 @@ def stored_shards(name: str, files: list[RankFile], path: LeafPath, notes: list[
     """
     found = [value for file in files if isinstance(value := file.leaves.get(path), StoredShards)]
     if not found:
-        raise CheckpointError(f"'{name}' is no ShardedTensor in {files[0].path} or another file, expected parts of one")
+        raise CheckpointError(f"'{name}' is not a ShardedTensor in {files[0].path} or another file; expected its parts")
     first = found[0]
     dtype = first.dtype
     boxes: list[Box] = []
@@ -278,7 +278,7 @@ def same_everywhere(files: list[RankFile], path: LeafPath) -> None:
             same = type(mine) is type(theirs) and repr(mine) == repr(theirs)
         if not same:
             raise CheckpointError(
-                f"'{name_of(path)}' is no ShardedTensor, and differs between {first.path} and {other.path}; one of "
+                f"'{name_of(path)}' is not a ShardedTensor, and differs between {first.path} and {other.path}; one of "
                 "them would be lost. Optimizer state must be saved with FSDP.optim_state_dict, not "
                 "optimizer.state_dict(); leave out what belongs to a rank (random "
                 "states, positions of data loaders) with --without KEY"

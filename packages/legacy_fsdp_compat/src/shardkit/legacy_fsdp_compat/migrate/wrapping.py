@@ -262,7 +262,7 @@ def alignment_of(param_dtype: str | None, dtype: torch.dtype) -> int:
 def _dtype(name: object) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"param_dtype {name!r} is no dtype of torch, such as 'bfloat16'; null is none")
+        raise CheckpointError(f"param_dtype {name!r} is not a dtype of torch, such as 'bfloat16'; null stands for none")
     return found
 
 
@@ -290,7 +290,7 @@ def shapes_of_config(path: Path) -> tuple[Shapes, list[str]]:
     where FSDP1 cannot have those.
 
     Raises:
-        CheckpointError: for what is no configuration.
+        CheckpointError: if it is not a configuration.
     """
     shapes, _, buffers, _ = _parts(_json(path), path)
     return shapes, [name for name in shapes if name not in buffers]
@@ -300,7 +300,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
 
 
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
@@ -320,7 +320,7 @@ def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[s
         flag, buffers = found["use_orig_params"], frozenset(found.get("buffers", []))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is no configuration: {error!r}; expected use_orig_params, units (name -> param_dtype or null), "
+            f"{file} is not a configuration: {error!r}; expected use_orig_params, units (name -> param_dtype or null), "
             "shapes, and perhaps buffers"
         ) from error
     if not isinstance(flag, bool):

@@ -272,7 +272,7 @@ def parse_limit(text: str) -> Limit:
     """
     match = _LIMIT.fullmatch(text)
     if match is None:
-        raise InputError(f"'{text}' is no limit: expected MEASURE>LIMIT, such as peak_memory>+5% or step_time>=1.5s")
+        raise InputError(f"'{text}' is not a limit: expected MEASURE>LIMIT, such as peak_memory>+5% or step_time>=1.5s")
     name, operator, plus, amount = match.groups()
     measure = next((one for one in MEASURES if one.name == name), None)
     if measure is None:

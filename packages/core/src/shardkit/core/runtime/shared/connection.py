@@ -106,7 +106,7 @@ class Connection:
 
     @property
     def refused(self) -> bool:
-        """Whether the kernel will not carry more descriptors just now, and will not say when it does."""
+        """True if the kernel is out of in-flight descriptors; it does not signal when they are free again."""
         return self._refused_since is not None
 
     def receive(self, *, wait: bool) -> tuple[bytes, list[int]] | None:

@@ -13,8 +13,8 @@ Note [Nobody waits to be read]
 A launch never waits: messages that a peer has no room for are kept (`connection.py`) and sent on by whatever this rank
 waits for next. A rank that has to hear from one peer then listens to all, for those may be waiting for room, too. No
 wait ends before this rank's own part of the same operation is out: its POST with `collect`, its RELEASE with
-`wait_released`. So a rank never goes away, to compute or to another collective, with something that a peer needs to get
-as far as it has got itself.
+`wait_released`. So a rank sends everything its peers are waiting for before it starts to compute or enters another
+collective.
 """
 
 from __future__ import annotations

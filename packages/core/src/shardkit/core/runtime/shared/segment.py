@@ -102,7 +102,7 @@ def check_sealed(fd: int) -> None:
 
 def _refused(error: OSError | str) -> NoSharedMemoryError:
     return NoSharedMemoryError(
-        f"no more memory files to be had: {error}. Each parameter group needs one: raise the limit on open files "
+        f"no more memory files are available: {error}. Each parameter group needs one: raise the limit on open files "
         "(ulimit -n) or on memory, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
     )
 
