@@ -2,10 +2,12 @@
 
 Each wheel gets a virtual environment with the wheel, its declared siblings and its declared dependencies. Only torch
 and what torch requires are shared with the interpreter that runs this, by links, as installing them takes minutes;
-everything else comes from the package index. Run with ``hatch run wheels``.
+everything else comes from the package index. On other Pythons that the classifiers name, and that are there, the wheels
+are installed without their dependencies and compiled. Run with ``hatch run wheels``.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,35 @@ def try_wheel(package: Package, wheels: Path, directory: Path) -> None:
             raise SystemExit(f"{block}: the example failed with {result.returncode}")
 
 
+def other_pythons() -> list[str]:
+    """Commands of the other Pythons that the packages support, as far as they run here."""
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(packages()[0].project["classifiers"]))
+    own = "{}.{}".format(*sys.version_info)
+    commands = [f"python{version}" for version in versions if version != own]
+    found = {one: _runs(one) for one in commands}
+    for missing in (one for one, runs in found.items() if not runs):
+        print(f"{missing} does not run here: no wheel was tried on it")
+    return [one for one, runs in found.items() if runs]
+
+
+def _runs(command: str) -> bool:
+    """Whether a command is there and works: a version manager's stand-in for another version is there, and fails."""
+    return (
+        shutil.which(command) is not None
+        and subprocess.run([command, "-c", ""], check=False, capture_output=True).returncode == 0
+    )
+
+
+def try_python(python: str, wheels: Path, directory: Path) -> None:
+    """Install all wheels on another Python, which must be one that they allow, and compile every file of them."""
+    environment = directory / python
+    run(python, "-m", "venv", environment)
+    run(environment / "bin" / "pip", "install", "-q", "--no-deps", *sorted(wheels.glob("shardkit_*.whl")))
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    run(environment / "bin" / "python", "-W", "error", "-m", "compileall", "-q", "-f", site_packages / "shardkit")
+    print(f"{python}: all wheels install and compile")
+
+
 def built_version(package: Package, wheels: Path) -> str:
     (wheel,) = wheels.glob(f"{package.distribution.replace('-', '_')}-*.whl")
     return wheel.name.split("-")[1]
@@ -106,6 +137,8 @@ def main() -> None:
             place.mkdir()
             try_wheel(package, directory / "wheels", place)
             print(f"{package.distribution}: its wheel installs, imports and runs its examples on its own")
+        for python in other_pythons():
+            try_python(python, directory / "wheels", directory)
 
 
 if __name__ == "__main__":
