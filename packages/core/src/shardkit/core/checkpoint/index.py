@@ -246,7 +246,7 @@ def overlap(one: Box, other: Box) -> bool:
 MANIFEST = "manifest.json"
 
 SAVE_ID = "shardkit-checkpoint"
-"""In stock's metadata beside it: says of a directory that it has a manifest, or has lost it."""
+"""In stock's metadata beside it: marks a directory as one of ours even if its manifest is missing."""
 
 _FORMAT, _VERSION = "shardkit-checkpoint", 1
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n')
