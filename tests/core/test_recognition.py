@@ -456,6 +456,10 @@ def chunked_loss(rank: int, world_size: int) -> None:
         assert torch.equal(expected[label], seen[label]), label
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="stock refuses gradients of several dtypes before torch 2.13: nothing to compare",
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_chunked_loss_over_norm_and_head(world_size: int) -> None:
     run_ranks(world_size, chunked_loss)
