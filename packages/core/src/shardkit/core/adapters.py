@@ -50,9 +50,9 @@ __all__ = [
 ]
 
 ADAPTERS = "shardkit.dtensor_adapters"
+"""The group of entry points under which distributions offer a `DTensorAdapter`."""
 HOOK = "fsdp_pre_all_gather"
 """The method by which a local tensor brings its own all-gather; users may also put it on one object."""
-"""The group of entry points under which distributions offer a `DTensorAdapter`."""
 
 Holder = tuple[nn.Module, str]
 """A module, and the name of its attribute that is the parameter."""

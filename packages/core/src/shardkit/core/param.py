@@ -196,6 +196,7 @@ class FSDPParam:
         take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
         self.gradient_dtype.note(parameter)
+        self._note_dtypes()
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
         self._origin = parameter.untyped_storage()
@@ -537,15 +538,14 @@ class FSDPParam:
             return None
         gradient, self.accumulated = self.accumulated, None
         if gradient is None:
-            gradient = parameter.grad
-            if gradient is None and not zeros_if_unused:
-                return None
-            fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype) if zeros_if_unused else None
+            gradient, parameter.grad = parameter.grad, None
+            if zeros_if_unused:  # ranks send zeros or gradients, alike in dtype
+                fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
+                if gradient is None and parameter.requires_grad:
+                    return torch.zeros(self.layout.shape, dtype=fresh, device=self.device)
+                gradient = gradient if gradient is None else gradient.to(fresh)
             if gradient is None:
-                return self._zero_gradient(fresh) if parameter.requires_grad else None
-            parameter.grad = None
-            if fresh is not None:  # other ranks may send zeros of that dtype
-                gradient = gradient.to(fresh)
+                return None
         elif parameter.grad is not None:
             gradient += parameter.grad
             parameter.grad = None
@@ -553,9 +553,6 @@ class FSDPParam:
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)
         return gradient if gradient.shape == self.layout.shape else gradient.reshape(self.layout.shape)
-
-    def _zero_gradient(self, dtype: torch.dtype | None) -> torch.Tensor:
-        return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.

@@ -150,7 +150,7 @@ class Twin:
         return self._lent
 
     def take_state(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
-        """Brings what the step has added or replaced back into `state`."""
+        """Brings what the step has added, replaced or removed back into `state`."""
         if lent is self._lent and _contents(lent) == self._of_lent:
             return
         for key, value in lent.items():
@@ -158,6 +158,8 @@ class Twin:
             if pair is None or pair[1] is not value:
                 pair = self._pairs[key] = self._whole(key, value), value
             state[key] = pair[0]
+        for key in state.keys() - lent.keys():
+            del state[key]
         self._note(state, lent)
 
     def _note(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
