@@ -48,6 +48,7 @@ from shardkit.core.policies import (
     as_mixed_precision,
     as_offload,
 )
+from shardkit.core.runtime.gloo_threads import wait_at_exit
 from shardkit.core.state import FSDPState, state_of
 from shardkit.core.torch_compat import mark_managed
 
@@ -137,6 +138,7 @@ def fully_shard(
     data_parallel = data_parallel_mesh(mesh, as_mesh_dims(dp_mesh_dims))
     device = device_of(mesh)
     start_observers()
+    wait_at_exit()
     policy, offload = as_mixed_precision(mp_policy), as_offload(offload_policy)
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")

@@ -1,0 +1,71 @@
+"""A process ends cleanly though a thread of gloo still has to let go of tensors."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Letting go of a tensor takes long here, in gloo's thread and without Python's lock, which the thread then wants back.
+RANK = """
+import hashlib, sys, threading, time, weakref
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from shardkit.core import fully_shard
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Linear(2, 2)
+if sys.argv[3] == "sharded":
+    model = fully_shard(model, mesh=mesh)
+letting_go = threading.Event()
+
+def let_go():
+    letting_go.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 600_000)
+
+tensor = torch.ones(3)
+if rank:
+    time.sleep(0.5)
+    dist.all_reduce(tensor)
+else:
+    weakref.finalize(tensor, let_go).atexit = False
+    work = dist.all_reduce(tensor, async_op=True)
+    del tensor, work
+    letting_go.wait(30)
+    assert letting_go.is_set()
+    print("done")
+dist.destroy_process_group()
+"""
+
+
+def _ends(store: Path, engine: str) -> tuple[int, str]:
+    """How rank 0 ends: its exit status, and what it said."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(store), str(rank), engine],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert "done" in said[0], said
+    return ranks[0].returncode, said[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells which threads run")
+def test_a_thread_of_gloo_may_finish_before_the_interpreter_ends(tmp_path: Path):
+    status, said = _ends(tmp_path / "ours", "sharded")
+    assert status == 0, said
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython no longer ends threads that want its lock at the end")
+def test_without_the_engine_such_a_process_crashes(tmp_path: Path):
+    """If this fails torch or CPython has mended it, and `gloo_threads` may go."""
+    status, said = _ends(tmp_path / "plain", "plain")
+    assert status in (-signal.SIGABRT, -signal.SIGSEGV), said
