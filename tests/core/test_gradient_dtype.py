@@ -9,7 +9,7 @@ import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 
 import shardkit.core as shardkit
-from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, like_dtensor, local_of
 from tests.support import rank_mesh, run_ranks
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -152,6 +152,26 @@ def kept_grad_dtype(rank: int, world_size: int) -> None:
 
 def test_grad_dtype_outlives_casts_and_loads() -> None:
     run_ranks(2, kept_grad_dtype)
+
+
+def replaced(rank: int, world_size: int) -> None:
+    """A parameter over the same shard takes another's place, and brings a `grad_dtype` of its own."""
+    model = nn.Linear(8, 8, bias=False, dtype=BFLOAT16)
+    shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))
+    x = torch.randn(3, 8, dtype=BFLOAT16)
+    model(x).sum().backward()
+    assert model.weight.grad.dtype == BFLOAT16
+    other = nn.Parameter(like_dtensor(local_of(model.weight), model.weight))
+    other._local_tensor = local_of(model.weight)
+    other.grad_dtype = FLOAT32
+    model.weight = other
+    model(x).sum().backward()
+    assert model.weight is other
+    assert other.grad.dtype == FLOAT32
+
+
+def test_a_parameter_over_the_same_shard_brings_its_own_grad_dtype() -> None:
+    run_ranks(2, replaced)
 
 
 def waiting(rank: int, world_size: int) -> None:

@@ -49,7 +49,26 @@ def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.05)
 
 
+class EveryOther(torch.optim.Optimizer):
+    """Keeps a gradient in its state at one step, uses it and removes it at the next."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                if "kept" in state:
+                    parameter.sub_(0.1 * (state.pop("kept") + parameter.grad))
+                else:
+                    state["kept"] = parameter.grad.clone()
+
+
 OPTIMIZERS: dict[str, Build] = {
+    "every_other": EveryOther,
     "muon": muon,
     "adafactor": adafactor,
     "soap": soap,
@@ -107,7 +126,9 @@ def _same(rank: int, world_size: int, name: str) -> None:
     assert [len(group["params"]) for group in ours.param_groups] == [
         len(group["params"]) for group in theirs.param_groups
     ]
-    for p in matrices(model):
+    for p, whole in zip(matrices(model), matrices(reference), strict=True):
+        if ours.state.get(p):
+            assert ours.state[p].keys() == theirs.state[whole].keys()
         assert any(p is one for group in ours.param_groups for one in group["params"])
         assert name == "muon" or bool(ours.state.get(p)) == bool(local_of(p).numel()), "state lies with the owner"
         for value in ours.state.get(p, {}).values():
