@@ -8,11 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardkit.core.runtime.shared.meeting import neighbours_of
 
+DEVICE = "cpu"
+"""Where the tensors of `rank_mesh` lie; `tests/gpu` sets it to "cuda" in the processes that it runs."""
+
 
 @functools.cache
 def rank_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return a CPU mesh over all ranks. Collective on its first call with the same arguments."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    """Return a mesh over all ranks, on `DEVICE`. Collective on its first call with the same arguments."""
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
 
 
 @functools.cache
