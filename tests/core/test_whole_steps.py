@@ -172,40 +172,6 @@ def test_step_hooks_see_whole_norms(on_shards: bool) -> None:
     run_ranks(2, _clip_in_hooks, on_shards)
 
 
-class EstimatesFromAll(torch.optim.SGD):
-    """Keeps numbers in its groups as D-Adaptation, Prodigy, LAMB and Adan do."""
-
-    def __init__(self, params: Iterable[nn.Parameter], **numbers: object) -> None:
-        super().__init__(params, lr=0.1)
-        self.param_groups[0].update(numbers)
-
-
-def _one_number(rank: int, world_size: int, numbers: dict[str, object], refused: bool) -> None:
-    model = build()
-    model = shard(model, world_size, plan_owners(model))
-    optimizer = EstimatesFromAll(matrices(model), **numbers)
-    model(torch.ones(2, 12)).sum().backward()
-    if not refused:
-        optimizer.step()
-        return
-    with pytest.raises(RuntimeError, match=rf"one number from all .*'{next(iter(numbers))}' = .*'layers\.0\.weight'"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "numbers", "refused"),
-    [
-        (2, {"d": 1e-6}, True),
-        (2, {"d": 1e-6, "fsdp_in_use": True}, False),
-        (2, {"max_grad_norm": 1.0}, True),
-        (2, {"max_grad_norm": 0.0}, False),
-        (1, {"d": 1e-6}, False),
-    ],
-)
-def test_numbers_of_all_parameters_are_refused(world_size: int, numbers: dict[str, object], refused: bool) -> None:
-    run_ranks(world_size, _one_number, numbers, refused)
-
-
 class Wide(nn.Module):
     """Weights of 256 x 64 elements (four blocks of 4096), 64 x 256, and vectors."""
 

@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
         "ranges",
         "region",
         "residency",
+        "separate_steps",
         "settings",
         "stock_names",
         "slot",

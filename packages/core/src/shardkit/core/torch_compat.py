@@ -5,11 +5,12 @@ The rest of the package uses torch's public names only. Each function here says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -57,6 +58,7 @@ __all__ = [
     "guard_stock_states",
     "hook_innermost",
     "is_within_step",
+    "is_without_numbers",
     "modules_of_stock",
     "stock_engine_of",
     "stock_modules_around",
@@ -87,6 +89,7 @@ __all__ = [
     "transforms_active",
     "unwrapped",
     "version_of",
+    "without_global_step_hooks",
     "wraps_tensors",
 ]
 
@@ -284,6 +287,27 @@ def hook_innermost(
     hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     return handles
+
+
+@contextlib.contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Steps call no hooks but those of their optimizer. Also within such a hook, which runs over torch's own dict."""
+    module: Any = sys.modules[torch.optim.Optimizer.__module__]
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    before = [getattr(module, name) for name in names]
+    try:
+        for name in names:
+            setattr(module, name, OrderedDict())
+        yield
+    finally:
+        for name, hooks in zip(names, before, strict=True):
+            setattr(module, name, hooks)
+
+
+def is_without_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor or its shard has a shape only: on the meta device, or a fake one."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.is_meta or isinstance(local, FakeTensor)
 
 
 def is_within_step(optimizer: torch.optim.Optimizer) -> bool:

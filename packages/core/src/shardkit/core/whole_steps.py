@@ -29,6 +29,7 @@ from shardkit.core.block_steps import steps_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
+from shardkit.core.separate_steps import joins_parameters
 from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
 from shardkit.core.torch_compat import hook_innermost, is_within_step, local_of, no_dynamo
 
@@ -58,29 +59,29 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTe
         )
 
 
-def _refuse_number_of_all(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor]) -> None:
-    """An optimizer that computes one number from all parameters would compute it from those of this rank.
+def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor], closure: bool) -> None:
+    """An optimizer whose step on a parameter depends on others, or communicates, would see those of this rank only.
 
-    D-Adaptation and Prodigy keep theirs as `d` in the parameter group (Adafactor's `d` is a constant); LAMB and Adan
-    clip by `max_grad_norm`.
+    Optimizers that are not known are tried once. See Note [Tried on small tensors] in `separate_steps.py`.
 
     Raises:
-        RuntimeError: with an FQN, the setting and what to do.
+        RuntimeError: with what it does, an FQN and what to do.
     """
-    clips = getattr(optimizer, "pre_norm", True)  # pytorch-optimizer's Lamb has the other setting without using it
-    for group in optimizer.param_groups:
-        estimates = "d" in group and not isinstance(optimizer, torch.optim.Adafactor)
-        setting = "d" if estimates and not group.get("fsdp_in_use") else None
-        setting = "max_grad_norm" if clips and group.get("max_grad_norm") else setting
-        owned = [one for one in placed if one.device_mesh.size() > 1]
-        if setting is not None and owned:
-            param = sharded_counterpart(owned[0])
-            raise RuntimeError(
-                f"{type(optimizer).__name__} computes one number from all of its parameters ('{setting}' = "
-                f"{group[setting]}), and parameter '{'?' if param is None else param.fqn}' lies on Owned(): each rank "
-                "would compute the number from what it owns. Use an optimizer without it; in place of max_grad_norm "
-                "use shardkit.core.clip_grad_norm_, and for Prodigy fsdp_in_use=True"
-            )
+    known = steps_by_element(optimizer) or steps_by_block(optimizer) or type(optimizer) in _BY_MATRIX
+    owned = [one for one in placed if one.device_mesh.size() > 1 and any(isinstance(p, Owned) for p in one.placements)]
+    tried, case = _tried.setdefault(optimizer, set()), (closure, len(optimizer.param_groups))
+    if known or not owned or case in tried:
+        return
+    because = joins_parameters(optimizer, closure)
+    if because is not None:
+        param = sharded_counterpart(owned[0])
+        raise RuntimeError(
+            f"{type(optimizer).__name__} {because}; parameter '{'?' if param is None else param.fqn}' lies on Owned(), "
+            "so that each rank would step with what it owns, and wrongly. Shard these parameters with Shard(0), or use "
+            "an optimizer that steps on each parameter by itself; clip with shardkit.core.clip_grad_norm_ and not "
+            "within the step. If it does step on each by itself, set its attribute steps_each_parameter_alone = True"
+        )
+    tried.add(case)
 
 
 def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
@@ -141,6 +142,10 @@ class _WholeSteps(ShardSteps):
         return self._params is not None
 
 
+# Optimizers of torch that step on each matrix by itself.
+_BY_MATRIX = (torch.optim.Adafactor, torch.optim.Muon)
+
+_tried: WeakKeyDictionary[torch.optim.Optimizer, set[tuple[bool, int]]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionary()
 _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -158,7 +163,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         return None
     for parameter in placed:
         _refuse_part_of_matrix(optimizer, parameter)
-    _refuse_number_of_all(optimizer, placed)
+    _refuse_joined_steps(optimizer, placed, _closure_of(args, kwargs) is not None)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
@@ -195,6 +200,13 @@ def _restore(optimizer: torch.optim.Optimizer) -> None:
     _lent.discard(optimizer)
 
 
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """The closure among the arguments of a step hook, of which the first is the optimizer."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"]
+    return args[1] if len(args) > 1 and callable(args[1]) else None
+
+
 def _with_closure(optimizer: torch.optim.Optimizer, steps: _WholeSteps, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step, with a closure that sees the parameters themselves while it runs."""
 
@@ -208,8 +220,9 @@ def _with_closure(optimizer: torch.optim.Optimizer, steps: _WholeSteps, args: An
 
         return run
 
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": around(kwargs["closure"])}
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], around(args[1]), *args[2:]), kwargs
-    return args, kwargs
+    closure = _closure_of(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    if kwargs.get("closure") is closure:
+        return args, {**kwargs, "closure": around(closure)}
+    return (args[0], around(closure), *args[2:]), kwargs

@@ -1,0 +1,202 @@
+"""Whether an optimizer steps on each parameter by itself: tried on small tensors, before it steps on what a rank owns.
+
+Note [Tried on small tensors]
+On `Owned` an optimizer sees the matrices of one rank. One that makes a number out of all of its parameters (a norm to
+clip by, a step size, the direction of a line search), or that communicates, would compute something else, and nothing
+in its class says so. So a copy of the optimizer with the same settings steps on three small tensors for each of its
+parameter groups, twice, and the second time the tensor in the middle gets other gradients. If its neighbours come out
+otherwise, or if anything is sent, the optimizer is refused. So is one that cannot be tried, unless its user vouches for
+it by the attribute `steps_each_parameter_alone`. The random numbers of the process are given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.core.torch_compat import TorchDispatchMode, is_without_numbers, local_of, without_global_step_hooks
+
+__all__ = ["joins_parameters"]
+
+_STEPS = 12  # more than the intervals at which optimizers usually refresh what they keep
+_LARGER = 1e3  # how much larger the other gradients are: enough to be clipped
+_LEAST_LR = 0.01  # a warm-up may begin with none, and then no parameter moves
+_COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+
+
+def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool) -> str | None:
+    """Why a step is wrong on the parameters of one rank, as the end of a sentence; None if it is right.
+
+    Not collective; all ranks come to the same answer. See Note [Tried on small tensors].
+    """
+    groups = optimizer.param_groups
+    params = [parameter for group in groups for parameter in group["params"]]
+    sums_over_ranks = all(group.get("fsdp_in_use") for group in groups)  # Prodigy
+    vouched = sums_over_ranks or getattr(optimizer, "steps_each_parameter_alone", False)
+    if vouched or any(map(is_without_numbers, params)):
+        return None
+    inner = next((one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)), None)
+    if inner is not None and {id(one) for group in inner.param_groups for one in group["params"]} & set(
+        map(id, params)
+    ):
+        return f"steps through another optimizer ({type(inner).__name__}), whose state would get plain tensors"
+    failure = ""
+    for resumed in (True, False):  # its state may be of other sizes than that of small tensors
+        try:
+            one, other = (_neighbours_after_steps(optimizer, with_closure, times, resumed) for times in (1, _LARGER))
+            return None if _same(one, other) else "computes the step of a parameter from the gradients of others, too"
+        except _CommunicationError as sent:
+            return f"communicates in its step ({sent})"
+        except Exception as error:  # noqa: BLE001  # an optimizer may raise anything
+            failure = failure or f"{type(error).__name__}: {error!s:.200}"
+    return f"could not be tried on small tensors ({failure}), and may compute a step from more than one parameter"
+
+
+class _CommunicationError(Exception):
+    pass
+
+
+class _RefuseCommunication(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace in _COMMUNICATION:
+            raise _CommunicationError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _apart(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Gives random numbers back at the end, so that every trial has the same. Nothing is compiled, nor hooks called."""
+    numpy = sys.modules.get("numpy")
+    numbers, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = {one.device for one in params if one.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cuda"
+    try:
+        with (
+            torch.random.fork_rng(devices, device_type=kind),
+            torch.compiler.set_stance("force_eager"),
+            without_global_step_hooks(),
+            _RefuseCommunication(),
+        ):
+            yield
+    finally:
+        random.setstate(numbers)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
+def _neighbours_after_steps(
+    optimizer: torch.optim.Optimizer, with_closure: bool, times: float, resumed: bool
+) -> list[Any]:
+    """First and third tensor of each parameter group after some steps, with their state, and the group's settings.
+
+    The gradients of the second one are random, of that size.
+
+    Raises:
+        RuntimeError: if the steps say nothing, since tensors stay as they are or end as nan.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    small = [_small_tensors(group["params"], generator) for group in optimizer.param_groups]
+    begun = [[one.detach().clone() for one in tensors] for tensors in small]
+    trial = _copy_for(optimizer, small, resumed)
+    others = torch.Generator("cpu").manual_seed(int(times))
+
+    def closure() -> torch.Tensor:
+        for tensors, first in zip(small, begun, strict=True):
+            for one, start in zip(tensors, first, strict=True):
+                one.grad = start.flip(0) + one.detach()
+            for one in tensors[1:2]:
+                gradient = times * torch.randn(one.shape, generator=others, device="cpu")
+                one.grad = gradient.to(one.device, one.dtype)
+        return torch.ones(())
+
+    step: Callable[..., Any] = trial.step
+    with _apart([one for tensors in small for one in tensors]):
+        for _ in range(_STEPS):
+            closure()
+            step(closure) if with_closure else step()
+    neighbours = [one for tensors in small for one in tensors[::2]]
+    starts = [one for tensors in begun for one in tensors[::2]]
+    if any(torch.equal(one, start) or not one.isfinite().all() for one, start in zip(neighbours, starts, strict=True)):
+        raise RuntimeError("its steps leave tensors as they are, or make them infinite")
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in trial.param_groups]
+    return [*neighbours, *settings, *(dict(trial.state.get(one, {})) for one in neighbours)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two results hold the same numbers; what is no number, nor holds any, is not compared."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return not isinstance(one, float) or one == other or (one != one and other != other)
+
+
+def _small_tensors(params: Sequence[torch.Tensor], generator: torch.Generator) -> list[nn.Parameter]:
+    """Three, with as many dims as the largest parameter of a group."""
+    if not params:
+        return []
+    like = max(params, key=torch.Tensor.numel)
+    shape = {0: (), 1: (8,)}.get(like.ndim, (3,) * (like.ndim - 2) + (8, 6))
+    local = local_of(like) if hasattr(like, "placements") else like
+    numbers = [torch.randn(shape, generator=generator, device="cpu") for _ in range(3)]
+    return [nn.Parameter(one.to(local.device, local.dtype)) for one in numbers]
+
+
+def _copy_for(
+    optimizer: torch.optim.Optimizer, small: Sequence[list[nn.Parameter]], resumed: bool
+) -> torch.optim.Optimizer:
+    """A copy for other parameters, with the same settings. `Optimizer` itself copies but some of its attributes.
+
+    With `resumed` it has what was counted so far, and zeros in the place of state of a parameter's shape, or ones if
+    it is a mask.
+    """
+    memo: dict[int, Any] = {}
+    for group, tensors in zip(optimizer.param_groups, small, strict=True):
+        memo[id(group["params"])] = tensors
+        for number, parameter in enumerate(group["params"]):
+            memo[id(parameter)] = tensors[min(number, 2)]
+    trial: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = trial
+    memo[id(optimizer.state)] = _small_state(optimizer, memo) if resumed else defaultdict(dict)
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            setattr(trial, key, type(value)())
+        elif key != "step":  # a scheduler's or our wrapper around it
+            setattr(trial, key, copy.deepcopy(value, memo))
+    for group in trial.param_groups:
+        if group.get("lr") is not None and group["lr"] < _LEAST_LR:
+            group["lr"] = group["lr"] * 0 + _LEAST_LR
+        for key in () if resumed else [key for key, value in group.items() if type(value) is int]:
+            if key not in optimizer.defaults:
+                del group[key]
+    return trial
+
+
+def _small_state(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, values in optimizer.state.items():
+        small = memo.get(id(key))
+        if small is not None:
+            state[small] = {name: _small_value(value, key, small, memo) for name, value in values.items()}
+        elif not isinstance(key, torch.Tensor):  # what some keep for all parameters together
+            state[key] = copy.deepcopy(values, memo)
+    return state
+
+
+def _small_value(value: Any, parameter: torch.Tensor, small: torch.Tensor, memo: dict[int, Any]) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return copy.deepcopy(value, memo)
+    return torch.full_like(small, value.dtype is torch.bool, dtype=value.dtype)
