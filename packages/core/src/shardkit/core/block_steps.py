@@ -2,9 +2,11 @@
 
 An update of theirs depends on one block of consecutive elements: values are quantised together with one scale. On a
 shard the blocks start with the shard. torchao keeps values and scales together in a tensor subclass of the parameter's
-shape. bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for each block; if no block crosses
-from one rank to the next they are cut as the parameter is, and so they are DTensors between the steps: checkpoints load
-them on any number of ranks. Otherwise a checkpoint would mix them up without a word, so those parameters are refused.
+shape, which cannot be cut in the middle of a block; on our placements they are entries of their own between the steps
+(`exp_avg.codes`, `exp_avg.scale`). bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for
+each block; if no block crosses from one rank to the next they are cut as the parameter is, and so they are DTensors
+between the steps: checkpoints load them on any number of ranks. Otherwise a checkpoint would mix them up without a
+word, so those parameters are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +18,20 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardkit.core.placements import Blocks, Owned
-from shardkit.core.torch_compat import new_dtensor
+from shardkit.core.placements import Blocks, Owned, is_ours
+from shardkit.core.region import region_at
+from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
-__all__ = ["carry_overrides", "check_blocks", "is_laid_out_by_block", "scales_of_shards", "steps_by_block"]
+__all__ = [
+    "carry_overrides",
+    "check_blocks",
+    "is_laid_out_by_block",
+    "join_parts",
+    "parts_of",
+    "scales_of_shards",
+    "steps_by_block",
+    "target_by_block",
+]
 
 # bitsandbytes' name for what an optimizer computes. "lamb" and "lars" need norms of whole parameters; "ademamix" has
 # state of twice the parameter's shape.
@@ -28,6 +40,8 @@ _BLOCK = 256  # elements with one scale, in every 8-bit optimizer of bitsandbyte
 
 _SCALES = {"absmax1", "absmax2"}
 _TABLES = {"qmap1", "qmap2"}
+_CUT_PARTS = (".codes", ".scale")  # torchao's; 4-bit codes lie two in a byte
+_TABLE_PARTS = (".qmap",)
 
 
 def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,11 +63,75 @@ def is_laid_out_by_block(key: str) -> bool:
 
 def scales_of_shards(key: str, value: Any, parameter: DTensor) -> Any:
     """The scales of all ranks' blocks as a DTensor, cut as the parameter is; other state as it is. Not collective."""
-    placements = _placements_of_scales(parameter) if key in _SCALES else None
+    return _one_for_each(_BLOCK, value, parameter) if key in _SCALES else value
+
+
+def _one_for_each(block: int, value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    placements = _placements_of_scales(parameter, block)
     if placements is None:
         return value
-    total = torch.Size((-(-parameter.numel() // _BLOCK),))
+    total = torch.Size((-(-parameter.numel() // block),))
     return new_dtensor(value, parameter.device_mesh, placements, total, kind=type(parameter))
+
+
+def parts_of(key: str, value: Any, parameter: DTensor) -> dict[str, Any] | None:
+    """Quantized state of torchao on our placements as entries for each of its tensors; None for any other state."""
+    if not type(value).__module__.startswith("torchao.") or not any(is_ours(one) for one in parameter.placements):
+        return None
+    owned, local = any(isinstance(one, Owned) for one in parameter.placements), local_of(parameter)
+    parts: dict[str, Any] = {}
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if name == "qmap" or (owned and part.shape != local.shape):
+            parts[f"{key}.{name}"] = part
+        elif part.shape == local.shape:
+            parts[f"{key}.{name}"] = like_dtensor(part, parameter)
+        else:
+            parts[f"{key}.{name}"] = _one_for_each(local.numel() // part.numel(), part, parameter)
+            if parts[f"{key}.{name}"] is part:  # its blocks are no part of ours
+                return None
+    return parts
+
+
+def join_parts(optimizer: Any, state: dict[str, Any], plain: torch.Tensor) -> list[str]:
+    """Puts torchao's tensors in the places of what `parts_of` has made of them, in state of plain tensors: their keys.
+
+    Raises:
+        RuntimeError: if `load_state_dict` has cast scales to the dtype of the parameter.
+    """
+    keys = [key.removesuffix(".codes") for key in state if key.endswith(".codes") and hasattr(optimizer, "_new_buffer")]
+    for key in keys:
+        made = optimizer._new_buffer(plain, key == "exp_avg")
+        names, rest = made.__tensor_flatten__()
+        parts = {name: state.pop(f"{key}.{name}") for name in names}
+        if parts["scale"].dtype != made.scale.dtype:
+            raise RuntimeError(
+                f"load_state_dict has cast the scales of {key}, of a parameter of shape {tuple(plain.shape)}, from "
+                f"{made.scale.dtype} to {parts['scale'].dtype}; load them with CheckpointManager"
+            )
+        whole = {name: part.to(getattr(made, name)).view_as(getattr(made, name)) for name, part in parts.items()}
+        state[key] = type(made).__tensor_unflatten__({**whole, "qmap": made.qmap} if "qmap" in whole else whole, rest)
+    return keys
+
+
+def target_by_block(
+    key: str, dtype: torch.dtype, shape: tuple[int, ...], parameter: torch.Tensor
+) -> torch.Tensor | None:
+    """A new tensor to read state of blocks into, which lies as it would after a step; None for any other state."""
+    if not isinstance(parameter, DTensor) or len(shape) != 1 or not shape[0]:
+        return None
+    if key in _TABLES or key.endswith(_TABLE_PARTS):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    cut = key in _SCALES or key.endswith(_CUT_PARTS)
+    placements = _placements_of_scales(parameter, -(-parameter.numel() // shape[0])) if cut else None
+    if placements is None:
+        return None
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, key
+    mine = region_at(key, shape, placements, mesh.mesh.shape, coordinate).shape
+    local = torch.zeros(mine, dtype=dtype, device=local_of(parameter).device)
+    return new_dtensor(local, mesh, placements, torch.Size(shape), kind=type(parameter))
 
 
 def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str) -> None:
@@ -69,7 +147,7 @@ def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str)
     if getattr(args, "optim_bits", None) != 8 or owned or not parameter.requires_grad:
         return
     smallest = getattr(args, "min_8bit_size", 0)  # fewer elements get 32-bit state
-    if _placements_of_scales(parameter) is not None or _largest_shard(parameter) < smallest:
+    if _placements_of_scales(parameter, _BLOCK) is not None or _largest_shard(parameter) < smallest:
         return
     raise RuntimeError(
         f"parameter '{fqn}' of shape {tuple(parameter.shape)} with placements {tuple(parameter.placements)} is cut "
@@ -96,22 +174,22 @@ def carry_overrides(optimizer: torch.optim.Optimizer, plain: Iterable[tuple[torc
         settings.update({id(one): settings[id(parameter)] for parameter, one in plain if id(parameter) in settings})
 
 
-def _placements_of_scales(parameter: DTensor) -> list[Placement] | None:
+def _placements_of_scales(parameter: DTensor, block: int) -> list[Placement] | None:
     """How a 1-D tensor of one number for each block is cut, None if blocks cross from one rank's shard to the next."""
     placements: list[Placement] = []
     shards = 1
     for axis, one in enumerate(parameter.placements):
         if isinstance(one, Blocks):
             size = one.elements or one.rows * parameter.numel() // max(1, parameter.shape[0])  # type: ignore[operator]
-            if size % _BLOCK:
+            if size % block:
                 return None
-            one = Blocks(elements=size // _BLOCK)
+            one = Blocks(elements=size // block)
         elif type(one) is Shard and one.dim == 0:
             shards *= parameter.device_mesh.size(axis)
         elif not one.is_replicate():
             return None
         placements.append(one)
-    even = parameter.numel() % (_BLOCK * shards) == 0 and (parameter.ndim > 0 and parameter.shape[0] % shards == 0)
+    even = parameter.numel() % (block * shards) == 0 and (parameter.ndim > 0 and parameter.shape[0] % shards == 0)
     return placements if shards == 1 or even else None
 
 

@@ -26,6 +26,8 @@ from shardkit.core.block_steps import (
     carry_overrides,
     check_blocks,
     is_laid_out_by_block,
+    join_parts,
+    parts_of,
     scales_of_shards,
     steps_by_block,
 )
@@ -137,7 +139,7 @@ class Twin:
             )
         self.plain.grad = local_of(gradient)
 
-    def lend_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors: that of the last step, if nobody has changed it since."""
         if _contents(state) != self._of_state:
             lent = {}
@@ -146,6 +148,10 @@ class Twin:
                 if pair is None or pair[0] is not value:
                     pair = self._pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
                 lent[key] = pair[1]
+            for key in join_parts(optimizer, lent, self.local):
+                parts = parts_of(key, lent[key], self.parameter) or {}  # over the same memory, also if it was cast
+                state.update(parts)
+                self._pairs[key] = parts, lent[key]
             self._note(state, lent)
         return self._lent
 
@@ -153,12 +159,15 @@ class Twin:
         """Brings what the step has added, replaced or removed back into `state`."""
         if lent is self._lent and _contents(lent) == self._of_lent:
             return
+        keys: set[str] = set()
         for key, value in lent.items():
             pair = self._pairs.get(key)
             if pair is None or pair[1] is not value:
-                pair = self._pairs[key] = self._whole(key, value), value
-            state[key] = pair[0]
-        for key in state.keys() - lent.keys():
+                pair = self._pairs[key] = parts_of(key, value, self.parameter) or self._whole(key, value), value
+            entries = pair[0] if isinstance(pair[0], dict) and pair[0] is not value else {key: pair[0]}
+            state.update(entries)
+            keys |= entries.keys()
+        for key in state.keys() - keys:
             del state[key]
         self._note(state, lent)
 
@@ -206,7 +215,7 @@ class ShardSteps:
             if twin is None:
                 lent[key] = state
             elif state:
-                lent[twin.plain] = twin.lend_state(state)
+                lent[twin.plain] = twin.lend_state(optimizer, state)
         self._twins = used
         optimizer.state = lent
         carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])

@@ -135,7 +135,7 @@ class _WholeSteps(ShardSteps):
     def _passes_over(self, optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
         if local_of(parameter).numel() or steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon:
             return False
-        return any(isinstance(one, Owned) for one in parameter.placements)
+        return steps_by_block(optimizer) or any(isinstance(one, Owned) for one in parameter.placements)
 
     @property
     def is_lent(self) -> bool:

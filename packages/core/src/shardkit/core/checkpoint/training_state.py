@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardkit.core.block_steps import target_by_block
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
 from shardkit.core.placements import Owned
@@ -129,6 +130,9 @@ class OptimizerNames:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if _is_owned(parameter):
             return torch.empty(shape, dtype=dtype, device="cpu")  # a plain tensor of its owner
+        by_block = target_by_block(key, dtype, shape, parameter)
+        if by_block is not None:
+            return by_block
         raise CheckpointError(
             f"optimizer.state.{name}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}: take a step, "
             "so that the optimizer has state to read into, then restore"
