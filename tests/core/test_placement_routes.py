@@ -1,5 +1,6 @@
 """Other ways of a checkpoint of `Owned` and `Blocks`: stock's engine, FSDP1, other optimizers and ranks."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -67,6 +69,35 @@ def test_into_stocks_engine_and_from_it(layout: str, tmp_path: Path) -> None:
     same(run_ranks(3, _load, "stock", tmp_path / "ours")[0], expected)
     expected = run_ranks(3, _save, "stock", tmp_path / "stock")[0]
     same(run_ranks(4, _load, layout, tmp_path / "stock")[0], expected)
+
+
+def _whole_optimizer_state(rank: int, world_size: int, layout: str, broadcast: bool, make: Any) -> None:
+    model = build(layout, world_size, 1)
+    optimizer = make(model)
+    train(model, optimizer, 3)
+    expected = contents(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full: list[Any] = [copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))]
+    if not broadcast:
+        dist.broadcast_object_list(full, src=0)
+    for other in (layout, "shard"):
+        resumed_model = build(other, world_size, 1)
+        train(resumed_model, make(resumed_model), 3)
+        resumed = make(resumed_model)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_optimizer_state_dict(resumed_model, resumed, copy.deepcopy(full[0]), options=options)
+        same(contents(resumed_model, resumed), expected)
+        if other == layout:
+            train(resumed_model, resumed, 1)
+            train(model, optimizer, 1)
+            same(contents(resumed_model, resumed), contents(model, optimizer))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_optimizer_state_goes_into_any_placements(world_size: int, layout: str, broadcast: bool) -> None:
+    run_ranks(world_size, _whole_optimizer_state, layout, broadcast, adamw)
 
 
 def _fsdp1(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp as stock_fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,6 +53,7 @@ __all__ = [
     "gradient_hooks",
     "has_gradient_hooks",
     "in_backward",
+    "is_compared_with_whole_state",
     "is_leaf_or_view",
     "is_plain",
     "is_replicated",
@@ -319,6 +322,16 @@ def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     return depth > 1
 
+
+def is_compared_with_whole_state() -> bool:
+    """Whether torch's `set_optimizer_state_dict` asks for a state dict, to cut whole state like it."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _LOAD_STATE:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+_LOAD_STATE = inspect.unwrap(dcp_state_dict._load_optim_state_dict).__code__
 
 # What torch puts around the `step` of every class of optimizers, to call hooks.
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__

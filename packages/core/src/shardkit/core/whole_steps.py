@@ -23,15 +23,22 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.core.block_steps import steps_by_block
+from shardkit.core.block_steps import steps_by_block, target_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.separate_steps import joins_parameters
 from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
-from shardkit.core.torch_compat import hook_innermost, is_within_step, local_of, no_dynamo
+from shardkit.core.torch_compat import (
+    hook_innermost,
+    is_compared_with_whole_state,
+    is_within_step,
+    local_of,
+    no_dynamo,
+)
 
 __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
@@ -167,7 +174,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
+        optimizer.register_load_state_dict_pre_hook(_cut_whole_state)
         optimizer.register_state_dict_pre_hook(_restore)
+        optimizer.register_state_dict_post_hook(_let_torch_give_whole_state)
     steps.handles = hook_innermost(optimizer, steps.begin, steps.finish)
     _lent.add(optimizer)
     return None
@@ -181,6 +190,33 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         steps.inner -= 1
         return
     _restore(optimizer)
+
+
+def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """State dict post-hook: torch leaves whole what is no DTensor; it cuts for placements of its own only."""
+    if is_compared_with_whole_state():
+        for number, values in state_dict["state"].items():
+            plain = {key: local_of(one) if isinstance(one, PlacedTensor) else one for key, one in values.items()}
+            state_dict["state"][number] = plain
+
+
+def _cut_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Load state dict pre-hook: plain tensors of the whole shape become this rank's part."""
+    state = dict(state_dict["state"])
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            if number in state and isinstance(parameter, PlacedTensor):
+                state[number] = {key: _cut(key, value, parameter) for key, value in state[number].items()}
+    return {**state_dict, "state": state}
+
+
+def _cut(key: str, value: Any, parameter: PlacedTensor) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    like = target_by_block(key, value.dtype, tuple(value.shape), parameter)
+    if like is None and value.shape == parameter.shape:
+        like = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    return value if not isinstance(like, DTensor) else like.copy_(value)
 
 
 def restore_interrupted_steps() -> None:
