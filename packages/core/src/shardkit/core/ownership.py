@@ -157,9 +157,14 @@ def plan_owners(
 
 
 # Optimizers that step on whole matrices, by class name: torch's, and those of packages that many use.
-_MATRIX_OPTIMIZERS = ("muon", "shampoo", "soap", "psgd", "kron", "scion", "solp", "ortho", "adafactor")
+_MATRIX_OPTIMIZERS = (
+    *("muon", "shampoo", "soap", "psgd", "kron", "scion", "solp", "ortho", "adafactor", "came", "galore", "splus"),
+    *("spectralsphere", "lather"),
+)
 # Optimizers whose state is quantized in blocks of consecutive elements.
 _BLOCK_OPTIMIZERS = ("8bit", "4bit", "fp8")
+# Of those, the ones that also need a norm of the whole parameter, or keep state of another shape.
+_WHOLE_BLOCK_OPTIMIZERS = ("lamb", "lars", "ademamix")
 _BLOCK = 4096
 """Elements: a multiple of every block size, and the least that torchao and bitsandbytes quantize at all."""
 
@@ -171,7 +176,8 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
       are owned, but for those of `nn.Embedding` and of linear layers of the same shape (the head). These, and vectors,
       are `Shard(0)`, for an optimizer of their own.
     - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` where the parameter has a
-      multiple of that; others are owned, since they would quantize a part where they would not quantize the whole.
+      multiple of that; others are owned, since they would quantize a part where they would not quantize the whole. With
+      LAMB, LARS and AdEMAMix everything is owned: they read whole parameters.
     - Every other optimizer updates each element by itself, or is not known: `Shard(0)`.
 
     Call it before the first `fully_shard`. Parameters that are DTensors get `Owned()` in place of `Blocks`.
@@ -183,7 +189,9 @@ def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer
         raise TypeError(f"placements_for takes the class of an optimizer, got {optimizer_class!r}")
     name = optimizer_class.__name__.lower()
     if any(part in name for part in _BLOCK_OPTIMIZERS):
-        return plan_owners(model, _in_blocks, cost=lambda parameter: math.prod(_own_shape(parameter)))
+        whole = any(part in name for part in _WHOLE_BLOCK_OPTIMIZERS)
+        choose = (lambda parameter: Owned()) if whole else _in_blocks
+        return plan_owners(model, choose, cost=lambda parameter: math.prod(_own_shape(parameter)))
     if not any(part in name for part in _MATRIX_OPTIMIZERS):
         return plan_owners(model, lambda parameter: None)
     tables = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -54,6 +54,7 @@ __all__ = [
     "has_gradient_hooks",
     "in_backward",
     "is_compared_with_whole_state",
+    "is_gathered_by_torch",
     "is_leaf_or_view",
     "is_plain",
     "is_replicated",
@@ -331,7 +332,16 @@ def is_compared_with_whole_state() -> bool:
     return frame is not None
 
 
+def is_gathered_by_torch() -> bool:
+    """Whether torch's `get_optimizer_state_dict` with `full_state_dict=True` asks for a state dict."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GET_STATE:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and bool(frame.f_locals["info"].full_state_dict)
+
+
 _LOAD_STATE = inspect.unwrap(dcp_state_dict._load_optim_state_dict).__code__
+_GET_STATE = inspect.unwrap(dcp_state_dict._get_optim_state_dict).__code__
 
 # What torch puts around the `step` of every class of optimizers, to call hooks.
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__

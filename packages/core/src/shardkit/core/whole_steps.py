@@ -35,6 +35,7 @@ from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
 from shardkit.core.torch_compat import (
     hook_innermost,
     is_compared_with_whole_state,
+    is_gathered_by_torch,
     is_within_step,
     local_of,
     no_dynamo,
@@ -192,8 +193,33 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     _restore(optimizer)
 
 
+def _some_rank_passes_over(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
+    """Whether `_passes_over` is true on any rank."""
+    if steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon:
+        return False
+    for axis, one in enumerate(parameter.placements):
+        ranks = parameter.device_mesh.size(axis)
+        if isinstance(one, Owned) and ranks > 1:
+            return True
+        if isinstance(one, Blocks) and steps_by_block(optimizer):
+            whole = parameter.numel() if one.rows is None else parameter.shape[0]
+            blocks = -(-whole // (one.elements or one.rows or 1))
+            return -(-blocks // ranks) * (ranks - 1) >= blocks
+    return False
+
+
 def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State dict post-hook: torch leaves whole what is no DTensor; it cuts for placements of its own only."""
+    """State dict post-hook: torch leaves whole what is no DTensor; it cuts for placements of its own only.
+
+    Raises:
+        RuntimeError: if torch is about to gather state that other ranks do not have, and would wait for them for ever.
+    """
+    if any(_some_rank_passes_over(optimizer, one) for one in _placed(optimizer)) and is_gathered_by_torch():
+        raise RuntimeError(
+            f"some ranks have no state of {type(optimizer).__name__}, as others own the parameter or hold all of its "
+            "blocks, and torch's get_optimizer_state_dict with full_state_dict=True gathers from all ranks. Save "
+            "without full_state_dict, or with CheckpointManager"
+        )
     if is_compared_with_whole_state():
         for number, values in state_dict["state"].items():
             plain = {key: local_of(one) if isinstance(one, PlacedTensor) else one for key, one in values.items()}
