@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardkit.core import load_full_state_dict
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
+from shardkit.core.checkpoint.command import main
 from tests.core.test_placement_checkpoints import (
     Net,
     adamw,
@@ -69,6 +71,39 @@ def test_into_stocks_engine_and_from_it(layout: str, tmp_path: Path) -> None:
     same(run_ranks(3, _load, "stock", tmp_path / "ours")[0], expected)
     expected = run_ranks(3, _save, "stock", tmp_path / "stock")[0]
     same(run_ranks(4, _load, layout, tmp_path / "stock")[0], expected)
+
+
+def _manager_save(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 1)
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    with CheckpointManager(path) as manager:
+        manager.save(2, TrainingState(model, optimizer))
+    return contents(model, optimizer)
+
+
+def _read(rank: int, world_size: int, layout: str, path: Path) -> dict[str, torch.Tensor]:
+    model = build(layout, world_size, 2)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_for_others_and_from_others(layout: str, tmp_path: Path) -> None:
+    expected = run_ranks(3, _manager_save, layout, tmp_path / "run")[0]
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    seen = load_file(file)
+    assert seen.keys() == {name for name in expected if not name.endswith((".exp_avg", ".exp_avg_sq"))}
+    same(seen, {name: expected[name] for name in seen})
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "five"), "--ranks", "5"]) == 0
+    assert main(["diff", str(tmp_path / "run"), str(tmp_path / "five")]) == 0
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    for source in ("five", "back"):
+        same(run_ranks(2, _read, layout, tmp_path / source)[0], {name: expected[name] for name in seen})
 
 
 def _whole_optimizer_state(rank: int, world_size: int, layout: str, broadcast: bool, make: Any) -> None:

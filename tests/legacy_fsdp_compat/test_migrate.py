@@ -34,6 +34,11 @@ from tests.support import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+PLACEMENTS: dict[str, Any] = {
+    "owned": lambda parameter: shardkit.core.Owned(),
+    "elements": lambda parameter: shardkit.core.Blocks(elements=3),
+}
+
 KINDS = ["FULL", "SHARDED", "SHARDED-DCP", "LOCAL", "LOCAL-RAW"]
 
 
@@ -176,10 +181,11 @@ def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tu
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     fully_shard = stock_fsdp.fully_shard if engine == STOCK else shardkit.core.fully_shard
+    choose = PLACEMENTS.get(engine, lambda parameter: None)
     model = build(1)
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, shard_placement_fn=choose)
+    fully_shard(model, shard_placement_fn=choose)
     optimizer = torch.optim.Adam(model.parameters())
     weights, optim = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": optim}
@@ -197,7 +203,7 @@ def load_sharded(rank: int, world_size: int, engine: str, directory: Path) -> tu
     return {name: whole(value) for name, value in model.state_dict().items()}, moments
 
 
-@pytest.mark.parametrize("engine", [STOCK, OURS])
+@pytest.mark.parametrize("engine", [STOCK, OURS, *PLACEMENTS])
 @pytest.mark.parametrize("kind", ["LOCAL", "LOCAL-RAW", "SHARDED"])
 def test_fsdp2_and_core_load_what_was_converted(written: Any, engine: str, kind: str, tmp_path: Path):
     source = written(STOCK, True, 2)
