@@ -18,6 +18,7 @@ FSDP2 = {
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",  # from torch 2.15 on
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
