@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools import Policies, TrainingJob, estimate_job
 from shardkit.tools.estimating.job import Precision
 
@@ -32,7 +33,8 @@ def test_the_state_of_the_optimizer_follows_what_the_script_does():
         "parameters": "float32",
         "optimizer state": "float32",
         "computation": "bfloat16",
-        "reduction": "bfloat16",
+        # `reduce_dtype=None` has meant the parameters' `grad_dtype` since torch 2.15.
+        "reduction": "float32" if GRAD_DTYPE_DECIDES else "bfloat16",
     }
     half = Precision(parameters=torch.bfloat16)
     assert state(half)[:2] == (2 * ELEMENTS, 2 * 2 * ELEMENTS)
