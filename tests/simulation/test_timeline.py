@@ -5,7 +5,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from shardkit.core.runtime.plan import SMALL_BYTES
 from tests.simulation.scenarios import COMPARISONS, Measured, measure
 
 # Forward and backward of every step of stock's engine, as worked out by hand: 8 blocks, forward 10 and backward 20
@@ -27,6 +29,9 @@ LOST = {
 }
 # Of the first forward: ranks compare their models, which takes a collective of a few bytes.
 SET_UP = 0.01
+# From torch 2.15 on stock lets go earlier of what it has gathered, and holds no more than two groups. Ours holds two,
+# and the buffer through which the small parameters of the second arrive.
+STOCK_FREES_EARLIER = torch.__version__ >= (2, 15)
 
 
 @cache
@@ -63,12 +68,20 @@ def _goals() -> list[Any]:
     ]
 
 
+def _small_bytes(name: str) -> int:
+    """Bytes, in float32, of the parameters that a group gathers through a buffer; of the group that has most."""
+    (comparison,) = (one for one in COMPARISONS if one.name == name)
+    sizes = [[torch.Size(shape).numel() * 4 for shape in block.shapes] for block in comparison.scenario.blocks]
+    return max(sum(size for size in group if size < SMALL_BYTES) for group in sizes)
+
+
 @pytest.mark.parametrize(("goal", "name"), _goals())
 def test_ours_takes_no_more_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
     """Every step, the first too; strictly less time where copies cost theirs."""
     stock, ours = (on_device(measured, name, engine) for engine in ("stock", "ours"))
     if goal == "memory":
-        assert ours.peak_unsharded_bytes <= stock.peak_unsharded_bytes
+        allowed = _small_bytes(name) if STOCK_FREES_EARLIER else 0
+        assert ours.peak_unsharded_bytes <= stock.peak_unsharded_bytes + allowed
         return
     times = list(zip(getattr(ours, goal), getattr(stock, goal), strict=True))
     if name.endswith("copies"):
