@@ -4,9 +4,7 @@ import multiprocessing
 import os
 import re
 import runpy
-import signal
 import sys
-import warnings
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -27,27 +25,22 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
     processes that import torch. So torchrun itself is not covered.
     """
     start_server()
-    for _ in range(2):
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        outputs = [directory / f"{script.stem}-{rank}.txt" for rank in range(2)]
-        for output in outputs:
-            output.touch()  # a rank may die before it opens its own
-        context = multiprocessing.get_context("forkserver")
-        ranks = [
-            context.Process(target=run_rank, args=(rank, store.port, script, arguments, outputs[rank], sys.path))
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        wait([rank.sentinel for rank in ranks], timeout=240)
-        for rank in ranks:
-            rank.join(timeout=60)
-            rank.kill()
-            rank.join()
-        # Seen once, on an overloaded machine: SIGABRT in a rank. Which side aborts, and why, is open.
-        if -signal.SIGABRT not in [rank.exitcode for rank in ranks]:
-            break
-        warnings.warn(f"{script.name} aborted:\n{outputs[0].read_text()}{outputs[1].read_text()}", stacklevel=2)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    outputs = [directory / f"{script.stem}-{rank}.txt" for rank in range(2)]
+    for output in outputs:
+        output.touch()  # a rank may die before it opens its own
+    context = multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=run_rank, args=(rank, store.port, script, arguments, outputs[rank], sys.path))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    wait([rank.sentinel for rank in ranks], timeout=240)
+    for rank in ranks:
+        rank.join(timeout=60)
+        rank.kill()
+        rank.join()
     said = "".join(output.read_text() for output in outputs)
     assert [rank.exitcode for rank in ranks] == [0, 0], said
     return [(float(loss), float(norm)) for _, loss, norm in LINE.findall(said)]
