@@ -105,15 +105,21 @@ def build(directory: Path) -> dict[str, Path]:
     tree.mkdir(parents=True)
     archive = directory / "tree.tar"
     git("archive", "--output", str(archive), "HEAD")
-    with tarfile.open(archive) as tar:
-        tar.extractall(tree, filter="data")
+    unpack(archive, tree)
     for package in packages():
         hatchling("sdist", tree / package.path.relative_to(ROOT), dist)
     for sdist in sorted(dist.glob("*.tar.gz")):
-        with tarfile.open(sdist) as tar:
-            tar.extractall(directory / "sources", filter="data")
+        unpack(sdist, directory / "sources")
         hatchling("wheel", directory / "sources" / sdist.name.removesuffix(".tar.gz"), dist)
     return {path.name: path for path in sorted(dist.iterdir())}
+
+
+def unpack(archive: Path, directory: Path) -> None:
+    """What git and hatchling have packed. Python knows filters from 3.11.4 on."""
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(directory)
 
 
 def hatchling(target: str, source: Path, dist: Path) -> None:
