@@ -85,7 +85,18 @@ def _outcomes(rank: int, world_size: int, kinds: dict[str, Make]) -> dict[str, s
 
 
 REFUSED = (
-    *("adagc", "adai", "adams", "asgd", "avagrad", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion"),
+    *(
+        "adagc",
+        "adai",
+        "adams",
+        "asgd",
+        "avagrad",
+        "dadaptadagrad",
+        "dadaptadam",
+        "dadaptadan",
+        "dadaptlion",
+        "swats",
+    ),
     *("dadaptsgd", "lorarite", "prodigy", "lamb that clips", "lookahead"),
 )
 RANDOM = ("gravity", "kron")
@@ -218,6 +229,81 @@ def _refuses(rank: int, world_size: int) -> None:
 
 def test_what_joins_parameters_sends_or_cannot_be_tried_is_refused_before_it_steps() -> None:
     run_ranks(2, _refuses)
+
+
+class Clips(torch.optim.Optimizer):
+    """Clips by a norm of all gradients, if a setting of a group, or an attribute, says so."""
+
+    def __init__(self, parameters: list[nn.Parameter], clip_at: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": 0.1, "clip_at": clip_at})
+        self.always_at: float | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            some = [parameter for parameter in group["params"] if parameter.grad is not None]
+            bound = group["clip_at"] or self.always_at
+            norm = torch.stack([parameter.grad.norm() for parameter in some]).norm() if some else torch.zeros(())
+            factor = min(1.0, bound / norm.item()) if bound and norm else 1.0
+            for parameter in some:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * factor)
+
+
+def _changes_settings(rank: int, world_size: int, how: str) -> None:
+    model = build()
+    model = shard(model, world_size, lambda p: Owned(rank=0))
+    optimizer = Clips(matrices(model), clip_at=2e4 if how == "from the start" else 1e9 if how == "lowered" else 0.0)
+    reference = build()
+    steps = 0
+    with pytest.raises(RuntimeError, match="Clips computes the step of a parameter from the gradients"):  # noqa: PT012
+        for _ in range(2):
+            gradients_for(model, reference, rank, steps)
+            optimizer.step()
+            steps += 1
+            if how == "loaded":
+                state_dict = optimizer.state_dict()
+                state_dict["param_groups"][0]["clip_at"] = 0.01
+                optimizer.load_state_dict(state_dict)
+            elif how == "attribute":
+                optimizer.always_at = 0.01
+            else:
+                optimizer.param_groups[0]["clip_at"] = 0.01
+    assert steps == (how != "from the start")
+
+
+@pytest.mark.parametrize("how", ["turned on", "lowered", "loaded", "attribute", "from the start"])
+def test_other_settings_are_tried_again(how: str) -> None:
+    run_ranks(2, _changes_settings, how)
+
+
+def _trials(rank: int, world_size: int) -> int:
+    """Steps on small tensors in 40 steps whose learning rate and momentum change each time."""
+    model = build()
+    model = shard(model, world_size, lambda p: Owned(rank=0))
+    reference = build()
+    optimizer = Counted(matrices(model), lr=0.1, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+    Counted.tried = 0
+    for step in range(40):
+        gradients_for(model, reference, rank, step)
+        optimizer.step()
+        schedule.step()
+    return Counted.tried
+
+
+class Counted(torch.optim.SGD):
+    """Counts its steps on the small tensors of a trial."""
+
+    tried = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if next(iter(self.param_groups[0]["params"])).shape == (8, 6):
+            Counted.tried += 1
+        return super().step(closure)
+
+
+def test_a_schedule_asks_for_no_more_trials() -> None:
+    assert max(run_ranks(2, _trials)) <= 3 * 12 * 2
 
 
 def _alone(rank: int, world_size: int) -> None:

@@ -6,7 +6,8 @@ clip by, a step size, the direction of a line search), or that communicates, wou
 in its class says so. So a copy of the optimizer with the same settings steps on three small tensors for each of its
 parameter groups, twice, and the second time the tensor in the middle gets other gradients. If its neighbours come out
 otherwise, or if anything is sent, the optimizer is refused. So is one that cannot be tried, unless its user vouches for
-it by the attribute `steps_each_parameter_alone`. The random numbers of the process are given back.
+it by the attribute `steps_each_parameter_alone`. Other settings mean another trial. The random numbers of the process
+are given back.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from torch import nn
 
 from shardkit.core.torch_compat import TorchDispatchMode, is_without_numbers, local_of, without_global_step_hooks
 
-__all__ = ["joins_parameters"]
+__all__ = ["joins_parameters", "settings_of"]
 
 _STEPS = 12  # more than the intervals at which optimizers usually refresh what they keep
 _LARGER = 1e3  # how much larger the other gradients are: enough to be clipped
+_HUGE = 1e8  # enough for bounds that few gradients exceed; not every optimizer can compute with them
 _LEAST_LR = 0.01  # a warm-up may begin with none, and then no parameter moves
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 
 
-def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool) -> str | None:
+def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool, *, again: bool = False) -> str | None:
     """Why a step is wrong on the parameters of one rank, as the end of a sentence; None if it is right.
+
+    With `again` it was right with other settings. Then a trial that fails says nothing, as state may be of other sizes.
 
     Not collective; all ranks come to the same answer. See Note [Tried on small tensors].
     """
@@ -52,12 +57,49 @@ def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool) -> st
     for resumed in (True, False):  # its state may be of other sizes than that of small tensors
         try:
             one, other = (_neighbours_after_steps(optimizer, with_closure, times, resumed) for times in (1, _LARGER))
-            return None if _same(one, other) else "computes the step of a parameter from the gradients of others, too"
+            if not _same(one, other) or not _same(one, _after_huge_gradients(optimizer, with_closure, resumed, one)):
+                return "computes the step of a parameter from the gradients of others, too"
+            return None
         except _CommunicationError as sent:
             return f"communicates in its step ({sent})"
         except Exception as error:  # noqa: BLE001  # an optimizer may raise anything
             failure = failure or f"{type(error).__name__}: {error!s:.200}"
+    if again:
+        return None
     return f"could not be tried on small tensors ({failure}), and may compute a step from more than one parameter"
+
+
+def settings_of(optimizer: torch.optim.Optimizer, *, exact: bool) -> tuple[Any, ...]:
+    """What an optimizer's steps may depend on, to be compared: another trial is due when it changes.
+
+    Args:
+        optimizer: whose parameter groups and attributes are looked at.
+        exact: whether a number counts with its value; else, and for what schedulers change, whether it is zero.
+            Numbers that are attributes count if they are no integers, which count steps.
+    """
+    groups = tuple(
+        tuple((key, _look(group[key], exact and key not in _SCHEDULED)) for key in optimizer.defaults if key in group)
+        for group in optimizer.param_groups
+    )
+    attributes = ((key, one) for key, one in vars(optimizer).items() if not key.startswith("_"))
+    return groups, tuple((key, _look(one, exact=False)) for key, one in attributes if type(one) is not int)
+
+
+def _look(value: Any, exact: bool) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value if exact else value != 0
+    return tuple(_look(one, exact) for one in value) if type(value) is tuple else None
+
+
+def _after_huge_gradients(
+    optimizer: torch.optim.Optimizer, with_closure: bool, resumed: bool, otherwise: list[Any]
+) -> list[Any]:
+    try:
+        return _neighbours_after_steps(optimizer, with_closure, _HUGE, resumed)
+    except Exception:  # noqa: BLE001  # the tensor in the middle has ended as nan, perhaps
+        return otherwise
 
 
 class _CommunicationError(Exception):

@@ -30,7 +30,7 @@ from shardkit.core.block_steps import steps_by_block, target_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
-from shardkit.core.separate_steps import joins_parameters
+from shardkit.core.separate_steps import joins_parameters, settings_of
 from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
 from shardkit.core.torch_compat import (
     hook_innermost,
@@ -70,17 +70,21 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTe
 def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor], closure: bool) -> None:
     """An optimizer whose step on a parameter depends on others, or communicates, would see those of this rank only.
 
-    Optimizers that are not known are tried once. See Note [Tried on small tensors] in `separate_steps.py`.
+    Optimizers that are not known are tried, and again when their settings change: Note [Tried on small tensors] in
+    `separate_steps.py`.
 
     Raises:
         RuntimeError: with what it does, an FQN and what to do.
     """
     known = steps_by_element(optimizer) or steps_by_block(optimizer) or type(optimizer) in _BY_MATRIX
     owned = [one for one in placed if one.device_mesh.size() > 1 and any(isinstance(p, Owned) for p in one.placements)]
-    tried, case = _tried.setdefault(optimizer, set()), (closure, len(optimizer.param_groups))
-    if known or not owned or case in tried:
+    if known or not owned:
         return
-    because = joins_parameters(optimizer, closure)
+    tried = _tried.setdefault(optimizer, set())
+    case = closure, settings_of(optimizer, exact=len(tried) < _MOST_TRIALS)
+    if case in tried:
+        return
+    because = joins_parameters(optimizer, closure, again=bool(tried))
     if because is not None:
         param = sharded_counterpart(owned[0])
         raise RuntimeError(
@@ -90,6 +94,7 @@ def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[Plac
             "within the step. If it does step on each by itself, set its attribute steps_each_parameter_alone = True"
         )
     tried.add(case)
+    tried.add((closure, settings_of(optimizer, exact=False)))
 
 
 def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
@@ -153,7 +158,9 @@ class _WholeSteps(ShardSteps):
 # Optimizers of torch that step on each matrix by itself.
 _BY_MATRIX = (torch.optim.Adafactor, torch.optim.Muon)
 
-_tried: WeakKeyDictionary[torch.optim.Optimizer, set[tuple[bool, int]]] = WeakKeyDictionary()
+_MOST_TRIALS = 32  # an optimizer that changes more often than that is tried only when a setting is turned on or off
+
+_tried: WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionary()
 _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 
