@@ -26,7 +26,9 @@ def no_process_group_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return undisturbed(tmp_path_factory.mktemp("faults") / "undisturbed")
+    """Faults strike in the first half: a run whose ranks wait less has fewer instants."""
+    found = undisturbed(tmp_path_factory.mktemp("faults") / "undisturbed")
+    return dataclasses.replace(found, instants=[count // 2 for count in found.instants])
 
 
 @pytest.mark.timeout(120)
