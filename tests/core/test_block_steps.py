@@ -97,6 +97,7 @@ def _alike(rank: int, world_size: int, name: str) -> None:
         assert weight["absmax1"].shape == (64,), "all ranks' scales"
 
 
+@pytest.mark.daily(world_size=[2])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_steps_as_on_plain_shards(world_size: int, name: str) -> None:

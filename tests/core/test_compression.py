@@ -83,6 +83,7 @@ def _gathers(rank: int, world_size: int, kind: str, name: str, cases: Sequence[s
                 assert torch.equal(seen.float(), expected.float()), (case_name, item)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", ["int8", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -131,6 +132,7 @@ def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[s
                     assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

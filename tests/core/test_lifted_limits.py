@@ -141,6 +141,7 @@ def _tied(rank: int, world_size: int, shard: Callable[..., None]) -> None:
         _check_ties(twins)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("shard", TIES)
 def test_tied_across_groups(shard: Callable[..., None], world_size: int) -> None:
@@ -347,6 +348,7 @@ def _zero_dim(rank: int, world_size: int) -> None:
     _round_trip(twins.sharded, other)
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_zero_dim_parameters(world_size: int) -> None:
     run_ranks(world_size, _zero_dim)
@@ -401,6 +403,7 @@ def _mixed_loss(model: nn.Module, rank: int) -> Tensor:
     return model(batch(rank, 3, 4)).square().mean()
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mixed_dtypes_in_a_group(world_size: int) -> None:
     run_ranks(world_size, _mixed)
@@ -513,6 +516,7 @@ def _odd(rank: int, world_size: int, placement: Callable[[nn.Parameter], Shard |
     _round_trip(twins.sharded, other)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("placement", [None, _dim_one, _last_dim, _longest_dim])
 def test_any_dim_and_layout(placement: Callable[[nn.Parameter], Shard | None] | None, world_size: int) -> None:

@@ -6,6 +6,7 @@ its features mean something on.
 
 import itertools
 from collections.abc import Container
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,11 @@ FEATURES_IN_A_RUN = 4
 COMPANIONS = ("no_reshard", "bfloat16_reduce_float32", "hsdp_2", "accumulate_no_sync")
 
 
-def _deal_out() -> list[tuple[int, tuple[str, ...]]]:
+def _deal_out() -> list[Any]:
+    """Runs that try every pair: by day every second one."""
     pairs = [*itertools.combinations(MAIN, 2), *itertools.product(OTHERS, COMPANIONS)]
     left = dict.fromkeys(frozenset(pair) for pair in pairs if _world_sizes(pair))
-    dealt = []
+    dealt: list[tuple[int, tuple[str, ...]]] = []
     while left:
         chosen = tuple(name for name in FEATURES if name in next(iter(left)))
         while len(chosen) < FEATURES_IN_A_RUN:
@@ -56,7 +58,8 @@ def _deal_out() -> list[tuple[int, tuple[str, ...]]]:
         dealt.append((world_sizes[len(dealt) % len(world_sizes)], chosen))
         for pair in itertools.combinations(chosen, 2):
             left.pop(frozenset(pair), None)
-    return sorted(dealt)
+    by_day = dealt[::2]
+    return [pytest.param(*case, marks=() if case in by_day else pytest.mark.slow) for case in sorted(dealt)]
 
 
 def _world_sizes(names: tuple[str, ...]) -> list[int]:

@@ -1,5 +1,7 @@
 """Training with our fully_shard against stock's: every feature alone, on every world size it means something on."""
 
+from typing import Any
+
 import pytest
 
 from tests.support import run_ranks
@@ -9,15 +11,26 @@ from tests.support.parity import Case, compare_training, compare_with_single_pro
 from tests.support.trace import Tolerance
 
 WORLD_SIZES = (1, 2, 3, 4)
-SINGLES = [(world_size, name) for world_size in WORLD_SIZES for name in FEATURES if runs_on((name,), world_size)]
 
 
+def _singles() -> list[Any]:
+    """Every feature on every world size it runs on. By day on two ranks and on three, else on the fewest it runs on."""
+    cases = []
+    for name in FEATURES:
+        sizes = [size for size in WORLD_SIZES if runs_on((name,), size)]
+        by_day = {2, 3} & {*sizes} or {*sizes[:1]}
+        cases += [pytest.param(size, name, marks=() if size in by_day else pytest.mark.slow) for size in sizes]
+    return cases
+
+
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("model", MODELS)
 def test_model(model: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model, gather=True))
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
 @pytest.mark.parametrize("model", ["mlp", "transformer", "frozen", "nested_outputs"])
@@ -25,7 +38,7 @@ def test_optimizer(model: str, optimizer: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model, optimizer=optimizer))
 
 
-@pytest.mark.parametrize(("world_size", "feature"), SINGLES)
+@pytest.mark.parametrize(("world_size", "feature"), _singles())
 def test_feature(feature: str, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case(model_for((feature,)), (feature,)))
 
@@ -38,6 +51,7 @@ def test_sums_of_gloo(feature: str | None, world_size: int) -> None:
     run_ranks(world_size, compare_training, Case("mlp", features, oracle_sums="gloo"))
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("model", ["mlp", "transformer", "frozen", "nested_outputs", "repeated_forward"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -114,6 +114,7 @@ def _stock_load(rank: int, world_size: int, layout: str, path: Path) -> dict[str
     return found
 
 
+@pytest.mark.daily(world_size=[4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_stock_checkpoints_go_from_any_layout_to_any(tmp_path: Path, world_size: int, layout: str) -> None:
@@ -141,6 +142,7 @@ def _manager_load(rank: int, world_size: int, layout: str, path: Path) -> dict[s
     return found
 
 
+@pytest.mark.daily(world_size=[4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_our_checkpoints_go_from_any_layout_to_any(tmp_path: Path, world_size: int, layout: str) -> None:

@@ -106,6 +106,7 @@ def _trains(rank: int, world_size: int, placement: str, networked: bool, bits: b
             assert torch.equal(parameter.full_tensor(), expected[name]), name
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("networked", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -119,6 +120,7 @@ def _over_collectives(rank: int, world_size: int, placement: str) -> None:
         _trains(rank, world_size, placement, networked=False, bits=False)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_trains_over_collectives(world_size: int, placement: str) -> None:
@@ -242,6 +244,7 @@ def _computes(rank: int, world_size: int) -> None:
                     torch._foreach_max([seen])
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_operators_give_what_whole_tensors_give(world_size: int) -> None:
     run_ranks(world_size, _computes)

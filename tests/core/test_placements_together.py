@@ -128,6 +128,7 @@ def _together(rank: int, world_size: int, setting: str, networked: bool) -> None
             torch.testing.assert_close(seen[name], value)
 
 
+@pytest.mark.daily(networked=[True])
 @pytest.mark.parametrize("networked", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_same_bits_as_shard(setting: str, networked: bool) -> None:

@@ -128,6 +128,7 @@ def _as_alone(rank: int, world_size: int, kind: str) -> dict[str, torch.Tensor]:
     return everything(model, optimizer)
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_states_and_parameters_are_those_of_one_process(world_size: int, kind: str) -> None:
@@ -165,6 +166,7 @@ def _resume(
     return loaded, everything(model, optimizer)
 
 
+@pytest.mark.daily(world_size=[2, 3])
 @pytest.mark.parametrize(("world_size", "stock"), [(1, False), (2, False), (3, False), (4, False), (3, True)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_on_other_world_sizes_with_the_same_bits(

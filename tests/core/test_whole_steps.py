@@ -137,6 +137,7 @@ def _same(rank: int, world_size: int, name: str) -> None:
                 assert value.placements == p.placements
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_steps_on_whole_matrices_as_one_process_does(world_size: int, name: str) -> None:
@@ -226,6 +227,7 @@ def _blocks(rank: int, world_size: int, name: str) -> None:
     assert not any(torch.equal(one, p) for one, p in zip(start, reference.parameters(), strict=True))
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", BLOCKWISE)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_steps_on_blocks_as_one_process_does(world_size: int, name: str) -> None:

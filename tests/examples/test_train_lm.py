@@ -199,6 +199,7 @@ def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path
         assert seen[2] == pytest.approx(expected[2], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_learns_and_resumes_on_any_number_of_processes(
     finished: Path, text: Path, tmp_path: Path, launcher: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +225,7 @@ def test_muon_learns_and_resumes_on_any_number_of_processes(
     assert "has --optimizer muon, this run --optimizer adamw" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_changes_nothing(finished: Path, broken_off: Path, text: Path, tmp_path: Path) -> None:
     """A run of two processes goes on as one of 2x2: the same losses, and a checkpoint of the same values."""
     printed = run_job(*SMALL, "--tp", "2", "--data", text, "--out", broken_off, "--resume")

@@ -32,6 +32,7 @@ def restore(rank: int, world_size: int, path: Path, again: Path, name: str, shap
     return full
 
 
+@pytest.mark.daily(name=["uneven"])
 @pytest.mark.parametrize("name", ["fused", "uneven", "tied"])
 def test_any_change_of_meshes(tmp_path: Path, name: str):
     """2x2 -> 4x1 -> 1x2 -> 1x4 -> 1x2x2."""

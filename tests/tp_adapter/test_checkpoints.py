@@ -119,6 +119,7 @@ LONG = [(4, 1), (1, 2), (1, 1), (1, 2, 2), (2, 2)]
 SHORT = [(4, 1), (1, 1), (2, 2)]
 
 
+@pytest.mark.daily(name=["uneven_language", "packed"])
 @pytest.mark.parametrize(
     ("name", "optimizer", "chain"),
     [

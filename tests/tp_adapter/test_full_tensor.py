@@ -64,6 +64,7 @@ def check(rank: int, world_size: int) -> int:
     return count
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_cut(world_size: int):
     counts = run_ranks(world_size, check, timeout=300.0)

@@ -126,6 +126,7 @@ def load_separate(rank: int, world_size: int, path: Path) -> dict[str, torch.Ten
 CHAIN = [((4, 1), None), ((1, 2), None), ((1, 1), None), ((1, 3), None), ((2, 2), 1), ((3,), None), ((2, 1, 2), None)]
 
 
+@pytest.mark.slow
 def test_logical_names_over_any_change_of_meshes(tmp_path: Path):
     """From 2x2 to separate layers, and from these over other meshes back to 2x2, weights and optimizer."""
     expected = run_ranks(4, save, tmp_path / "first", (2, 2), None)[0]

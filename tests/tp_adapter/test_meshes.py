@@ -71,6 +71,7 @@ def compare_full_mesh(rank: int, world_size: int, shape: tuple[int, ...], spread
     assert_same(train_full_mesh(rank, stock, shape, spread), train_full_mesh(rank, shardkit, shape, spread))
 
 
+@pytest.mark.daily(spread=[True])
 @pytest.mark.parametrize(
     ("shape", "spread"), [*((shape, False) for shape in FULL), ((2, 2), True), ((1, 2, 2), True)], ids=str
 )
