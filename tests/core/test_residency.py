@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardkit.core.residency import (
     Ahead,
+    LastFirst,
     Ledger,
     Uses,
     gather_ahead,
@@ -169,6 +170,47 @@ def test_what_is_used_last_goes_first() -> None:
     assert ahead(7) == Ahead((), ())
     assert make_room(12, 4, idle, _order(upcoming)) == ("unknown",)
     assert make_room(4, 4, idle, _order(upcoming)) == ("unknown", "late", "early")
+
+
+@given(
+    st.permutations(range(8)),
+    st.lists(st.tuples(st.sampled_from(["use", "skip", "gain", "lose", "free"]), st.integers(0, 7)), max_size=40),
+)
+def test_groups_that_are_kept_sorted_are_freed_in_the_same_order(
+    order: list[int], happens: list[tuple[str, int]]
+) -> None:
+    """`LastFirst` names what `make_room` names, which sorts all groups each time."""
+    upcoming, again = list(order), {}  # `again`: what comes after all of `upcoming`, the later added the sooner
+    held = dict.fromkeys(order[:4], 1)
+
+    def place(key: int) -> tuple[int, ...]:
+        if key in upcoming:
+            return 2, -upcoming.index(key) + len(upcoming) - len(order)
+        return (1, again[key]) if key in again else (0,)
+
+    spare = LastFirst(held, place)
+    for number, (what, key) in enumerate(happens):
+        if what in ("use", "skip") and upcoming:
+            key = upcoming.pop(0)
+            if what == "use":
+                again[key] = number
+                held[key] = 1
+            spare.add(key)
+        elif what == "gain" and key not in held:
+            held[key] = 1
+            spare.add(key)
+        elif what == "lose":
+            held.pop(key, None)
+        elif what == "free" and held:
+            backward = sorted(again, key=again.__getitem__, reverse=True)
+            expected = make_room(len(held) - 1, 0, held, _order([*upcoming, *backward]))
+            freed = spare.take(held.__contains__)
+            known = {*upcoming, *again}
+            assert freed is not None
+            assert (freed,) == expected or (freed not in known and expected[0] not in known)
+            del held[freed]
+    left = [spare.take(held.__contains__) for _ in held]
+    assert None not in left
 
 
 def test_what_cannot_be_started_now_is_left_for_later() -> None:

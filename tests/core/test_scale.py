@@ -56,11 +56,16 @@ def _counted(work: Any) -> tuple[Counter[str], int]:
     work()  # plans are made
     with Counting() as counting:
         work()
+    return counting.seen, _calls(work)
+
+
+def _calls(work: Any, files: tuple[str, ...] = ("",)) -> int:
+    """How often `work` calls a function, of Python's or of C's; only what files of these names run or call."""
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call")
+        calls += event in ("call", "c_call") and frame.f_code.co_filename.endswith(files)
 
     gc.disable()
     sys.setprofile(count)
@@ -69,7 +74,7 @@ def _counted(work: Any) -> tuple[Counter[str], int]:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return counting.seen, calls
+    return calls
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
@@ -252,6 +257,27 @@ def _budget_does_not_grow(rank: int, world_size: int) -> None:
 
 def test_a_group_costs_as_much_among_many_others() -> None:
     run_ranks(1, _budget_does_not_grow, isolated=True)
+
+
+def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
+    """No order is known yet and the budget is full: finding what to free must not look through all groups."""
+    _as_rank_0_of(2)
+    each = []
+    for groups in (20, 200):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
+        for module in model:
+            fully_shard(module)
+        fully_shard(model)
+        model.set_prefetch_budget(int(part * groups * 64) + 300)
+        x = torch.ones(2, 4, requires_grad=True)
+        files = ("core/prefetch.py", "core/residency.py", "core/order.py")
+        each.append(_calls(lambda model=model, x=x: _step(model, x), files) / groups)
+    assert each[1] <= 1.15 * each[0], each
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 2.0])
+def test_a_first_step_decides_as_quickly_among_many_groups(part: float) -> None:
+    run_ranks(1, _first_step_does_not_grow, part, isolated=True)
 
 
 class _Masked(nn.Module):

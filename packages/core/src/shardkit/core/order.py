@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -68,6 +70,7 @@ class Order:
         is_steady: whether the last two forwards ran in one order.
         passes: the forwards that backward will come by, in the order in which they ended.
         changes: how often the order of forward, and that of backward, became another one.
+        dropped: how many passes backward has come by, or never will.
     """
 
     def __init__(self) -> None:
@@ -76,6 +79,9 @@ class Order:
         self.is_steady = False
         self.passes: list[Pass] = []
         self.changes = {False: 0, True: 0}  # by whether of backward
+        self.dropped = 0
+        self._added = 0
+        self._numbers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the passes of each state, as they came
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
         self._recorded: list[int] = []
         self._recording: list[int] = []
@@ -129,7 +135,7 @@ class Order:
         """The forward of all states has ended; if it is `complete` the next one follows its order."""
         self.forward_root = None
         if failed:
-            del self.passes[self._passes_before :]
+            self._drop_passes(self._passes_before)
         elif complete:
             self.is_steady = self._recording == self._recorded
             if not self.is_steady:
@@ -142,12 +148,33 @@ class Order:
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
         self.passes.append(ended)
+        self._numbers[ended.state].append(self._added)
+        self._added += 1
         self.changes[True] += 1
-        del self.passes[:-_LONGEST]
+        if len(self.passes) > _LONGEST:
+            self._numbers[self.passes.pop(0).state].popleft()
+            self.dropped += 1
+
+    def _drop_passes(self, first: int) -> None:
+        """Forgets the pass at place `first`, and what ran after it."""
+        for one in reversed(self.passes[first:]):
+            self._numbers[one.state].pop()
+            self.dropped += 1
+        del self.passes[first:]
 
     def awaits_backward(self, index: int) -> bool:
         """Whether backward will come by the state at this place."""
-        return any(one.state == index for one in self.passes)
+        return bool(self._numbers[index])
+
+    def place_in_backward(self, group: FSDPParamGroup) -> tuple[int, int] | None:
+        """Sorts what backward is going to use: the larger, the sooner. None for what it is not going to use."""
+        if not group.settings.unshard_in_backward:
+            return None
+        awaited = [(numbers[-1], user) for user in group.users if (numbers := self._numbers[user.index])]
+        if not awaited:
+            return None
+        number, user = max(awaited, key=operator.itemgetter(0))
+        return number, -user.groups.index(group)
 
     def enter_backward(self, state: ScheduledState) -> Pass | None:
         """A state's backward begins: drops its last pass and what ran after it; returns the pass, None if unknown."""
@@ -157,12 +184,12 @@ class Order:
         if last < 0:
             return None
         entered = self.passes[last]
-        del self.passes[last:]
+        self._drop_passes(last)
         return entered
 
     def forget_passes(self) -> None:
         """No backward will come by any more."""
-        self.passes.clear()
+        self._drop_passes(0)
         self.changes[True] += 1
 
     def reset(self) -> None:

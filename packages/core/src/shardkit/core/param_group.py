@@ -45,6 +45,7 @@ class GroupUser(Protocol):
     """What gathers and reshards groups: a state; `index` is its place among those of its root."""
 
     index: int
+    groups: list[FSDPParamGroup]
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes the user gather and reshard `group`, too."""

@@ -28,7 +28,7 @@ from shardkit.core import residency
 from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
 from shardkit.core.order import Order
 from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.residency import Ledger, Uses
+from shardkit.core.residency import LastFirst, Ledger, Uses
 
 __all__ = ["Prefetch", "PrefetchPolicy"]
 
@@ -133,6 +133,9 @@ class _ByBudget:
         self._noted: dict[_Reference, None] = {}  # those in use, and some that have been
         # What is going to be used, by whether in backward: which change of the order it is of, passes then, the uses.
         self._uses: dict[bool, tuple[int, int, Uses[_Reference]]] = {}
+        # In a forward that had to free something: which forward, what to free next, and the step at which it was said.
+        self._spare: tuple[tuple[int, int], LastFirst[_Reference]] | None = None
+        self._spare_from = 0
         for group in order.groups:
             group.ledger = self._ledger
             if group.is_unsharded:
@@ -161,10 +164,10 @@ class _ByBudget:
             self._noted[group.reference] = None
             group.refresh()
             more += group.bytes_when_used(in_backward=in_backward) - self._ledger.held.get(group.reference, 0)
-        if self._ledger.total + more <= self._nbytes:
+        excess = self._ledger.total + more - self._nbytes
+        if excess <= 0:
             return
-        others = [group for group in self._there() if group not in needed]
-        used = [group for group in others if group.in_use]
+        used = [group for group in self._in_use() if group not in needed]
         in_use = sum(group.held_bytes for group in used)
         for group in needed:
             nbytes = group.bytes_when_used(in_backward=in_backward)
@@ -172,10 +175,67 @@ class _ByBudget:
                 beside = [*used, *needed[: needed.index(group)]]
                 raise ValueError(_too_small(self._nbytes, group, nbytes, beside, in_use))
             in_use += nbytes
-        _free(
-            residency.make_room(self._nbytes, in_use, _idle(others), lambda: _not_in_use(self._order.upcoming)),
-            self._order.upcoming,
-        )
+        uses, step = self._uses_in(backward=False)
+        if self._order.in_forward and uses.distinct:
+            self._free(self._last_used(excess, uses, step, needed))
+            return
+        idle = _idle(group for group in self._there() if group not in needed)
+        self._free(residency.make_room(self._nbytes, in_use, idle, lambda: _not_in_use(self._order.upcoming)))
+
+    def _last_used(
+        self, excess: int, uses: Uses[_Reference], step: int, needed: Sequence[FSDPParamGroup]
+    ) -> list[FSDPParamGroup]:
+        """Of the idle groups but `needed`, in forward, those that are used last: enough to free `excess` bytes."""
+        spare = self._sorted()
+        if spare is None:
+            spare = LastFirst([group.reference for group in self._there()], self._place)
+            self._spare = self._forward, spare
+        else:
+            skipped = uses.keys[uses.firsts[self._spare_from] : uses.firsts[step]]
+            for key in (*skipped, *self._ledger.gained):
+                spare.add(key)
+        self._spare_from = step
+        self._ledger.gained.clear()
+
+        def is_idle(key: _Reference) -> bool:
+            group = key()
+            return key in self._ledger.held and (group is None or not (group.in_use or group in needed))
+
+        free = []
+        while excess > 0 and (last := spare.take(is_idle)) is not None:
+            excess -= self._ledger.held[last]
+            if (group := last()) is None:
+                self._ledger.drop(last)
+            else:
+                free.append(group)
+        return free
+
+    @property
+    def _forward(self) -> tuple[int, int]:
+        """Another value where what is known of later uses is not what it was, but for uses that came and went."""
+        return self._order.changes[False], self._order.dropped
+
+    def _sorted(self) -> LastFirst[_Reference] | None:
+        """What this forward has sorted so far."""
+        if self._spare is not None and self._spare[0] != self._forward:
+            self._spare = None
+        return None if self._spare is None else self._spare[1]
+
+    def _place(self, key: _Reference) -> tuple[int, ...]:
+        """Sorts groups in forward: the smaller, the later one is used next."""
+        group = key()
+        if group is None:
+            return (0,)
+        uses, step = self._uses_in(backward=False)
+        place = uses.places.get(key, -1)
+        if place >= uses.firsts[step]:
+            return 2, -place
+        awaited = self._order.place_in_backward(group)
+        return (0,) if awaited is None else (1, *awaited)
+
+    def _free(self, groups: Sequence[FSDPParamGroup]) -> None:
+        for group in groups:
+            group.reshard(keep=self._order.place_in_backward(group) is not None)
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
         uses, step = self._uses_in(backward=in_backward)
@@ -217,7 +277,7 @@ class _ByBudget:
             gathering=lambda group: group.bytes_when_used(in_backward=used_in_backward[group]),
             wanted=lambda group: used_in_backward[group] == backward,
         )
-        _free(ahead.free, upcoming)
+        self._free(ahead.free)
         return self._gather(ahead.gather, backward)
 
     def _gather(self, groups: Sequence[FSDPParamGroup], backward: bool) -> list[FSDPParamGroup]:
@@ -251,11 +311,19 @@ class _ByBudget:
 
     def _used(self) -> Collection[_Reference]:
         """The groups in use."""
+        spare = self._sorted()
         for key in list(self._noted):
             group = key()
             if group is None or not group.in_use:
                 del self._noted[key]
+                if spare is not None:
+                    spare.add(key)
         return self._noted.keys()
+
+    def _in_use(self) -> list[FSDPParamGroup]:
+        """Those of them that have memory."""
+        groups = (key() for key in self._noted if key in self._ledger.held)
+        return [group for group in groups if group is not None and group.in_use]
 
     def _there(self) -> list[FSDPParamGroup]:
         """The groups that are unsharded, oldest first: an order that is the same on all ranks."""
@@ -285,14 +353,6 @@ def _idle(there: Iterable[FSDPParamGroup]) -> dict[FSDPParamGroup, int]:
 
 def _not_in_use(upcoming: _Upcoming) -> Iterator[FSDPParamGroup]:
     return (group for group, _ in upcoming() if not group.in_use)
-
-
-def _free(groups: Sequence[FSDPParamGroup], upcoming: _Upcoming) -> None:
-    if not groups:
-        return
-    awaited = {group for group, in_backward in upcoming() if in_backward}
-    for group in groups:
-        group.reshard(keep=group in awaited)
 
 
 def _too_small(budget: int, group: FSDPParamGroup, nbytes: int, beside: Sequence[FSDPParamGroup], in_use: int) -> str:

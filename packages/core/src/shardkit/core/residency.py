@@ -15,11 +15,13 @@ Note [Decisions at every module]
 `worth_holding`, `make_room` and `gather_ahead` say what is right, and read all groups that the budget holds. A module
 that begins or ends usually changes little: the group that is used next is there already, one more has become free.
 `gather_next` and `is_worth_holding` find that out from sums that `Ledger` and `Uses` keep, in a time that does not grow
-with the number of groups, and answer as the others would.
+with the number of groups, and answer as the others would. So does `LastFirst` for what has to be freed: it keeps the
+groups sorted, and looks again only at those for which something has changed.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 __all__ = [
     "Ahead",
+    "LastFirst",
     "Ledger",
     "Order",
     "Uses",
@@ -137,15 +140,19 @@ class Ledger(Generic[K]):
         held: the bytes of each, oldest first.
         total: their sum.
         lost: the groups whose memory went since `gather_next` has last looked.
+        gained: those that got memory since it was last cleared, and have it still.
     """
 
     def __init__(self) -> None:
         self.held: dict[K, int] = {}
         self.total = 0
         self.lost: set[K] = set()
+        self.gained: dict[K, None] = {}
 
     def put(self, key: K, nbytes: int) -> None:
         """`key` has `nbytes` now."""
+        if key not in self.held:
+            self.gained[key] = None
         self.total += nbytes - self.held.get(key, 0)
         self.held[key] = nbytes
 
@@ -155,6 +162,40 @@ class Ledger(Generic[K]):
         if nbytes is not None:
             self.total -= nbytes
             self.lost.add(key)
+            self.gained.pop(key, None)
+
+
+class LastFirst(Generic[K]):
+    """Groups that may be freed, the one that is used last first.
+
+    Args:
+        idle: those that are there now.
+        place: sorts them: the smaller, the later a group is used next. `add` a group again whose place became smaller;
+            that it became larger is found out here.
+    """
+
+    def __init__(self, idle: Iterable[K], place: Callable[[K], tuple[int, ...]]) -> None:
+        self._place = place
+        self._count = itertools.count()  # of two groups at one place the older goes first
+        self._heap = [(place(key), next(self._count), key) for key in idle]
+        heapq.heapify(self._heap)
+
+    def add(self, key: K) -> None:
+        """`key` is another one, or its place may have become smaller."""
+        heapq.heappush(self._heap, (self._place(key), next(self._count), key))
+
+    def take(self, is_idle: Callable[[K], bool]) -> K | None:
+        """The group to free; None if there is none. One that is not idle is forgotten: `add` it when it is again."""
+        while self._heap:
+            place, count, key = self._heap[0]
+            if not is_idle(key):
+                heapq.heappop(self._heap)
+            elif (now := self._place(key)) != place:
+                heapq.heapreplace(self._heap, (now, count, key))
+            else:
+                heapq.heappop(self._heap)
+                return key
+        return None
 
 
 class Uses(Generic[K]):
