@@ -56,6 +56,7 @@ LAYERS: list[set[str]] = [
         "prefetch",
         "reduction",
         "shard_steps",
+        "whole_state",
         "whole_steps",
     },
     {"first_step", "lazy_init", "schedule", "state"},

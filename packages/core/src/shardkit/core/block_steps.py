@@ -25,6 +25,7 @@ from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 __all__ = [
     "carry_overrides",
     "check_blocks",
+    "inner_tensors",
     "is_laid_out_by_block",
     "join_parts",
     "parts_of",
@@ -74,14 +75,21 @@ def _one_for_each(block: int, value: torch.Tensor, parameter: DTensor) -> torch.
     return new_dtensor(value, parameter.device_mesh, placements, total, kind=type(parameter))
 
 
+def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
+    """The tensors in a tensor of torchao's, values and scales; None for anything else."""
+    if not type(value).__module__.startswith("torchao."):
+        return None
+    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+
+
 def parts_of(key: str, value: Any, parameter: DTensor) -> dict[str, Any] | None:
     """Quantized state of torchao on our placements as entries for each of its tensors; None for any other state."""
-    if not type(value).__module__.startswith("torchao.") or not any(is_ours(one) for one in parameter.placements):
+    inner = inner_tensors(value)
+    if inner is None or not any(is_ours(one) for one in parameter.placements):
         return None
     owned, local = any(isinstance(one, Owned) for one in parameter.placements), local_of(parameter)
     parts: dict[str, Any] = {}
-    for name in value.__tensor_flatten__()[0]:
-        part = getattr(value, name)
+    for name, part in inner.items():
         if name == "qmap" or (owned and part.shape != local.shape):
             parts[f"{key}.{name}"] = part
         elif part.shape == local.shape:

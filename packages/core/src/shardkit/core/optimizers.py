@@ -17,6 +17,7 @@ from shardkit.core.managed import added_parameters
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import no_dynamo
+from shardkit.core.whole_state import cut_whole_state
 from shardkit.core.whole_steps import after_step, before_step
 
 __all__ = ["watch_optimizers"]
@@ -51,6 +52,7 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     identities = [*map(id, held)]
     known = _held_by.get(optimizer)
     if known is None or known.identities != identities:
+        cut_whole_state(optimizer)
         known = _held_by[optimizer] = _find_groups(optimizer, held)
     for reference in known.groups:
         if (group := reference()) is not None:

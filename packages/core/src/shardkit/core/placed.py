@@ -46,6 +46,7 @@ _IN_PLACE = frozenset(
         "zeros_like",
     }
 )
+_ON_LISTS = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
 # Operators on lists that make other shapes.
 _REDUCING = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
@@ -76,7 +77,7 @@ class PlacedTensor(DTensor):
             return _new(func, *args, **kwargs)
         if name in _REDUCING:
             raise _refusal(func, _first(args))
-        if name in _IN_PLACE or name.startswith("_foreach_") or torch.Tag.pointwise in func.tags:
+        if name in _IN_PLACE or name.startswith(_ON_LISTS) or torch.Tag.pointwise in func.tags:
             return _elementwise(func, args, kwargs)
         raise _refusal(func, _first(args))
 
@@ -203,7 +204,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(value, DTensor):
             if not value.ndim:
                 return value.full_tensor()
-            in_list = str(func).split(".")[1].startswith("_foreach_")
+            in_list = str(func).split(".")[1].startswith(_ON_LISTS)
             if in_list or _alike(value, like):
                 return local_of(value)
         raise _refusal(
@@ -214,7 +215,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
 
     sources: Any = like
-    if str(func).split(".")[1].startswith("_foreach_"):
+    if str(func).split(".")[1].startswith(_ON_LISTS):
         _refuse_mixed_lists(func, args, like)
         sources = next(one for one in args if isinstance(one, list | tuple))
     results = func(*[local(one) for one in args], **{key: local(value) for key, value in kwargs.items()})
@@ -222,7 +223,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _refuse_mixed_lists(func: Any, args: tuple[Any, ...], like: PlacedTensor) -> None:
-    """Lists of a foreach operator may hold tensors of several placements, if those side by side are alike."""
+    """Lists of such an operator may hold tensors of several placements, if those side by side are alike."""
     lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], torch.Tensor)]
     for side_by_side in zip(*lists, strict=False):
         full = [one for one in side_by_side if one.ndim]
@@ -320,3 +321,6 @@ def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, 
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     if seen is not found:
         found.copy_(seen)
+
+
+torch.serialization.add_safe_globals([PlacedTensor])  # for torch.load(weights_only=True), as torch's DTensor

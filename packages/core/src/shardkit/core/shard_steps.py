@@ -32,11 +32,13 @@ from shardkit.core.block_steps import (
     steps_by_block,
 )
 from shardkit.core.param import sharded_counterpart
+from shardkit.core.placements import is_ours
 from shardkit.core.torch_compat import hook_innermost, lies_like, like_dtensor, local_of, no_dynamo
+from shardkit.core.whole_state import NUMBERS, part_of_state
 
-__all__ = ["ShardSteps", "Twin", "optimizer_step_on_shards", "steps_by_element"]
+__all__ = ["ELEMENTWISE", "ShardSteps", "Twin", "optimizer_step_on_shards", "steps_by_element"]
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -49,13 +51,10 @@ _ELEMENTWISE = (
     torch.optim.SGD,
 )
 
-# State of torch's optimizers that is one number for a whole parameter; everything else has the parameter's shape.
-_NUMBERS = {"step", "eta", "mu", "mu_product"}
-
 
 def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of torch's that update each element by itself; a subclass may do anything."""
-    return type(optimizer) in _ELEMENTWISE or type(optimizer) is torch.optim.AdamW
+    return type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.AdamW
 
 
 def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +71,7 @@ def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
             256 elements, with its FQN.
     """
     if not steps_by_element(optimizer) and not steps_by_block(optimizer):
-        names = ", ".join(sorted({kind.__name__ for kind in _ELEMENTWISE} | {"AdamW"}))
+        names = ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE} | {"AdamW"}))
         raise TypeError(
             f"{type(optimizer).__name__} is not known to update each element by itself; optimizer_step_on_shards takes "
             f"{names} of torch.optim, and of bitsandbytes and torchao those that step block by block. Call step() "
@@ -142,6 +141,9 @@ class Twin:
     def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors: that of the last step, if nobody has changed it since."""
         if _contents(state) != self._of_state:
+            part = part_of_state(state, self.parameter)  # bitsandbytes loads without hooks
+            state.clear()
+            state.update(part)
             lent = {}
             for key, value in state.items():
                 pair = self._pairs.get(key)
@@ -177,7 +179,7 @@ class Twin:
     def _whole(self, key: str, value: Any) -> Any:
         if is_laid_out_by_block(key):
             return scales_of_shards(key, value, self.parameter)
-        sharded = isinstance(value, torch.Tensor) and key not in _NUMBERS and value.shape == self.local.shape
+        sharded = isinstance(value, torch.Tensor) and key not in NUMBERS and value.shape == self.local.shape
         return like_dtensor(value, self.parameter) if sharded else value
 
 
@@ -224,8 +226,18 @@ class ShardSteps:
         """What the optimizer sees of a parameter: a plain twin with its gradient, noted in `used`, or itself."""
         if not isinstance(parameter, DTensor):
             return parameter
+        if steps_by_block(optimizer) and not local_of(parameter).numel() and any(map(is_ours, parameter.placements)):
+            return self.passed_over(optimizer, parameter, used)
         twin = self.twin_of(optimizer, parameter, used)
         twin.take_gradient()
+        return twin.plain
+
+    def passed_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> torch.Tensor:
+        """The twin of a parameter that other ranks hold, without a gradient; state that was loaded goes."""
+        self._state.pop(parameter, None)  # as it was when another rank began to change it
+        twin = self.twin_of(optimizer, parameter, used)
+        twin.plain.grad = None
+        twin.had_gradient = False
         return twin.plain
 
     def twin_of(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> Twin:

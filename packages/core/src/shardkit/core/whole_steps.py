@@ -11,6 +11,9 @@ memory, by itself; others get the DTensor, whose operators refuse what blocks ca
 shape is a DTensor between the steps, so that checkpoints know where it lies; any other state stays as the optimizer
 made it, on the owner alone. See Note [Two views of one state] in `shard_steps.py`.
 
+torch's foreach and fused operators take either plain tensors or DTensors of one mesh. So an element-wise optimizer of
+torch sees plain tensors for all of its DTensors as soon as it sees one, or as one list of it would mix them.
+
 Our hooks come with each step: as the innermost, so that the user's see DTensors and no norm of what one rank owns.
 
 A step that raises runs no post-hook. The next step, state dict or forward of a root puts everything back first.
@@ -26,17 +29,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.core.block_steps import steps_by_block, target_by_block
+from shardkit.core.block_steps import steps_by_block
 from shardkit.core.param import sharded_counterpart
 from shardkit.core.placed import PlacedTensor
 from shardkit.core.placements import Blocks, Owned
 from shardkit.core.separate_steps import joins_parameters, settings_of
-from shardkit.core.shard_steps import ShardSteps, Twin, steps_by_element
+from shardkit.core.shard_steps import ELEMENTWISE, ShardSteps, Twin, steps_by_element
 from shardkit.core.torch_compat import (
     hook_innermost,
     is_compared_with_whole_state,
     is_gathered_by_torch,
     is_within_step,
+    lies_like,
     local_of,
     no_dynamo,
 )
@@ -112,6 +116,46 @@ def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) ->
     return False
 
 
+def _sees_plain_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer sees a plain tensor in the place of any parameter."""
+    if any(_steps_plainly(optimizer, one) for one in _placed(optimizer)):
+        return True
+    return steps_by_element(optimizer) and any(len(_kinds(group["params"])) > 1 for group in _listed(optimizer))
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Groups that the optimizer takes to foreach or fused operators."""
+    return [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
+
+
+def _kinds(params: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """One parameter for each mesh, and one for plain tensors, that these operators cannot take together."""
+    return {id(one.device_mesh) if isinstance(one, DTensor) else None: one for one in params}
+
+
+def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Torch's foreach and fused operators take no plain tensors together with DTensors.
+
+    Raises:
+        RuntimeError: with an FQN and what to do.
+    """
+    if steps_by_element(optimizer) or not isinstance(optimizer, _TAKES_LISTS):
+        return
+    for group in _listed(optimizer):
+        plainly = [isinstance(p, PlacedTensor) and _steps_plainly(optimizer, p) for p in group["params"]]
+        if not any(plainly):
+            continue
+        rest = next((p for p, plain in zip(group["params"], plainly, strict=True) if not plain), None)
+        if isinstance(rest, DTensor):
+            owned, param = sharded_counterpart(group["params"][plainly.index(True)]), sharded_counterpart(rest)
+            raise RuntimeError(
+                f"parameter '{'?' if owned is None else owned.fqn}' is a plain tensor while {type(optimizer).__name__} "
+                f"steps, and '{'?' if param is None else param.fqn}' with placements {tuple(rest.placements)} is none; "
+                "torch's foreach and fused operators take no list of both. Give them a parameter group each, or build "
+                "the optimizer with foreach=False, fused=False"
+            )
+
+
 class _WholeSteps(ShardSteps):
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +165,7 @@ class _WholeSteps(ShardSteps):
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
-        if self.inner or not any(_steps_plainly(optimizer, one) for one in _placed(optimizer)):
+        if self.inner or not _sees_plain_tensors(optimizer):
             return None
         arguments = _with_closure(optimizer, self, args, kwargs)
         self.lend(optimizer)
@@ -135,25 +179,33 @@ class _WholeSteps(ShardSteps):
 
     def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
         """A plain twin in the place of what `_steps_plainly`; one that is passed over has no gradient, and no state."""
-        if not isinstance(parameter, PlacedTensor) or not _steps_plainly(optimizer, parameter):
+        if not isinstance(parameter, PlacedTensor):
+            return super().seen_by(optimizer, parameter, used) if _is_element_wise(optimizer, parameter) else parameter
+        if not _steps_plainly(optimizer, parameter):
             return parameter
         if not self._passes_over(optimizer, parameter):
             return super().seen_by(optimizer, parameter, used)
-        self._state.pop(parameter, None)  # as it was when another rank began to change it
-        twin = self.twin_of(optimizer, parameter, used)
-        twin.plain.grad = None
-        twin.had_gradient = False
-        return twin.plain
+        return self.passed_over(optimizer, parameter, used)
 
     def _passes_over(self, optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
         if local_of(parameter).numel() or steps_by_element(optimizer) or type(optimizer) is torch.optim.Muon:
             return False
-        return steps_by_block(optimizer) or any(isinstance(one, Owned) for one in parameter.placements)
+        return any(isinstance(one, Owned) for one in parameter.placements)
 
     @property
     def is_lent(self) -> bool:
         return self._params is not None
 
+
+def _is_element_wise(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether an update on each rank's shard is right: it is, unless the user's gradient lies elsewhere."""
+    if not isinstance(parameter, DTensor) or not steps_by_element(optimizer):
+        return False
+    return parameter.grad is None or lies_like(parameter.grad, parameter)
+
+
+# Optimizers of torch that have foreach operators, or are subclasses of such.
+_TAKES_LISTS = (*ELEMENTWISE, torch.optim.Adafactor)
 
 # Optimizers of torch that step on each matrix by itself.
 _BY_MATRIX = (torch.optim.Adafactor, torch.optim.Muon)
@@ -173,16 +225,16 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
         steps.inner += 1
         return None
     _restore(optimizer)
-    placed = _placed(optimizer)
-    if not any(_steps_plainly(optimizer, one) for one in placed):
+    if not _sees_plain_tensors(optimizer):
         return None
+    placed = _placed(optimizer)
     for parameter in placed:
         _refuse_part_of_matrix(optimizer, parameter)
+    _refuse_mixed_lists(optimizer)
     _refuse_joined_steps(optimizer, placed, _closure_of(args, kwargs) is not None)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)
-        optimizer.register_load_state_dict_pre_hook(_cut_whole_state)
         optimizer.register_state_dict_pre_hook(_restore)
         optimizer.register_state_dict_post_hook(_let_torch_give_whole_state)
     steps.handles = hook_innermost(optimizer, steps.begin, steps.finish)
@@ -231,25 +283,6 @@ def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: di
         for number, values in state_dict["state"].items():
             plain = {key: local_of(one) if isinstance(one, PlacedTensor) else one for key, one in values.items()}
             state_dict["state"][number] = plain
-
-
-def _cut_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Load state dict pre-hook: plain tensors of the whole shape become this rank's part."""
-    state = dict(state_dict["state"])
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        for parameter, number in zip(group["params"], saved["params"], strict=False):
-            if number in state and isinstance(parameter, PlacedTensor):
-                state[number] = {key: _cut(key, value, parameter) for key, value in state[number].items()}
-    return {**state_dict, "state": state}
-
-
-def _cut(key: str, value: Any, parameter: PlacedTensor) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value
-    like = target_by_block(key, value.dtype, tuple(value.shape), parameter)
-    if like is None and value.shape == parameter.shape:
-        like = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-    return value if not isinstance(like, DTensor) else like.copy_(value)
 
 
 def restore_interrupted_steps() -> None:

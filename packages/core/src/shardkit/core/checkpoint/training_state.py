@@ -26,6 +26,7 @@ from shardkit.core.block_steps import target_by_block
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
 from shardkit.core.placements import Owned
+from shardkit.core.whole_state import NUMBERS
 
 __all__ = ["Captured", "OptimizerNames", "TrainingState", "get_rng_state", "set_rng_state"]
 
@@ -61,8 +62,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # What wrappers add to names, and stock's state dicts leave out.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-# State of torch's optimizers that is one number for a whole parameter, a 0-dim one included.
-_NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class OptimizerNames:
         live = optimizer.state.get(parameter, {}).get(key)
         if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
             return live
-        if not shape and (key in _NUMBERS or parameter.ndim):
+        if not shape and (key in NUMBERS or parameter.ndim):
             return torch.zeros((), dtype=dtype, device="cpu")
         if tuple(parameter.shape) == shape:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
