@@ -189,11 +189,32 @@ class SharpnessAware(torch.optim.SGD):
         return loss
 
 
+class JoinsWide(torch.optim.SGD):
+    """Clips some of its parameters together."""
+
+    @staticmethod
+    def is_joined(parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 2 and parameter.shape[0] < parameter.shape[1]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        some = [p for group in self.param_groups for p in group["params"] if self.is_joined(p)]
+        torch.nn.utils.clip_grad_norm_(some, 1.0)
+        super().step()
+        return loss
+
+
+class JoinsVectors(JoinsWide):
+    @staticmethod
+    def is_joined(parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 1
+
+
 class Untried(torch.optim.SGD):
     """Knows its parameters by what no copy has."""
 
     def step(self, closure: Any = None) -> Any:
-        assert self.param_groups[0]["params"][0].shape[0] > 8
+        assert self.param_groups[0]["params"][0].shape[0] > 12
         return super().step(closure)
 
 
@@ -211,9 +232,11 @@ def _refuses(rank: int, world_size: int) -> None:
         (Sends, r"Sends communicates in its step \(c10d\S*\).*weight' lies on Owned"),
         (SharpnessAware, "SharpnessAware computes the step of a parameter from the gradients of others"),
         (torch.optim.LBFGS, "LBFGS computes the step of a parameter from the gradients of others"),
+        (JoinsWide, "JoinsWide computes the step of a parameter from the gradients of others"),
+        (JoinsVectors, "JoinsVectors computes the step of a parameter from the gradients of others"),
         (Untried, r"could not be tried on small tensors \(AssertionError.*steps_each_parameter_alone = True"),
     ):
-        optimizer = make(matrices(model), lr=0.1)
+        optimizer = make(model.parameters() if make is JoinsVectors else matrices(model), lr=0.1)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=said):
                 optimizer.step(closure)
@@ -252,7 +275,7 @@ class Clips(torch.optim.Optimizer):
 def _changes_settings(rank: int, world_size: int, how: str) -> None:
     model = build()
     model = shard(model, world_size, lambda p: Owned(rank=0))
-    optimizer = Clips(matrices(model), clip_at=2e4 if how == "from the start" else 1e9 if how == "lowered" else 0.0)
+    optimizer = Clips(matrices(model), clip_at=2e4 if how == "from the start" else 1e11 if how == "lowered" else 0.0)
     reference = build()
     steps = 0
     with pytest.raises(RuntimeError, match="Clips computes the step of a parameter from the gradients"):  # noqa: PT012
@@ -297,7 +320,7 @@ class Counted(torch.optim.SGD):
     tried = 0
 
     def step(self, closure: Any = None) -> Any:
-        if next(iter(self.param_groups[0]["params"])).shape == (8, 6):
+        if next(iter(self.param_groups[0]["params"])).shape == (12, 12):
             Counted.tried += 1
         return super().step(closure)
 

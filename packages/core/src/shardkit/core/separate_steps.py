@@ -3,11 +3,12 @@
 Note [Tried on small tensors]
 On `Owned` an optimizer sees the matrices of one rank. One that makes a number out of all of its parameters (a norm to
 clip by, a step size, the direction of a line search), or that communicates, would compute something else, and nothing
-in its class says so. So a copy of the optimizer with the same settings steps on three small tensors for each of its
-parameter groups, twice, and the second time the tensor in the middle gets other gradients. If its neighbours come out
-otherwise, or if anything is sent, the optimizer is refused. So is one that cannot be tried, unless its user vouches for
-it by the attribute `steps_each_parameter_alone`. Other settings mean another trial. The random numbers of the process
-are given back.
+in its class says so. So a copy of the optimizer with the same settings steps on small tensors, twice, and the second
+time one of each shape gets other gradients. If its neighbours come out otherwise, or if anything is sent, the optimizer
+is refused. Each parameter group has three tensors like its largest parameter, and two like each of the shapes that most
+others have: equal sizes stay equal, and a larger size larger. So is refused what cannot be tried, unless its user
+vouches for it by the attribute `steps_each_parameter_alone`. Other settings mean another trial. The random numbers of
+the process are given back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import copy
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from shardkit.core.torch_compat import TorchDispatchMode, is_without_numbers, lo
 __all__ = ["joins_parameters", "settings_of"]
 
 _STEPS = 12  # more than the intervals at which optimizers usually refresh what they keep
+_KEPT = 8  # sizes up to this stay as they are
+_SHAPES = 3  # of one parameter group, beside that of its largest parameter
 _LARGER = 1e3  # how much larger the other gradients are: enough to be clipped
 _HUGE = 1e8  # enough for bounds that few gradients exceed; not every optimizer can compute with them
 _LEAST_LR = 0.01  # a warm-up may begin with none, and then no parameter moves
@@ -140,21 +143,22 @@ def _apart(params: Sequence[torch.Tensor]) -> Iterator[None]:
 def _neighbours_after_steps(
     optimizer: torch.optim.Optimizer, with_closure: bool, times: float, resumed: bool
 ) -> list[Any]:
-    """First and third tensor of each parameter group after some steps, with their state, and the group's settings.
+    """First and third tensor of each shape after some steps, with their state, and the groups' settings.
 
-    The gradients of the second one are random, of that size.
+    The gradients of the second ones are random, of that size.
 
     Raises:
         RuntimeError: if the steps say nothing, since tensors stay as they are or end as nan.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    small = [_small_tensors(group["params"], generator) for group in optimizer.param_groups]
-    begun = [[one.detach().clone() for one in tensors] for tensors in small]
+    small = _small_groups(optimizer, generator)
+    alike = [tensors for group in small for tensors in group.values()]
+    begun = [[one.detach().clone() for one in tensors] for tensors in alike]
     trial = _copy_for(optimizer, small, resumed)
     others = torch.Generator("cpu").manual_seed(int(times))
 
     def closure() -> torch.Tensor:
-        for tensors, first in zip(small, begun, strict=True):
+        for tensors, first in zip(alike, begun, strict=True):
             for one, start in zip(tensors, first, strict=True):
                 one.grad = start.flip(0) + one.detach()
             for one in tensors[1:2]:
@@ -163,11 +167,11 @@ def _neighbours_after_steps(
         return torch.ones(())
 
     step: Callable[..., Any] = trial.step
-    with _apart([one for tensors in small for one in tensors]):
+    with _apart([one for tensors in alike for one in tensors]):
         for _ in range(_STEPS):
             closure()
             step(closure) if with_closure else step()
-    neighbours = [one for tensors in small for one in tensors[::2]]
+    neighbours = [one for tensors in alike for one in tensors[::2]]
     starts = [one for tensors in begun for one in tensors[::2]]
     if any(torch.equal(one, start) or not one.isfinite().all() for one, start in zip(neighbours, starts, strict=True)):
         raise RuntimeError("its steps leave tensors as they are, or make them infinite")
@@ -186,30 +190,46 @@ def _same(one: Any, other: Any) -> bool:
     return not isinstance(one, float) or one == other or (one != one and other != other)
 
 
-def _small_tensors(params: Sequence[torch.Tensor], generator: torch.Generator) -> list[nn.Parameter]:
-    """Three, with as many dims as the largest parameter of a group."""
-    if not params:
-        return []
+_Small = dict[torch.Size, list[nn.Parameter]]
+"""Small tensors by the shape of the parameters that they stand for, the largest parameter's first."""
+
+
+def _small_groups(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> list[_Small]:
+    """For each parameter group; with another shape each dim that is larger than others is larger than theirs."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    larger = sorted({size for parameter in params for size in parameter.shape if size > _KEPT})
+    sizes = {size: _KEPT + 2 * number for number, size in enumerate(larger, 1)}
+    return [_small_tensors(group["params"], sizes, generator) for group in optimizer.param_groups]
+
+
+def _small_tensors(params: Sequence[torch.Tensor], sizes: dict[int, int], generator: torch.Generator) -> _Small:
+    counts = Counter(parameter.shape for parameter in params if parameter.numel())
+    if not counts:
+        return {}
     like = max(params, key=torch.Tensor.numel)
-    shape = {0: (), 1: (8,)}.get(like.ndim, (3,) * (like.ndim - 2) + (8, 6))
+    others = [shape for shape, _ in counts.most_common() if shape != like.shape][:_SHAPES]
     local = local_of(like) if hasattr(like, "placements") else like
-    numbers = [torch.randn(shape, generator=generator, device="cpu") for _ in range(3)]
-    return [nn.Parameter(one.to(local.device, local.dtype)) for one in numbers]
+    found: _Small = {}
+    for shape in (like.shape, *others):
+        small = [sizes.get(size, size) for size in shape]
+        numbers = [torch.randn(small, generator=generator, device="cpu") for _ in range(3 if not found else 2)]
+        found[shape] = [nn.Parameter(one.to(local.device, local.dtype)) for one in numbers]
+    return found
 
 
-def _copy_for(
-    optimizer: torch.optim.Optimizer, small: Sequence[list[nn.Parameter]], resumed: bool
-) -> torch.optim.Optimizer:
+def _copy_for(optimizer: torch.optim.Optimizer, small: Sequence[_Small], resumed: bool) -> torch.optim.Optimizer:
     """A copy for other parameters, with the same settings. `Optimizer` itself copies but some of its attributes.
 
     With `resumed` it has what was counted so far, and zeros in the place of state of a parameter's shape, or ones if
     it is a mask.
     """
     memo: dict[int, Any] = {}
-    for group, tensors in zip(optimizer.param_groups, small, strict=True):
-        memo[id(group["params"])] = tensors
-        for number, parameter in enumerate(group["params"]):
-            memo[id(parameter)] = tensors[min(number, 2)]
+    for group, by_shape in zip(optimizer.param_groups, small, strict=True):
+        memo[id(group["params"])] = [one for tensors in by_shape.values() for one in tensors]
+        left = {shape: list(tensors) for shape, tensors in by_shape.items()}
+        for parameter in group["params"]:
+            tensors = left.get(parameter.shape) or next(iter(left.values()), [parameter])
+            memo[id(parameter)] = tensors.pop(0) if len(tensors) > 1 else tensors[0]
     trial: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     memo[id(optimizer.state)] = _small_state(optimizer, memo) if resumed else defaultdict(dict)
