@@ -55,6 +55,18 @@ def test_all_ranks_plan_alike_and_use_every_rank() -> None:
     assert {one for one in plans[0] if "Owned" in one} == {f"Owned(rank={rank})" for rank in range(3)}
 
 
+def _one_call_after_the_other(rank: int, world_size: int) -> list[str]:
+    """A costly matrix of few bytes, a cheap one of many, and a small one."""
+    layers = [nn.Linear(a, b, bias=False) for a, b in ((64, 64), (2048, 4), (4, 4))]
+    for layer in layers:
+        fully_shard(layer, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Owned())
+    return [str(layer.weight.placements[0]) for layer in layers]
+
+
+def test_without_a_plan_the_cost_of_earlier_calls_decides() -> None:
+    assert run_ranks(2, _one_call_after_the_other)[1] == ["Owned(rank=0)", "Owned(rank=1)", "Owned(rank=1)"]
+
+
 class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
