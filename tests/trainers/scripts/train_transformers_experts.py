@@ -12,6 +12,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 
 CASES = {
     2: {"experts over 2": {"fsdp_size": 2, "ep_size": 2}},
+    4: {"experts over 2": {"fsdp_size": 4, "ep_size": 2}, "experts over 4": {"fsdp_size": 4, "ep_size": 4}},
 }
 
 
