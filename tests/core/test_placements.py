@@ -1,6 +1,8 @@
 """Parameters on `Owned` and `Blocks`: where their bytes lie, and training against a single process."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from shardkit.core import Blocks, Owned, clip_grad_norm_, events, fully_shard, g
 from shardkit.core.placements import layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import C10dTransport
+from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.torch_compat import local_of
 from tests.support import networked_mesh, rank_mesh, run_ranks
 
@@ -153,8 +156,16 @@ def test_bytes_lie_where_the_placement_says(world_size: int) -> None:
 
 
 def _counts(rank: int, world_size: int) -> dict[str, int]:
-    """Bytes that this rank sends in one step, by placement."""
+    """Bytes that this rank sends in one step, by placement, and what events tell of them."""
     sent: dict[str, int] = {}
+    left = 0
+    swap = PairwiseTransport._swap
+
+    def counted(self: Any, outgoing: Any, incoming: Any, tag: int) -> Any:
+        nonlocal left
+        left += sum(one.nbytes for peer, _ in self._rounds for one in outgoing[peer])
+        return swap(self, outgoing, incoming, tag)
+
     for placement in ("shard", "owned", "all_owned"):
         model = build(16)
         if placement == "shard":
@@ -170,9 +181,10 @@ def _counts(rank: int, world_size: int) -> dict[str, int]:
             if isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
                 total += event.wire_bytes
 
-        with events.subscribe(listen):
+        left = 0
+        with events.subscribe(listen), mock.patch.object(PairwiseTransport, "_swap", counted):
             model(batch(rank, 0, 16)).square().mean().backward()
-        sent[placement] = total
+        sent[placement], sent[f"{placement}, told"] = left, total
     return sent
 
 
@@ -180,8 +192,9 @@ def _counts(rank: int, world_size: int) -> dict[str, int]:
 def test_a_step_sends_no_more_than_with_shard(world_size: int) -> None:
     by_rank = run_ranks(world_size, _counts)
     totals = {name: sum(sent[name] for sent in by_rank) for name in by_rank[0]}
-    assert totals["shard"] > 0
-    assert totals["owned"] == totals["all_owned"] == totals["shard"]
+    for told in ("", ", told"):
+        assert totals[f"shard{told}"] > 0
+        assert totals[f"owned{told}"] == totals[f"all_owned{told}"] == totals[f"shard{told}"]
 
 
 def _clips(rank: int, world_size: int) -> None:
