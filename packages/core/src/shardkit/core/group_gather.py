@@ -1,10 +1,17 @@
-"""How the parameters of a group are gathered: transports, plans, what a gather reads and writes, what it waits for."""
+"""How the parameters of a group are gathered: transports, plans, what a gather reads and writes, what it waits for.
+
+Also which form of them the modules hold. A step asks for that several times for each parameter, so the functions at the
+end of this file are loops over a group, without a call for each parameter.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
 from shardkit.core import events
+from shardkit.core.adapters import HOOK
 from shardkit.core.communication import Communication
 from shardkit.core.context import CommContext
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
@@ -16,8 +23,9 @@ from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
+from shardkit.core.torch_compat import local_of, version_of
 
-__all__ = ["GroupGather"]
+__all__ = ["GroupGather", "register_sharded", "register_unsharded"]
 
 
 class GroupGather:
@@ -131,6 +139,8 @@ class GroupGather:
         self.stale = self._written = True
 
     def _refresh(self) -> bool:
+        if _are_unchanged(self.params):
+            return False
         changed = [param for param in self.params if param.refresh()]
         if changed:
             self._forget_plans()
@@ -252,3 +262,64 @@ class GroupGather:
         if self.post_forward_mesh is not None:
             for param in self.params:
                 param.kept.clear()
+
+
+def _are_unchanged(params: Iterable[FSDPParam]) -> bool:
+    """Whether `refresh` would find nothing new, for none of `params`, and raise nothing: a few identity tests each."""
+    for param in params:
+        sharded, unsharded = param.sharded_param, param.unsharded_param
+        for slot in param.slots:
+            module = slot.module()
+            current = None if module is None else module._parameters.get(slot.name)
+            if current is not sharded and current is not unsharded and current is not None:
+                return False
+        local = local_of(sharded)
+        if local is not param.held or sharded.untyped_storage() is not param.origin:
+            return False
+        if param.subclass is not None:
+            continue
+        if HOOK in local.__dict__:
+            return False
+        if unsharded is not None:
+            if unsharded.untyped_storage() is not param.unsharded_origin:
+                return False
+            if not param.aliased and version_of(unsharded) != param.unsharded_version:
+                return False
+    return True
+
+
+def register_unsharded(params: Iterable[FSDPParam]) -> None:
+    """After a gather: puts the unsharded parameters, which the first one makes, into every slot."""
+    for param in params:
+        unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
+        if unsharded is None or param.subclass is not None:
+            unsharded = param.make_unsharded(requires_grad)
+        if unsharded.requires_grad != requires_grad:
+            unsharded.requires_grad_(requires_grad)
+        param.gathered_requires_grad = requires_grad
+        for slot in param.slots:
+            if slot.plain:
+                if (module := slot.module()) is not None:
+                    module._parameters[slot.name] = unsharded
+            else:
+                slot.set(unsharded)
+
+
+def register_sharded(params: Iterable[FSDPParam]) -> None:
+    """Puts the sharded parameters back; what the user did to the unsharded ones in between is kept.
+
+    That is `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
+    `refresh` adopts or refuses).
+    """
+    for param in params:
+        unsharded, sharded = param.unsharded_param, param.sharded_param
+        for slot in param.slots:
+            module = slot.module()
+            if module is not None and module._parameters.get(slot.name) is unsharded:
+                if slot.plain:
+                    module._parameters[slot.name] = sharded
+                else:
+                    slot.set(sharded)
+        if unsharded is not None and unsharded.requires_grad != param.gathered_requires_grad:
+            sharded.requires_grad_(unsharded.requires_grad)
+            param.gathered_requires_grad = unsharded.requires_grad

@@ -142,12 +142,12 @@ class FSDPParam:
         self.accumulated: torch.Tensor | None = None
         self._stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
-        self._gathered_requires_grad = original.requires_grad
+        self.gathered_requires_grad = original.requires_grad
         self._gathered_version = 0
         self._settled_version = -1
-        self._unsharded_version = 0
-        self._unsharded_origin: torch.UntypedStorage | None = None
-        self._origin = self.sharded_param.untyped_storage()
+        self.unsharded_version = 0
+        self.unsharded_origin: torch.UntypedStorage | None = None
+        self.origin = self.sharded_param.untyped_storage()
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
@@ -156,18 +156,19 @@ class FSDPParam:
     def refresh(self) -> bool:
         """Takes over what the user put in place since the last use; returns whether plans must be made anew.
 
-        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. A few identity tests if nothing changed.
+        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. The group's gather looks for it, and for
+        what is refused here, in one loop before it calls this.
         """
         for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
             current = slot.get()
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
                 self._adopt_parameter(current)
         local = local_of(self.sharded_param)
-        if local is not self._held or (self.subclass is None and HOOK in local.__dict__):
-            self._origin = self.sharded_param.untyped_storage()
+        if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
+            self.origin = self.sharded_param.untyped_storage()
             self._adopt_local(local)
             return True
-        if self.sharded_param.untyped_storage() is not self._origin:
+        if self.sharded_param.untyped_storage() is not self.origin:
             raise lost_parameter(self.fqn)
         if self._unsharded_is_lost:
             self.unsharded_param = None  # the next gather makes another one
@@ -178,7 +179,7 @@ class FSDPParam:
     def _sharded_is_lost(self) -> bool:
         """Whether the user has put other data under the sharded parameter (Note [Writes that would be lost])."""
         # `module.to()` changes the local tensor as well.
-        return self.sharded_param.untyped_storage() is not self._origin and local_of(self.sharded_param) is self._held
+        return self.sharded_param.untyped_storage() is not self.origin and local_of(self.sharded_param) is self.held
 
     @property
     def _unsharded_is_lost(self) -> bool:
@@ -186,9 +187,9 @@ class FSDPParam:
         unsharded = self.unsharded_param
         if unsharded is None or self.subclass is not None:
             return False
-        if not self.aliased and version_of(unsharded) != self._unsharded_version:
+        if not self.aliased and version_of(unsharded) != self.unsharded_version:
             return True
-        return unsharded.untyped_storage() is not self._unsharded_origin
+        return unsharded.untyped_storage() is not self.unsharded_origin
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -199,7 +200,7 @@ class FSDPParam:
         self._note_dtypes()
         self.gradient_dtype.put_on(parameter)
         self.sharded_param = parameter
-        self._origin = parameter.untyped_storage()
+        self.origin = parameter.untyped_storage()
         _sharded[id(parameter)] = self
         self.register(parameter)
 
@@ -215,7 +216,7 @@ class FSDPParam:
         local = self.form.local(local)
         if local is not local_of(self.sharded_param):
             replace_local(self.sharded_param, local)
-        self._held = local
+        self.held = local
         self._settled_version = -1
         self._local = local = self.form.shard(local)
         self.orig_dtype = local.dtype
@@ -249,8 +250,8 @@ class FSDPParam:
 
     def move_shard(self, local: torch.Tensor) -> None:
         """Puts the shard into other memory with the same contents. Tensors over the old memory are cut off from it."""
-        self._held, self._local = self.form.local(local), local
-        replace_local(self.sharded_param, self._held)
+        self.held, self._local = self.form.local(local), local
+        replace_local(self.sharded_param, self.held)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Takes other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
@@ -258,7 +259,7 @@ class FSDPParam:
         if waiting is not None:
             self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
         self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
-        self._adopt_local(self._held)
+        self._adopt_local(self.held)
 
     def check_ready(self) -> None:
         """Before the first gather: raises if the shard is not where training needs it.
@@ -341,19 +342,7 @@ class FSDPParam:
         """The 1-D tensors that a gather over the whole shard group writes."""
         return self._targets
 
-    def register_unsharded(self) -> None:
-        """After a gather: puts the unsharded parameter, which the first one makes, into every slot."""
-        requires_grad = self.sharded_param.requires_grad
-        unsharded = self.unsharded_param
-        if unsharded is None or self.subclass is not None:
-            unsharded = self._make_unsharded(requires_grad)
-        if unsharded.requires_grad != requires_grad:
-            unsharded.requires_grad_(requires_grad)
-        self._gathered_requires_grad = requires_grad
-        for slot in self.slots:
-            slot.set(unsharded)
-
-    def _make_unsharded(self, requires_grad: bool) -> nn.Parameter:
+    def make_unsharded(self, requires_grad: bool) -> nn.Parameter:
         """The parameter over what was gathered; that of a subclass may stay, with inner tensors filled anew."""
         if self.subclass is not None:
             # Views with version counters of their own, as the next gather writes to the flats; and the parameter
@@ -376,9 +365,9 @@ class FSDPParam:
         self.gradient_dtype.prepare(unsharded, self.sums_dtype)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
-        self._unsharded_version = version_of(unsharded)
-        self._unsharded_origin = unsharded.untyped_storage()
-        self._unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
+        self.unsharded_version = version_of(unsharded)
+        self.unsharded_origin = unsharded.untyped_storage()
+        self.unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
         return unsharded
 
     def _count_inner_bytes(self) -> int:
@@ -398,19 +387,6 @@ class FSDPParam:
         """Puts `parameter` into every slot."""
         for slot in self.slots:
             slot.set(parameter)
-
-    def register_sharded(self) -> None:
-        """Puts the sharded parameter back; what the user did to the unsharded one in between is kept.
-
-        That is `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
-        `refresh` adopts or refuses).
-        """
-        for slot in self.slots:
-            slot.exchange(self.unsharded_param, self.sharded_param)
-        unsharded = self.unsharded_param
-        if unsharded is not None and unsharded.requires_grad != self._gathered_requires_grad:
-            self.sharded_param.requires_grad_(unsharded.requires_grad)
-            self._gathered_requires_grad = unsharded.requires_grad
 
     @property
     def memory(self) -> set[int]:
@@ -436,14 +412,12 @@ class FSDPParam:
             current = slot.get()
             if current is not None and current is not self.sharded_param:
                 return True
-        return (
-            local_of(self.sharded_param) is not self._held or version_of(self.sharded_param) != self._gathered_version
-        )
+        return local_of(self.sharded_param) is not self.held or version_of(self.sharded_param) != self._gathered_version
 
     @property
     def shard_written(self) -> bool:
         """Whether the shard was written to, or replaced, since `settle_shard`."""
-        return version_of(self.sharded_param) != self._settled_version or local_of(self.sharded_param) is not self._held
+        return version_of(self.sharded_param) != self._settled_version or local_of(self.sharded_param) is not self.held
 
     def settle_shard(self) -> None:
         """Notes that gathers from now on come after what was written to the shard so far."""

@@ -24,7 +24,7 @@ import torch
 
 from shardkit.core import events
 from shardkit.core.context import CommContext
-from shardkit.core.group_gather import GroupGather
+from shardkit.core.group_gather import GroupGather, register_sharded, register_unsharded
 from shardkit.core.kept_views import KeptViews, kept_parameter
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.order_check import OrderCheck
@@ -284,10 +284,9 @@ class FSDPParamGroup(GroupGather):
         with profiler_range("wait_for_unshard", self.label), torch.no_grad():
             self._end_gather()
             self._drop_kept()
-            for param in self.params:
-                param.register_unsharded()
-                if param.subclass is not None:
-                    self._parameter_bytes = None
+            register_unsharded(self.params)
+            if self._has_subclass:
+                self._parameter_bytes = None
         if self.kept_views is not None:
             self.kept_views.allow()
         self._move_to(Residence.UNSHARDED)
@@ -311,8 +310,7 @@ class FSDPParamGroup(GroupGather):
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
         self._move_to(Residence.SHARDED)
-        for param in self.params:
-            param.register_sharded()
+        register_sharded(self.params)
         if self.kept_views is not None:
             self.kept_views.forbid()
         if was_unsharded and keep and self.post_forward_mesh is not None:

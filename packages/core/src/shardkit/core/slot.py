@@ -29,15 +29,6 @@ class Slot:
         module = self.module()
         return None if module is None else module._parameters.get(self.name)
 
-    def exchange(self, old: nn.Parameter | None, new: nn.Parameter) -> None:
-        """Registers `new` if `old` is registered now."""
-        module = self.module()
-        if module is not None and module._parameters.get(self.name) is old:
-            if self.plain:
-                module._parameters[self.name] = new
-            else:
-                setattr(module, self.name, new)
-
     def set(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` in this slot."""
         module = self.module()

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,10 +175,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def local_of(dtensor: torch.Tensor) -> torch.Tensor:
-    """`DTensor.to_local()` without the autograd function that it goes through."""
-    local: torch.Tensor = dtensor._local_tensor  # type: ignore[attr-defined]
-    return local
+local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""`DTensor.to_local()` without the autograd function that it goes through."""
 
 
 def new_dtensor(
