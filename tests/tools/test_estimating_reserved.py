@@ -8,8 +8,8 @@ from shardkit.tools.estimating.memory import CachingAllocator
 MIB = 2**20
 
 
-def reserved_after(*changes: tuple[int, int]) -> int:
-    allocator = CachingAllocator()
+def reserved_after(*changes: tuple[int, int], expandable: bool = False) -> int:
+    allocator = CachingAllocator(expandable)
     for key, nbytes in changes:
         allocator.changed(key, nbytes)
     return allocator.reserved
@@ -34,10 +34,24 @@ def test_a_freed_block_is_used_again_and_joins_its_neighbours():
     assert reserved_after(*halves, (1, 0), (3, 10 * MIB)) == 30 * MIB
 
 
+def test_expandable_segments_grow_at_their_end_by_pages():
+    assert reserved_after((1, 100), expandable=True) == 2 * MIB
+    assert reserved_after((1, 11 * MIB), expandable=True) == 20 * MIB
+    assert reserved_after((1, 11 * MIB), (2, 9 * MIB), expandable=True) == 20 * MIB
+    assert reserved_after((1, 11 * MIB), (2, 10 * MIB), expandable=True) == 40 * MIB
+    assert reserved_after((1, 30 * MIB), (1, 0), (2, 50 * MIB), expandable=True) == 60 * MIB  # segments: 80
+
+
+def test_holes_are_filled_before_the_end_is_used():
+    kept = [(1, 30 * MIB), (2, 10 * MIB), (3, 5 * MIB), (1, 0)]  # a hole of 30, and 15 free behind the third
+    assert reserved_after(*kept, (4, 14 * MIB), (5, 15 * MIB), expandable=True) == 60 * MIB
+    assert reserved_after(*kept, (4, 31 * MIB), expandable=True) == 80 * MIB
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30 * MIB)), max_size=60))
-def test_blocks_never_overlap_and_nothing_is_lost(changes: list[tuple[int, int]]):
-    allocator, live = CachingAllocator(), dict[int, int]()
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30 * MIB)), max_size=60))
+def test_blocks_never_overlap_and_nothing_is_lost(expandable: bool, changes: list[tuple[int, int]]):
+    allocator, live = CachingAllocator(expandable), dict[int, int]()
     for key, nbytes in changes:
         allocator.changed(key, nbytes)
         live[key] = nbytes

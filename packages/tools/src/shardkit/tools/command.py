@@ -158,6 +158,7 @@ _job_options = _options(
     click.option("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
     click.option("--world-size", "--mesh", "mesh", default="8", help="ranks, or axis=size,... (default 8)"),
     click.option("--machine", default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
+    click.option("--expandable-segments", is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
     click.option("--wrap", help="FQNs or class names to shard by themselves (default: repeated blocks)"),
     click.option(
         "--placements",

@@ -95,6 +95,7 @@ class Machine:
         efficiency: the part of `flops` and of `memory_bandwidth` that programs reach.
         operator_seconds: host time of one operator; its launch, on a device with a queue.
         storage_bandwidth: bytes per second that one rank writes to and reads from files.
+        expandable_segments: whether ranks set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
         process_bytes: memory of a rank that no tensor accounts for: context, libraries, communication.
         collective_seconds: what a collective takes beside its steps.
         dtensor_seconds: host time that an operator on DTensors takes beside the plain ones that it runs.
@@ -116,12 +117,13 @@ class Machine:
     storage_bandwidth: float
     process_bytes: int
     collective_seconds: float = 0.0
+    expandable_segments: bool = False
     dtensor_seconds: float = 40e-6
     dtensor_each_seconds: float = 4e-6
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = [one.name for one in dataclasses.fields(self) if isinstance(getattr(self, one.name), int | float)]
+        numbers = [one.name for one in dataclasses.fields(self) if type(getattr(self, one.name)) in (int, float)]
         _check(self, *numbers, may_be_zero=_MAY_BE_ZERO)
         if not self.flops or any(not 0 < one < math.inf for one in self.flops.values()):
             raise ValueError(f'"flops" is {self.flops}; expected positive FLOP/s by dtype, such as "bfloat16": 9.9e14')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
 from shardkit.tools.terminal import terminal
 
-__all__ = ["costs_for", "job_of", "machine_named", "run"]
+__all__ = ["costs_for", "job_of", "machine_of", "run"]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -51,7 +52,7 @@ def run(options: SimpleNamespace) -> int:
         return 0
     check_targets(options.json, options.plot)
     values = settings_of(options.sweep)
-    mesh, machine, job = mesh_of(options.mesh), machine_named(options.machine), job_of(options)
+    mesh, machine, job = mesh_of(options.mesh), machine_of(options), job_of(options)
     with costs_for(options.machine, machine) as costs:
         if options.sweep:
             return _sweep(options, values, job, machine, costs)
@@ -78,6 +79,7 @@ def _sweep(
             chosen = with_micro_batch(chosen, count_of("micro-batch", settings["micro-batch"], 1))
         return estimate_job(chosen, mesh, machine, rank=options.rank, costs=costs)
 
+    gc.freeze()  # as in `plan`
     points = sweep(values, estimated)
     print_sweep(points, terminal())
     if options.json is not None:
@@ -190,6 +192,12 @@ def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:
             "pkg.module:name of a function that gets the model and returns a shard_placement_fn"
         )
     return muon_placements if options.optimizer == "muon" else None
+
+
+def machine_of(options: SimpleNamespace) -> Machine:
+    """The machine that the options tell, with the segments that they tell."""
+    machine = machine_named(options.machine)
+    return machine.replace(expandable_segments=True) if options.expandable_segments else machine
 
 
 def machine_named(name: str) -> Machine:

@@ -123,17 +123,22 @@ class Memory:
     levels: list[tuple[int, tuple[int, ...]]]
 
 
-def memory_of(trace: Trace) -> Memory:
-    """Adds up what a trace says of storages."""
+def memory_of(trace: Trace, expandable: bool = False) -> Memory:
+    """Adds up what a trace says of storages; `expandable` is how the caching allocator makes segments.
+
+    Freed memory is used again only on the stream that it belongs to: that of gathers for unsharded parameters, else
+    that of the computation (Note [Who owns memory] of core).
+    """
     sizes: dict[Held, int] = {}
     levels = dict.fromkeys(CATEGORIES, 0)
-    allocator, over_time = CachingAllocator(), []
+    gathers, computation = CachingAllocator(expandable), CachingAllocator(expandable)
+    over_time = []
     total = 0
     for held, nbytes in trace.held:
         sizes[held] = nbytes
         total += nbytes
         levels[held.category] += nbytes
-        allocator.changed(id(held), nbytes)
+        (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), nbytes)
     idle, peak = total, Peak(total, dict(levels), "", "between")
     over_time.append((0, tuple(levels.values())))
     stale = False
@@ -148,10 +153,10 @@ def memory_of(trace: Trace) -> Memory:
         total += change
         levels[held.category] += change
         stale = stale or bool(change)
-        allocator.changed(id(held), step.nbytes)
+        (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), step.nbytes)
         if total > peak.bytes:
             peak = Peak(total, dict(levels), step.fqn, step.phase)
-    return Memory(idle, peak, allocator.reserved, over_time)
+    return Memory(idle, peak, gathers.reserved + computation.reserved, over_time)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,8 +183,11 @@ class FreeBlocks:
     def remove(self, block: Block) -> None:
         del self._blocks[bisect.bisect_left(self._blocks, (block.size, block.address, block))]
 
-    def best_fit(self, size: int) -> Block | None:
+    def best_fit(self, size: int, last: Block | None = None) -> Block | None:
+        """Takes the smallest block of at least `size`; `last` only if there is no other."""
         place = bisect.bisect_left(self._blocks, (size, 0))
+        if place + 1 < len(self._blocks) and self._blocks[place][2] is last:
+            place += 1
         return self._blocks.pop(place)[2] if place < len(self._blocks) else None
 
 
@@ -210,14 +218,18 @@ _LARGE_ROUNDING = 2 * _MIB
 class CachingAllocator:
     """Follows allocations as a ledger tells them.
 
+    With `expandable` segments each pool has one, which grows at its end by pages of 2 or 20 MiB.
+
     Attributes:
         reserved: bytes of all segments; they are kept, so it only grows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expandable: bool = False) -> None:
         self.reserved = 0
+        self._expandable = expandable
         self._blocks: dict[int, Block] = {}
         self._free = {True: FreeBlocks(), False: FreeBlocks()}
+        self._last: dict[bool, Block | None] = {True: None, False: None}
 
     def changed(self, key: int, nbytes: int) -> None:
         """A storage has `nbytes` of memory now."""
@@ -229,23 +241,47 @@ class CachingAllocator:
 
     def _take(self, size: int) -> Block:
         small = size <= _SMALL
-        block = self._free[small].best_fit(size)
+        last = self._last[small]
+        block = self._free[small].best_fit(size, last)
         if block is None:
-            segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-            if size >= _LARGE:
-                segment = -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
-            block = Block(self.reserved, segment, small)
-            self.reserved += segment
+            block = self._grown(size, small, last) if self._expandable else self._segment(size, small)
         block.free = False
         rest = block.size - size
-        if rest >= (_ROUNDING if small else _SMALL + 1):
+        if rest >= (_ROUNDING if small or self._expandable else _SMALL + 1):
             other = Block(block.address + size, rest, small, True, block, block.after)
             if block.after is not None:
                 block.after.before = other
             block.after, block.size = other, size
-            self._free[small].add(other)
+            self._freed(other)
         return block
 
-    def _release(self, block: Block) -> None:
-        block = joined(block, self._free[block.small])
+    def _segment(self, size: int, small: bool) -> Block:
+        nbytes = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        if size >= _LARGE:
+            nbytes = -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+        self.reserved += nbytes
+        return Block(self.reserved - nbytes, nbytes, small)
+
+    def _grown(self, size: int, small: bool, last: Block | None) -> Block:
+        """The last block of a pool with more pages behind it, if it is free; else a block of new pages behind it."""
+        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        if last is not None and last.free:
+            self._free[small].remove(last)
+            block = last
+        else:
+            block = Block(0 if last is None else last.address + last.size, 0, small, before=last)
+            if last is not None:
+                last.after = block
+        nbytes = -(-(size - block.size) // page) * page
+        block.size += nbytes
+        self.reserved += nbytes
+        self._last[small] = block
+        return block
+
+    def _freed(self, block: Block) -> None:
         self._free[block.small].add(block)
+        if self._expandable and block.after is None:
+            self._last[block.small] = block
+
+    def _release(self, block: Block) -> None:
+        self._freed(joined(block, self._free[block.small]))

@@ -233,7 +233,7 @@ def assess(
     """What a recording means on a machine."""
     sizes, timeline = recording.sizes, replay(recording.trace, machine, costs or Roofline(machine))
     state = sizes.own_weights + sizes.own_optimizer
-    memory = memory_of(recording.trace)
+    memory = memory_of(recording.trace, machine.expandable_segments)
     tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved
     return Estimate(
         axes=axes,

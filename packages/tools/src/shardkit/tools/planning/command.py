@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 from rich.console import Console
 
-from shardkit.tools.estimating.command import costs_for, job_of, machine_named
+from shardkit.tools.estimating.command import costs_for, job_of, machine_of
 from shardkit.tools.estimating.job import EstimateError
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
@@ -27,7 +28,8 @@ def run(options: SimpleNamespace) -> int:
         if getattr(options, name) is not None:
             raise EstimateError(f"a plan chooses --{name.replace('_', '-')} itself; leave it out")
     check_targets(options.write, options.json, options.plot)
-    machine, job = machine_named(options.machine), job_of(options)
+    machine, job = machine_of(options), job_of(options)
+    gc.freeze()  # what has been imported stays, and takes longer to look through than all estimates
     limit, margin = options.memory or machine.memory, options.margin / 100
     told: list[str] = []
     try:
