@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.tools import EstimateError, Policies, TrainingJob, estimate_job
+from shardkit.tools.estimating import repetition
 from shardkit.tools.estimating.hf import cut_projections
 from shardkit.tools.estimating.job import micro_batch_of, with_micro_batch
-from shardkit.tools.machine import Efficiency, Link, Machine
+from shardkit.tools.estimating.simulation import simulate
+from shardkit.tools.machine import Efficiency, Link, Machine, preset
 from shardkit.tools.planning import search
 from shardkit.tools.planning.code import code_of
 from shardkit.tools.planning.search import (
@@ -299,3 +301,24 @@ def test_code_names_the_blocks_that_were_estimated(nested: bool):
 def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):
     assert micro_batch_of(JOB) == 2
     assert {proposal.candidate.micro_batch for proposal in ample} == {2}
+
+
+def test_no_way_is_estimated_twice_and_none_that_cannot_hold_its_state(monkeypatch: pytest.MonkeyPatch):
+    ran: list[tuple[Any, int]] = []
+
+    def counted(job: TrainingJob, axes: Any, rank: int, machine: Machine, repeated: str | None = None) -> Any:
+        recording = simulate(job, axes, rank, machine, repeated)
+        ran.append((dict(axes), len(recording.blocks)))
+        return recording
+
+    monkeypatch.setattr(repetition, "simulate", counted)
+    deep = TrainingJob(partial(LlamaShaped, 32, 1024, 2560, 24, 4, 2), few_tokens, policies=Policies(checkpoint=True))
+    h100 = preset("h100").replace(process_bytes=0, ranks_per_host=2)
+    with torch.device("meta"):
+        state = 12 * sum(one.numel() for one in deep.model().parameters())  # weights, and Adam's state
+    numbers: list[int] = []
+    found = propose(deep, 64, h100, state // 4, most_micro_batch=2, count=100, progress=numbers.append)
+    assert found and len(numbers) == len(set(numbers)) <= 10
+    assert len(ran) == len(numbers), ran
+    # Of replicas over 32, 8 and 2 ranks the last cannot hold half of the state.
+    assert {axes["dp_shard"] for axes, _ in ran} == {64, 32, 8}

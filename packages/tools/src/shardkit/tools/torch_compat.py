@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -70,6 +69,7 @@ class FakeTensors:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._remembered: dict[Any, Any] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._mode.fake_tensor_converter.meta_converter.tensor_memo = self._remembered  # type: ignore[assignment]
 
     def __enter__(self) -> FakeTensors:
@@ -116,11 +116,22 @@ class FakeTensors:
     def _made(self, part: _Picture | int | None, tensors: list[FakeTensor]) -> FakeTensor | None:
         if not isinstance(part, _Picture):
             return None if part is None else tensors[part]
-        with in_kernel_invocation_manager(self._mode):
+        with torch._C._DisableTorchDispatch():
             tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
             if part.memory_of is not None:
                 tensor.set_(tensors[part.memory_of].untyped_storage(), part.offset, part.shape, part.stride)
-        return FakeTensor(self._mode, tensor, part.device)
+        attributes = self._attributes.get(part.device)
+        if attributes is None:
+            made = FakeTensor(self._mode, tensor, part.device)
+            self._attributes[part.device] = dict(vars(made))
+            return made
+        # What FakeTensor() does, which takes six times as long to check and convert its arguments.
+        made = torch.Tensor._make_subclass(
+            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=part.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
 
     def _pictured(self, value: Any, tensors: list[FakeTensor]) -> Any:
         """Arguments in a form that is equal for calls with the same outcome; their tensors go to `tensors`.

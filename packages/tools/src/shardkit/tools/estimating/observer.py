@@ -194,6 +194,7 @@ class Observer(OperatorMode):
         self.trace = Trace()
         self.values_read: dict[str, None] = {}
         self.mixed = False
+        self._recording = False
         self.repeated = repeated
         self._block: int | None = None
         self._last = ""
@@ -224,6 +225,7 @@ class Observer(OperatorMode):
         """From now on everything counts."""
         self.trace = Trace(held=self.ledger.live)
         self._block = None
+        self._recording = True
 
     def stop(self) -> Trace:
         """What happened since `start`; nothing counts any more."""
@@ -311,7 +313,7 @@ class Observer(OperatorMode):
                 self.ledger.see(tensor, category, block)
         if function.namespace in ("_c10d_functional", "c10d"):
             self._communicated(function, args, out, fqn, phase)
-        else:
+        elif self._recording:
             self.trace.steps.append(Ran(self._operators.of(function, args, kwargs, out), fqn, phase))
         return out
 

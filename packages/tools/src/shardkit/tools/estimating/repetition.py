@@ -68,6 +68,8 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
         # More where more groups are under way at a time.
         replicated = len([name for name in axes if name != "tp"]) > 1
         short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * replicated
+        while short < _within_budget(job, found, axes) + 3:
+            short *= 2
         while 2 * short <= found.count and (shorter := _shortened(job, found, short)) is not None:
             try:
                 recording = simulate(shorter, axes, rank, machine, found.fqn)
@@ -78,6 +80,13 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
                 return whole
             short *= 2
     return simulate(job, axes, rank, machine)
+
+
+def _within_budget(job: TrainingJob, found: Repetition, axes: Mapping[str, int]) -> int:
+    """About how many blocks may be unsharded at a time by the budget, 0 if there is none."""
+    dtype, block = job.policies.param_dtype, next(found.model.get_submodule(found.fqn).children())
+    nbytes = sum(one.numel() * (dtype or one.dtype).itemsize for one in block.parameters()) // axes.get("tp", 1)
+    return (job.policies.prefetch_budget or 0) // max(1, nbytes)
 
 
 # -- finding repeated blocks -------------------------------------------------------------------------------------------
@@ -215,6 +224,7 @@ class _Parts:
         self._prefix = f"{repeated}."
         self.names: dict[Held | int, _Name] = {}
         self.known: dict[_Name, Held] = {}
+        self._moved: dict[tuple[str, int], str] = {}
         numbers: Counter[tuple[int, int]] = Counter()
 
         def name(one: Held | int, run: int, block: int) -> None:
@@ -249,10 +259,14 @@ class _Parts:
 
     def moved(self, fqn: str, by: int) -> str:
         """A name within a block, in the block that is `by` further on; other names stay."""
-        place = self.place(fqn)
-        if not by or place < 0:
+        if not by:
             return fqn
-        return f"{self._prefix}{place + by}{fqn[len(f'{self._prefix}{place}') :]}"
+        known = self._moved.get((fqn, by))
+        if known is None:
+            place = self.place(fqn)
+            rest = fqn[len(f"{self._prefix}{place}") :]
+            known = self._moved[fqn, by] = fqn if place < 0 else f"{self._prefix}{place + by}{rest}"
+        return known
 
     def described(self, part: _Part) -> list[Any]:
         """What a part did, as seen from its block: equal for blocks that did the same."""

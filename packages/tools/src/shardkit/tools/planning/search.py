@@ -209,6 +209,15 @@ class _Search:
         before, last = (self.known[one].peak.bytes for one in (quarter, half))
         return 0.98 * (3 * last - 2 * before) + self.machine.process_bytes > self.limit
 
+    def too_few_shards(self, candidate: Candidate, known: Candidate) -> bool:
+        """Whether weights and optimizer state alone take more than the limit, by what they are in a known candidate.
+
+        Rank 0 holds no smaller part of any parameter than the others, unless placements say otherwise.
+        """
+        ranks = dict(candidate.axes)["dp_shard"]
+        least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
+        return candidate.policies.placements is None and least > self.limit
+
     def sample_seconds(self, candidate: Candidate) -> float:
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.run(candidate).timeline.step / samples
@@ -256,7 +265,8 @@ def propose(
         search.attempt(candidate)
     for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:
-            if not search.fits(replace(candidate, axes=axes)):
+            replicated = replace(candidate, axes=axes)
+            if search.too_few_shards(replicated, candidate) or not search.fits(replicated):
                 break
     if not search.known:
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
