@@ -78,6 +78,7 @@ def _recipe(rank: int, world_size: int, setting: str, muon_first: bool) -> None:
     assert "blocks.0.up.weight" in moved
 
 
+@pytest.mark.daily(muon_first=[True])
 @pytest.mark.parametrize("muon_first", [True, False])
 @pytest.mark.parametrize(("world_size", "setting"), [(4, "hsdp"), (3, "offload"), (3, "accumulated")])
 def test_muon_beside_adamw(world_size: int, setting: str, muon_first: bool) -> None:

@@ -115,6 +115,7 @@ def _loaded(rank: int, world_size: int, kind: str) -> None:
                         assert isinstance(value, DTensor), (kind, place, how, key)
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize(
     ("world_size", "kind"),
     [*((3, kind) for kind in KINDS), *((1, kind) for kind in KINDS if kind.startswith(("torch.optim.A", "torchao")))],
