@@ -71,6 +71,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     """The `main` of `python examples/train_lm`, in this process: its checks start no other."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    others = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}  # of benchmarks, which use them
     spec = importlib.util.spec_from_file_location("train_lm_launcher", EXAMPLE / "__main__.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,6 +79,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
     yield module.main
     for name in MODULES:
         sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 def losses(out: Path) -> list[tuple[int, str, float]]:
