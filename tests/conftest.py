@@ -6,7 +6,7 @@ from tests.support.pool import close_pools, start_server
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.option.collectonly and not _hands_tests_out(config):
+    if not config.option.collectonly:
         start_server()
 
 
@@ -21,8 +21,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("daily"):
             if any(item.callspec.params[name] not in values for name, values in mark.kwargs.items()):
                 item.add_marker("slow")
-
-
-def _hands_tests_out(config: pytest.Config) -> bool:
-    """Whether this process runs no test itself, because workers of pytest-xdist do."""
-    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
