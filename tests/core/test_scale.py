@@ -236,15 +236,20 @@ def test_a_parameter_takes_as_much_memory_for_any_number_of_ranks() -> None:
     run_ranks(1, _memory_does_not_grow, isolated=True)
 
 
+def _narrow_layers(groups: int) -> Any:
+    """A sharded model of so many groups of 64 bytes."""
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
+    for module in model:
+        fully_shard(module)
+    return fully_shard(model)
+
+
 def _budget_does_not_grow(rank: int, world_size: int) -> None:
     """What a group costs within a budget, in calls, is the same in a model with five times as many."""
     _as_rank_0_of(2)
     each = []
     for groups in (20, 100):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
-        for module in model:
-            fully_shard(module)
-        fully_shard(model)
+        model = _narrow_layers(groups)
         x = torch.ones(2, 4, requires_grad=True)
         for part in (None, 0.3, 2.0):
             model.set_prefetch_budget(part and int(part * groups * 64) + 300)
@@ -264,10 +269,7 @@ def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
     _as_rank_0_of(2)
     each = []
     for groups in (20, 200):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(groups)))
-        for module in model:
-            fully_shard(module)
-        fully_shard(model)
+        model = _narrow_layers(groups)
         model.set_prefetch_budget(int(part * groups * 64) + 300)
         x = torch.ones(2, 4, requires_grad=True)
         files = ("core/prefetch.py", "core/residency.py", "core/order.py")

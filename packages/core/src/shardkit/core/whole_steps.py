@@ -120,7 +120,7 @@ def _sees_plain_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer sees a plain tensor in the place of any parameter."""
     if any(_steps_plainly(optimizer, one) for one in _placed(optimizer)):
         return True
-    return steps_by_element(optimizer) and any(len(_kinds(group["params"])) > 1 for group in _listed(optimizer))
+    return steps_by_element(optimizer) and any(len(_meshes(group["params"])) > 1 for group in _listed(optimizer))
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -128,9 +128,9 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
 
 
-def _kinds(params: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """One parameter for each mesh, and one for plain tensors, that these operators cannot take together."""
-    return {id(one.device_mesh) if isinstance(one, DTensor) else None: one for one in params}
+def _meshes(params: Sequence[torch.Tensor]) -> set[int | None]:
+    """The meshes of parameters, by identity, None for plain tensors: these operators take one of them at a time."""
+    return {id(one.device_mesh) if isinstance(one, DTensor) else None for one in params}
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
