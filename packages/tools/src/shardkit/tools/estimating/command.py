@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from shardkit.tools.files import check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
 from shardkit.tools.terminal import terminal
 
-__all__ = ["costs_for", "job_of", "machine_of", "run"]
+__all__ = ["collecting_new_garbage", "costs_for", "job_of", "machine_of", "run"]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -79,8 +79,8 @@ def _sweep(
             chosen = with_micro_batch(chosen, count_of("micro-batch", settings["micro-batch"], 1))
         return estimate_job(chosen, mesh, machine, rank=options.rank, costs=costs)
 
-    gc.freeze()  # as in `plan`
-    points = sweep(values, estimated)
+    with collecting_new_garbage():
+        points = sweep(values, estimated)
     print_sweep(points, terminal())
     if options.json is not None:
         found = [{"settings": dict(p.settings), "estimate": p.estimate and p.estimate.to_json()} for p in points]
@@ -181,6 +181,16 @@ def _policies(options: SimpleNamespace) -> Policies | None:
     texts = {"reshard": options.reshard, "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
     policies = changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
     return policies if told or any(texts.values()) else None
+
+
+@contextmanager
+def collecting_new_garbage() -> Iterator[None]:
+    """Collections of cycles pass over what is there now: imported modules, which take longer than all estimates."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:

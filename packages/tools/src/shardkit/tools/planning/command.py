@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 from rich.console import Console
 
-from shardkit.tools.estimating.command import costs_for, job_of, machine_of
+from shardkit.tools.estimating.command import collecting_new_garbage, costs_for, job_of, machine_of
 from shardkit.tools.estimating.job import EstimateError
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
@@ -29,11 +28,14 @@ def run(options: SimpleNamespace) -> int:
             raise EstimateError(f"a plan chooses --{name.replace('_', '-')} itself; leave it out")
     check_targets(options.write, options.json, options.plot)
     machine, job = machine_of(options), job_of(options)
-    gc.freeze()  # what has been imported stays, and takes longer to look through than all estimates
     limit, margin = options.memory or machine.memory, options.margin / 100
     told: list[str] = []
     try:
-        with costs_for(options.machine, machine) as costs, progress("estimating ways to shard") as done:
+        with (
+            collecting_new_garbage(),
+            costs_for(options.machine, machine) as costs,
+            progress("estimating ways to shard") as done,
+        ):
             found = propose(
                 job,
                 int(options.mesh),
