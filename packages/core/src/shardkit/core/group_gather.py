@@ -7,6 +7,8 @@ end of this file are loops over a group, without a call for each parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
+from operator import contains, is_
 
 import torch
 
@@ -61,6 +63,8 @@ class GroupGather:
         self._kept_plan: GatherPlan | None = None
         self._buffer_bytes: int | None = None
         self._parameter_bytes: int | None = None
+        self._columns: _Columns | None = None
+        self._subclassed: bool | None = None
         self._share_shards()
 
     # -- what moves the bytes ------------------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ class GroupGather:
         self._kept_plan = None
         self._buffer_bytes = None
         self._parameter_bytes = None
+        self._subclassed = None
 
     # -- how much memory it takes --------------------------------------------------------------------------------------
 
@@ -139,9 +144,10 @@ class GroupGather:
         self.stale = self._written = True
 
     def _refresh(self) -> bool:
-        if _are_unchanged(self.params):
+        if self._columns is not None and self._columns.hold:
             return False
         changed = [param for param in self.params if param.refresh()]
+        self._columns = _Columns(self.params)
         if changed:
             self._forget_plans()
             self._items = []
@@ -185,7 +191,7 @@ class GroupGather:
         if self._plan is None and not lane.has_streams:
             next(program, None)
             return None
-        written = self._shards_written
+        written = lane.has_streams and self._shards_written
         if written:
             self.context.wait_for_writers()
             self.settle_shards()
@@ -256,7 +262,9 @@ class GroupGather:
 
     @property
     def _has_subclass(self) -> bool:
-        return any(param.subclass for param in self.params)
+        if self._subclassed is None:
+            self._subclassed = any(param.subclass for param in self.params)
+        return self._subclassed
 
     def _drop_kept(self) -> None:
         if self.post_forward_mesh is not None:
@@ -264,36 +272,52 @@ class GroupGather:
                 param.kept.clear()
 
 
-def _are_unchanged(params: Iterable[FSDPParam]) -> bool:
-    """Whether `refresh` would find nothing new, for none of `params`, and raise nothing: a few identity tests each."""
-    for param in params:
-        sharded, unsharded = param.sharded_param, param.unsharded_param
-        for slot in param.slots:
-            module = slot.module()
-            current = None if module is None else module._parameters.get(slot.name)
-            if current is not sharded and current is not unsharded and current is not None:
-                return False
-        local = local_of(sharded)
-        if local is not param.held or sharded.untyped_storage() is not param.origin:
-            return False
-        if param.subclass is not None:
-            continue
-        if HOOK in local.__dict__:
-            return False
-        if unsharded is not None:
-            if unsharded.untyped_storage() is not param.unsharded_origin:
-                return False
-            if not param.aliased and version_of(unsharded) != param.unsharded_version:
-                return False
-    return True
+class _Columns:
+    """What `FSDPParam.refresh` compares for each parameter, in columns, which loops of C compare for a whole group.
+
+    What a column expects may be out of date: then something differs, and `refresh` looks at each parameter.
+    """
+
+    def __init__(self, params: list[FSDPParam]) -> None:
+        self.slots = [
+            (slot.module, slot.name, param.sharded_param, param.unsharded_param)
+            for param in params
+            for slot in param.slots
+        ]
+        self.sharded = [param.sharded_param for param in params]
+        self.locals = [param.held for param in params]
+        compared = [param for param in params if param.subclass is None]  # the hooks of a subclass may change it
+        self.attributes = [param.held.__dict__ for param in compared]
+        unsharded = [(param, one) for param in compared if (one := param.unsharded_param) is not None]
+        self.over_storage = self.sharded + [one for _, one in unsharded]
+        self.storages = [*(param.origin for param in params), *(param.unsharded_origin for param, _ in unsharded)]
+        gathered = [(param, one) for param, one in unsharded if not param.aliased]
+        self.written_to = [one for _, one in gathered]
+        self.versions = [param.unsharded_version for param, _ in gathered]
+
+    @property
+    def hold(self) -> bool:
+        """Whether `refresh` would find nothing new, and raise nothing, for none of the parameters."""
+        for module_of, name, sharded, unsharded in self.slots:
+            if (module := module_of()) is not None:
+                current = module._parameters.get(name)
+                if current is not sharded and current is not unsharded and current is not None:
+                    return False
+        return (
+            all(map(is_, map(local_of, self.sharded), self.locals))
+            and all(map(is_, map(torch.Tensor.untyped_storage, self.over_storage), self.storages))
+            and not any(map(contains, self.attributes, repeat(HOOK)))
+            and [*map(version_of, self.written_to)] == self.versions
+        )
 
 
-def register_unsharded(params: Iterable[FSDPParam]) -> None:
-    """After a gather: puts the unsharded parameters, which the first one makes, into every slot."""
+def register_unsharded(params: Iterable[FSDPParam]) -> bool:
+    """After a gather: registers the unsharded parameters, which the first one makes; whether any was made."""
+    made = False
     for param in params:
         unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
         if unsharded is None or param.subclass is not None:
-            unsharded = param.make_unsharded(requires_grad)
+            unsharded, made = param.make_unsharded(requires_grad), True
         if unsharded.requires_grad != requires_grad:
             unsharded.requires_grad_(requires_grad)
         param.gathered_requires_grad = requires_grad
@@ -303,6 +327,7 @@ def register_unsharded(params: Iterable[FSDPParam]) -> None:
                     module._parameters[slot.name] = unsharded
             else:
                 slot.set(unsharded)
+    return made
 
 
 def register_sharded(params: Iterable[FSDPParam]) -> None:

@@ -58,7 +58,8 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         if (group := reference()) is not None:
             group.check_reduced()
             for param in group.params:
-                check_gradient(param.fqn, param.sharded_param.grad)
+                if (gradient := param.sharded_param.grad) is not None:
+                    check_gradient(param.fqn, gradient)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

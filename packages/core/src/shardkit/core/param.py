@@ -127,6 +127,7 @@ class FSDPParam:
         self.shape = plain.shape
         self.placement = placement
         self.layout = layout_for(placement, tuple(self.shape), mesh.shard_size)
+        self._cut_in_its_shape = tuple(self.shape) == self.layout.shape
         self.local_shape = self.layout.local_shape(mesh.shard_rank) if self.shape else ()
         home = device if self.offload is None else torch.device("cpu")
         shard = shard_of(plain, self.layout, self.local_shape, mesh.shard_rank, home)
@@ -526,7 +527,7 @@ class FSDPParam:
         if isinstance(gradient, DTensor):
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)
-        return gradient if gradient.shape == self.layout.shape else gradient.reshape(self.layout.shape)
+        return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.

@@ -284,7 +284,8 @@ class FSDPParamGroup(GroupGather):
         with profiler_range("wait_for_unshard", self.label), torch.no_grad():
             self._end_gather()
             self._drop_kept()
-            register_unsharded(self.params)
+            if register_unsharded(self.params):
+                self._columns = None
             if self._has_subclass:
                 self._parameter_bytes = None
         if self.kept_views is not None:
@@ -329,7 +330,8 @@ class FSDPParamGroup(GroupGather):
 
     def free_memory(self) -> None:
         """The end of released memory, whose readers the gather lane waits for."""
-        self._move_to(Residence.KEPT if any(param.kept for param in self.params) else Residence.SHARDED)
+        keeps = self.post_forward_mesh is not None and any(param.kept for param in self.params)
+        self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
         self._gathered = None
         self._free_storage()
 

@@ -194,6 +194,7 @@ class ShardSteps:
     def __init__(self) -> None:
         self._twins: dict[int, Twin] = {}
         self._params: list[list[torch.Tensor]] | None = None
+        self._by_block = False  # of the optimizer that steps
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
 
     @no_dynamo
@@ -209,6 +210,7 @@ class ShardSteps:
         self._params = [group["params"] for group in optimizer.param_groups]
         self._state = optimizer.state
         used: dict[int, Twin] = {}
+        self._by_block = steps_by_block(optimizer)
         lent: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
             group["params"] = [self.seen_by(optimizer, parameter, used) for parameter in params]
@@ -226,7 +228,7 @@ class ShardSteps:
         """What the optimizer sees of a parameter: a plain twin with its gradient, noted in `used`, or itself."""
         if not isinstance(parameter, DTensor):
             return parameter
-        if steps_by_block(optimizer) and not local_of(parameter).numel() and any(map(is_ours, parameter.placements)):
+        if self._by_block and not local_of(parameter).numel() and any(map(is_ours, parameter.placements)):
             return self.passed_over(optimizer, parameter, used)
         twin = self.twin_of(optimizer, parameter, used)
         twin.take_gradient()

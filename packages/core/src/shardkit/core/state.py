@@ -254,8 +254,8 @@ class FSDPState:
         given, self._given = self._given, []
         for original, watched in given:
             move_hooks(watched, original)
-        if any(tensor is watched for tensor in tensors_in(output) for _, watched in given):
-            originals = {id(watched): original for original, watched in given}
+        originals = {id(watched): original for original, watched in given}
+        if any(id(tensor) in originals for tensor in tensors_in(output)):
             return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
         return output
 

@@ -19,7 +19,7 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
     """
     storage = tensor.untyped_storage()
     nbytes = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    if storage.size() == nbytes:
+    if storage.nbytes() == nbytes:
         return
     storage.resize_(nbytes)
     if events.hub.active:
@@ -29,7 +29,7 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
     """Free the memory under ``tensor`` and under all views of the same storage. No-op if it is free already."""
     storage = tensor.untyped_storage()
-    nbytes = storage.size()
+    nbytes = storage.nbytes()
     if nbytes == 0:
         return
     try:

@@ -75,6 +75,7 @@ __all__ = [
     "like_dtensor",
     "local_of",
     "made_since",
+    "mesh_of",
     "move_hooks",
     "move_post_accumulate_grad_hooks",
     "mark_managed",
@@ -177,6 +178,9 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """`DTensor.to_local()` without the autograd function that it goes through."""
+
+mesh_of: Callable[[torch.Tensor], DeviceMesh] = operator.attrgetter("_spec.mesh")
+"""`DTensor.device_mesh`, for loops over many."""
 
 
 def new_dtensor(
@@ -348,7 +352,9 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Makes the gradient hooks of `source` hooks of `target`; their users' handles still remove them."""
-    hooks: dict[int, Any] = source._backward_hooks or {}
+    hooks: dict[int, Any] | None = source._backward_hooks
+    if not hooks:
+        return
     for key, hook in list(hooks.items()):
         target.register_hook(functools.partial(_run_if_kept, hooks, key, hook))
         hooks[key] = _no_change  # torch holds this very dict, also where the hooks of a tensor are set to None

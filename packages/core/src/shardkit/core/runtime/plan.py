@@ -316,6 +316,11 @@ class ReducePlan:
         return tuple(sizes)
 
     @cached_property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """For each item, the indices of its dim that each rank holds, as `piece_sizes`."""
+        return tuple(item.layout.lengths() for item in self.items)
+
+    @cached_property
     def row_numels(self) -> tuple[int, ...]:
         """For each rank, the elements of all its chunks."""
         return tuple(map(sum, self.piece_sizes))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -168,7 +169,7 @@ class GatherBinding:
         self, plan: GatherPlan, peers: list[list[torch.Tensor] | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What to copy to what: every rank's non-empty chunk of every item."""
-        if self._peers and all(one is other for one, other in zip(self._peers, peers, strict=True)):
+        if self._peers and all(map(is_, self._peers, peers)):
             return self._copies
         targets: list[torch.Tensor] = []
         chunks: list[torch.Tensor] = []
@@ -190,7 +191,7 @@ class GatherBinding:
 
 
 def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
-    return len(these) == len(those) and all(map(lambda one, other: one is other, these, those))
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
@@ -315,8 +316,7 @@ class SharedTransport(Transport):
         chunks: list[torch.Tensor] = []
         pieces = [row.split_with_sizes(sizes) for row, sizes in zip(rows, plan.piece_sizes, strict=True)]
         for i, (item, grad) in enumerate(zip(plan.items, grads, strict=True)):
-            layout = item.layout
-            for rank, chunk in enumerate(grad.split_with_sizes(layout.lengths(), layout.dim)):
+            for rank, chunk in enumerate(grad.split_with_sizes(plan.lengths[i], item.layout.dim)):
                 if chunk.numel():
                     targets.append(pieces[rank][i].view(chunk.shape))
                     chunks.append(chunk)
