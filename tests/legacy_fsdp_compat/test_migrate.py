@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import shardkit.core
+from shardkit.commands.migrate import TARGETS
 from shardkit.legacy_fsdp_compat.migrate import (
     CheckpointError,
     Ranks,
@@ -27,6 +28,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
     shapes_of_file,
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
+from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
 from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
 from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
@@ -158,6 +160,10 @@ def test_every_kind_of_ours_converts(written: Any, kind: str, tmp_path: Path):
     checkpoint = open_checkpoint(source.path / kind, shapes_of_file(source.path / "shapes.pt"))
     convert(checkpoint, tmp_path / "out", "dcp")
     assert_holds(leaves_of(open_checkpoint(tmp_path / "out")), source, moments=True)
+
+
+def test_the_options_offer_every_format():
+    assert (*FORMATS, SHARDED, LOCAL) == TARGETS
 
 
 def test_values_are_right_where_torch_reads_them(written: Any, tmp_path: Path):

@@ -67,12 +67,14 @@ LAYERS: list[set[str]] = [
 
 # Comes with shardkit-core, beside it: imports neither it nor torch.
 AUTOINSTALL = "shardkit.autoinstall"
+# Options of commands, of several distributions: they import neither torch nor what runs the commands.
+COMMANDS = "shardkit.commands"
 
 # import name -> the sibling packages that it may import
 SIBLINGS: dict[str, set[str]] = {
-    "shardkit.core": {"shardkit.autoinstall"},
+    "shardkit.core": {"shardkit.autoinstall", "shardkit.commands"},
     "shardkit.tp_adapter": {"shardkit.core"},
-    "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter"},
+    "shardkit.legacy_fsdp_compat": {"shardkit.core", "shardkit.tp_adapter", "shardkit.commands"},
     "shardkit.tools": {"shardkit.core", "shardkit.autoinstall"},
 }
 
@@ -124,7 +126,8 @@ def core() -> Package:
 
 
 def test_imports_run_downwards():
-    assert upward_imports([source for source in core().sources() if not source.module.startswith(AUTOINSTALL)]) == []
+    beside = (AUTOINSTALL, COMMANDS)
+    assert upward_imports([source for source in core().sources() if not source.module.startswith(beside)]) == []
 
 
 def test_autoinstall_imports_no_torch():
@@ -134,6 +137,14 @@ def test_autoinstall_imports_no_torch():
     assert imported - set(sys.stdlib_module_names) == {"shardkit"}
     assert {entry.module for source in sources for entry in source.imports() if "shardkit" in entry.module} == {
         AUTOINSTALL
+    }
+
+
+def test_options_of_commands_import_no_torch():
+    sources = [source for one in packages() for source in one.sources() if source.module.startswith(COMMANDS)]
+    imported = {entry.module for source in sources for entry in source.imports()}
+    assert {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names} == {
+        f"{COMMANDS}.checkpoint"
     }
 
 

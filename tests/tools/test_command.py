@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.tools.command import main
+from shardkit.tools.command import main, tree
 
 JOB = "tests.tools.test_planning:JOB"
 GPT = ["estimate", "tests.tools.jobs:GPT"]
@@ -38,14 +38,22 @@ def config(tmp_path: Path) -> str:
 
 
 def test_commands_are_listed_without_importing_torch():
-    code = (
-        "import sys; from shardkit.tools.command import main\n"
-        "for name in ('', '--help', '--version', 'estimate --help', 'report --help'): main(name.split())\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
+    asked = ["", "--help", "--version", *(f"{name} --help" for name in tree.commands)]
+    asked += ["checkpoint --help", "migrate --help", "migrate script --help"]
+    asked += [f"checkpoint {name} --help" for name in ("inspect", "verify", "diff", "export", "import", "reshard")]
+    code = f"""if True:
+        import contextlib, sys
+        from shardkit.tools.command import main
+        for words in {asked}:
+            with contextlib.suppress(SystemExit):  # argparse ends so
+                main(words.split())
+        assert not {{"torch", "libcst", "transformers"}} & sys.modules.keys()
+    """
     shown = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout
     for words in ("estimate", "migrate", "checkpoint", "shardkit-tools 0.", "--world-size", "--fail-on", "Exit status"):
         assert words in shown
+    for usage in ("checkpoint reshard [-h]", "migrate [-h]", "migrate script [-h]"):
+        assert f"usage: {usage}" in shown
 
 
 def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,8 @@
 
 Nothing here imports torch, so that help is there at once. Each command's work is in `<tool>/command.py`, imported when
 it runs. Other distributions add commands through the entry point group `shardkit.commands`: functions
-`main(arguments: Sequence[str] | None) -> int`.
+`main(arguments: Sequence[str] | None) -> int`. Where a distribution also has a module `shardkit.commands.<name>`, its
+`parse(arguments)` is called first, so that help and wrong options are told without importing what runs the command.
 
 Exit status of every command: 0 fine, 1 what was checked does not hold, 2 bad input or usage, 3 a fault of shardkit.
 `profile`, `watch` and `run` end as the training command does.
@@ -15,7 +16,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,9 +95,19 @@ def _command_of(entry: EntryPoint) -> click.Command:
         context_settings=_PASSED_ON,
         add_help_option=False,
         params=[arguments],
-        callback=lambda arguments: entry.load()(list(arguments)),
+        callback=lambda arguments: _run_foreign(entry, list(arguments)),
         short_help=f"{_KNOWN.get(entry.name, '')} {origin}".strip(),
     )
+
+
+def _run_foreign(entry: EntryPoint, arguments: list[str]) -> int:
+    parser = None
+    with suppress(ModuleNotFoundError):
+        parser = import_module(f"{_GROUP}.{entry.name}")
+    if parser is not None:
+        parser.parse(arguments)
+    status: int = entry.load()(arguments)
+    return status
 
 
 def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardkit.commands.checkpoint import parse
 from shardkit.core.checkpoint.conversion import convert
 from shardkit.core.checkpoint.directory import candidates
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -23,14 +24,7 @@ from shardkit.core.checkpoint.reading import checkpoint_of, read_objects, stored
 from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter
 from shardkit.core.checkpoint.sources import tensors_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
-from shardkit.core.checkpoint.terminal import (
-    add_conversion_options,
-    add_progress_option,
-    progress,
-    run_conversion,
-    say,
-    status_of,
-)
+from shardkit.core.checkpoint.terminal import progress, run_conversion, say, status_of
 from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
 from shardkit.core.checkpoint.writers import DcpWriter, TorchWriter
 
@@ -122,69 +116,11 @@ def _bits(tensor: torch.Tensor) -> memoryview:
 
 T = TypeVar("T")
 
-_DESCRIPTION = """\
-Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
-CheckpointManager or torch.distributed.checkpoint has written; of a directory of several, the newest is meant. Sources
-are only read, and verified where they have checksums; a target appears when it is complete. What an interrupted
-conversion has written is gone on with when it is started again.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status: 0, 1 if `diff` finds differences, 2 after an error, which goes to stderr."""
-    options = _parser().parse_args(arguments)
-    return status_of(lambda: int(options.run(options)))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        return command
-
-    def add_for_one(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        command = add(name, run, text)
-        command.add_argument("source", type=Path, help="a checkpoint, or a directory of them: the newest of these")
-        command.add_argument("--fallback", action="store_true", help="if it is damaged, take the one before it")
-        return command
-
-    add_for_one("inspect", _inspect, "what a checkpoint holds; no values are read")
-    add_progress_option(add_for_one("verify", _verify, "read all of a checkpoint and compare every checksum"))
-    one = add("diff", _diff, "the tensors and values in which two checkpoints differ, however they are sharded")
-    one.add_argument("first", type=Path)
-    one.add_argument("second", type=Path)
-    add_progress_option(one)
-    one = add_for_one(
-        "export", _export, "weights as safetensors in the layout of Hugging Face, or one file of torch.save"
-    )
-    one.add_argument("target", type=Path)
-    one.add_argument("--to", choices=("safetensors", "torch"), default="safetensors")
-    one.add_argument("--prefix", default="model.", help="export what has this prefix, without it (default: model.)")
-    one.add_argument("--all", action="store_true", help="everything, nested as it was saved; only for --to torch")
-    one.add_argument("--file-mb", type=_positive, default=5000, help="MB in a safetensors file (default: 5000)")
-    add_conversion_options(one)
-    one = add("import", _import, "a checkpoint of weights from safetensors files or a file of torch.save")
-    one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
-    one.add_argument("target", type=Path)
-    one.add_argument("--key", help="of a file of torch.save that holds more, what lies under this key")
-    one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
-    add_conversion_options(one)
-    one = add_for_one("reshard", _reshard, "the same checkpoint in another number of data files")
-    one.add_argument("target", type=Path)
-    one.add_argument("--ranks", type=_positive, required=True, help="data files to write")
-    add_conversion_options(one)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    options = parse(arguments)
+    return status_of(lambda: _COMMANDS[options.command](options))
 
 
 def _open(path: Path) -> tuple[Path, Index]:
@@ -332,3 +268,13 @@ def _write_sealed(options: argparse.Namespace, checkpoint: Checkpoint, objects: 
         f"{options.ranks} data file(s)",
         lambda report: convert(checkpoint, options.target, write, f"{options.ranks} data files", progress=report),
     )
+
+
+_COMMANDS = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "export": _export,
+    "import": _import,
+    "reshard": _reshard,
+}

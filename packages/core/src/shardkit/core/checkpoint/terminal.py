@@ -1,4 +1,4 @@
-"""What the commands that look at checkpoints and convert them have in common: options, messages, progress, status."""
+"""What the commands that look at checkpoints and convert them have in common: messages, progress, status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, printable
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint
 
-__all__ = ["add_conversion_options", "add_progress_option", "note", "progress", "run_conversion", "say", "status_of"]
+__all__ = ["note", "progress", "run_conversion", "say", "status_of"]
 
 Progress = Callable[[int], object]
 """Is told how many bytes were done."""
@@ -37,31 +37,13 @@ def status_of(run: Callable[[], int]) -> int:
         return 2
 
 
-def add_progress_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that read everything."""
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
-
-
-def add_conversion_options(parser: argparse.ArgumentParser) -> None:
-    """For commands that write a target."""
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="omit a value, or a dict and everything below it (repeatable)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
-    add_progress_option(parser)
-
-
 def run_conversion(
     options: argparse.Namespace, checkpoint: Checkpoint, what: str, convert: Callable[[Progress], Converted]
 ) -> int:
     """Says what the source holds, converts it, and says what was written; with --dry-run lists it and writes nothing.
 
     Args:
-        options: those of `add_conversion_options`, and the target.
+        options: those of `shardkit.commands.checkpoint.add_conversion_options`, and the target.
         checkpoint: the source.
         what: the format.
         convert: is told where to report its progress.

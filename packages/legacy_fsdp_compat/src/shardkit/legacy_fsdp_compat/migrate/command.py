@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from shardkit.commands.migrate import parse
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.stored import Checkpoint
-from shardkit.core.checkpoint.terminal import add_conversion_options, run_conversion, status_of
+from shardkit.core.checkpoint.terminal import run_conversion, status_of
 from shardkit.legacy_fsdp_compat.migrate.conversion import (
-    FORMATS,
     LOCAL,
     SHARDED,
     convert,
@@ -40,65 +40,11 @@ from shardkit.legacy_fsdp_compat.migrate.wrapping import (
 
 __all__ = ["main"]
 
-_DESCRIPTION = """\
-Converts FSDP1 checkpoints on one machine, without a process group: FULL (one file), SHARDED (a directory of
-torch.distributed.checkpoint, or a file for each rank) and LOCAL (a file for each rank), weights and optimizer state.
-The source is only read. The target appears when it is complete and was read back. An interrupted conversion goes on
-where it stopped when it is started again. `migrate script FILE` rewrites a training script instead.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or 2 after an error, which is printed to stderr."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["script"]:
-        return rewrite_script(arguments[1:])
-    options = _parser().parse_args(arguments)
-    return status_of(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", nargs="+", type=Path, help="a file, a directory, or the files of all ranks")
-    parser.add_argument("target", type=Path, help="the directory to make")
-    parser.add_argument(
-        "--to",
-        choices=[*FORMATS, SHARDED, LOCAL],
-        default="dcp",
-        help="dcp: a directory of torch.distributed.checkpoint, which core, FSDP2 and FSDP1's SHARDED load (default); "
-        "safetensors: one file; full: one file of torch.save, as FSDP1's FULL; sharded, local: a file of torch.save "
-        "for each rank, as FSDP1's SHARDED and LOCAL, which need --ranks",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="with --to sharded and local: for how many. With 'sharded' says --model or --config, else the "
-        "optimizer, what is a parameter, and so is cut. With 'local' say --config, --like or --model how the model is "
-        "wrapped",
-    )
-    parser.add_argument(
-        "--like",
-        type=Path,
-        help="with --to local: a directory of LOCAL files, for any number of ranks, of a model wrapped as it shall be",
-    )
-    shapes = parser.add_mutually_exclusive_group()
-    shapes.add_argument(
-        "--shapes", type=Path, help="a full checkpoint of the model, or JSON: name -> shape. LOCAL needs it"
-    )
-    shapes.add_argument(
-        "--model",
-        help="instead: MODULE:FUNCTION that builds the model (on the meta device), or returns it and FSDP's arguments. "
-        "This imports MODULE, also from the current directory, and runs its code: name only code that you trust",
-    )
-    shapes.add_argument(
-        "--config",
-        type=Path,
-        help="instead: JSON with shapes and wrapping, or the migration.json that a conversion from LOCAL leaves",
-    )
-    add_conversion_options(parser)
-    return parser
+    options = parse(arguments)
+    return rewrite_script(options) if "file" in options else status_of(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:

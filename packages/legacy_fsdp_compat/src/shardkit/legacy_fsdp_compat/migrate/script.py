@@ -12,7 +12,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import libcst as cst
 from libcst import matchers as m
@@ -347,16 +346,8 @@ def _with_import(module: cst.Module, name: str) -> cst.Module:
     return module.with_changes(body=[*module.body[: last + 1], statement, *module.body[last + 1 :]])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        "migrate script",
-        description="Rewrites the imports and calls of an FSDP1 script that map one to one onto this package. Prints a "
-        "diff to stdout, and to stderr what a person must decide.",
-    )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--write", action="store_true", help="change the file")
-    options = parser.parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
+    """Runs `migrate script`; returns the exit status."""
     try:
         source = options.file.read_text()
         result = rewrite(source)

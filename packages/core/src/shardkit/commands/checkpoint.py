@@ -1,0 +1,85 @@
+"""The options of the `checkpoint` command, which `shardkit.core.checkpoint.command` runs.
+
+They lie outside of `shardkit.core`, whose import takes seconds, as it imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["add_conversion_options", "parse"]
+
+_DESCRIPTION = """\
+Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
+CheckpointManager or torch.distributed.checkpoint has written; of a directory of several, the newest is meant. Sources
+are only read, and verified where they have checksums; a target appears when it is complete. What an interrupted
+conversion has written is gone on with when it is started again.
+"""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; `command` is the subcommand. Takes `sys.argv` for None. Prints help or an error, and exits then."""
+    parser = argparse.ArgumentParser(
+        "checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text)
+
+    def add_for_one(name: str, text: str) -> argparse.ArgumentParser:
+        command = add(name, text)
+        command.add_argument("source", type=Path, help="a checkpoint, or a directory of them: the newest of these")
+        command.add_argument("--fallback", action="store_true", help="if it is damaged, take the one before it")
+        return command
+
+    add_for_one("inspect", "what a checkpoint holds; no values are read")
+    _add_progress_option(add_for_one("verify", "read all of a checkpoint and compare every checksum"))
+    one = add("diff", "the tensors and values in which two checkpoints differ, however they are sharded")
+    one.add_argument("first", type=Path)
+    one.add_argument("second", type=Path)
+    _add_progress_option(one)
+    one = add_for_one("export", "weights as safetensors in the layout of Hugging Face, or one file of torch.save")
+    one.add_argument("target", type=Path)
+    one.add_argument("--to", choices=("safetensors", "torch"), default="safetensors")
+    one.add_argument("--prefix", default="model.", help="export what has this prefix, without it (default: model.)")
+    one.add_argument("--all", action="store_true", help="everything, nested as it was saved; only for --to torch")
+    one.add_argument("--file-mb", type=_positive, default=5000, help="MB in a safetensors file (default: 5000)")
+    add_conversion_options(one)
+    one = add("import", "a checkpoint of weights from safetensors files or a file of torch.save")
+    one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
+    one.add_argument("target", type=Path)
+    one.add_argument("--key", help="of a file of torch.save that holds more, what lies under this key")
+    one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
+    add_conversion_options(one)
+    one = add_for_one("reshard", "the same checkpoint in another number of data files")
+    one.add_argument("target", type=Path)
+    one.add_argument("--ranks", type=_positive, required=True, help="data files to write")
+    add_conversion_options(one)
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _add_progress_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that read everything."""
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def add_conversion_options(parser: argparse.ArgumentParser) -> None:
+    """For commands that write a target."""
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="omit a value, or a dict and everything below it (repeatable)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
+    _add_progress_option(parser)
