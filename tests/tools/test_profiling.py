@@ -20,7 +20,6 @@ from shardkit.core.runtime.custom import PlainAllGather, PlainReduceScatter
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND
-from shardkit.tools.profiling.recorder import Extent
 from shardkit.tools.report.measures import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
@@ -216,9 +215,9 @@ def _profile_five(rank: int, world_size: int, warmup: int, steps: int | None) ->
 
 def test_an_extent_must_make_sense() -> None:
     with pytest.raises(ValueError, match="warmup is -1; expected 0 or more"):
-        Extent(-1, 2)
+        profile(nn.Linear(1, 1), warmup=-1)
     with pytest.raises(ValueError, match="steps is 0; expected at least 1"):
-        Extent(0, 0)
+        profile(nn.Linear(1, 1), steps=0)
 
 
 def _uneven(rank: int, world_size: int) -> Report | None:

@@ -21,21 +21,17 @@ from shardkit.core.events import (
     WaitStarted,
 )
 from shardkit.tools.profiling.log import (
-    ActivationDropped,
-    ActivationSaved,
     Entry,
-    GradientAccumulated,
     GradientsKept,
-    HeldBytes,
+    Held,
     OptimizerBegan,
     OptimizerEnded,
-    ResidentBytes,
     Whereabouts,
     carried,
     last_complete,
 )
 from shardkit.tools.profiling.memory import Memory
-from shardkit.tools.profiling.replay import Operations
+from shardkit.tools.profiling.replay import Replay
 from shardkit.tools.report.schema import Group
 
 ROOT = (ModuleBegan("Net", "forward", True), ModuleEnded("Net", "forward", True))
@@ -89,7 +85,7 @@ def test_a_module_that_ends_with_its_last_part_is_around_it_in_backward() -> Non
 
 
 def test_what_follows_the_last_optimizer_step_is_no_step() -> None:
-    assert last_complete([*ROOT, *OPTIMIZER, HeldBytes("optimizer", 4), ResidentBytes(5), *ROOT]) == 6
+    assert last_complete([*ROOT, *OPTIMIZER, Held("optimizer", "", 4), Held("resident", "", 5), *ROOT]) == 6
     assert last_complete([*ROOT]) is None
 
 
@@ -101,16 +97,12 @@ def finished(fqn: str) -> GatherFinished:
     return GatherFinished(fqn, (f"{fqn}.weight",), 100, 50, torch.float32, PROCESS_GROUP, 0.5)
 
 
-def operations_of(*entries: tuple[float, Entry]) -> Operations:
-    where, operations = Whereabouts(True), Operations(None, {PROCESS_GROUP: Group("0", [0, 1])})
-    for time, entry in entries:
-        where.follow(entry)
-        operations.follow(time, entry, where)
-    return operations
+def replay_of(*entries: tuple[float, Entry]) -> Replay:
+    return Replay(list(entries), True, {PROCESS_GROUP: Group("0", [0, 1])})
 
 
 def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
-    operations = operations_of(
+    replay = replay_of(
         (1.0, started("a", transport="pairwise")),
         (1.1, Launched("a", "all-gather", 0.1)),
         (2.0, started("b", transport="pairwise")),
@@ -123,30 +115,30 @@ def test_a_wait_belongs_to_the_operation_that_it_is_for() -> None:
         (4.5, WaitFinished("b", "release", 0.5, 0.5)),
         (5.0, finished("b")),
     )
-    a, b = operations.operations()
+    a, b = replay.operations
     assert (a.fqn, a.exposed, a.blocked, a.waited_by, a.launch) == ("a", 0.7, 0.5, "a", 0.1)
     assert (a.start, a.end_seen) == (1.0, True)
     assert a.end == pytest.approx(3.5), "the data came when the idle part of the wait was over"
     assert (b.exposed, b.end_seen, b.end, b.number) == (0.0, False, 5.0, 1)
-    assert [(wait.operation, wait.fqn, wait.seconds, wait.begin) for wait in operations.waits] == [
+    assert [(wait.operation, wait.fqn, wait.seconds, wait.begin) for wait in replay.waits] == [
         ("release", "b", 0.5, 4.0)
     ]
 
 
 def test_shared_memory_moves_data_in_the_wait() -> None:
-    (one,) = operations_of(
+    (one,) = replay_of(
         (1.0, started("a", transport="shared")),
         (3.0, WaitStarted("a", "all-gather")),
         (3.6, finished("a")),
         (3.7, WaitFinished("a", "all-gather", 0.7, 0.5)),
-    ).operations()
+    ).operations
     assert one.moving == pytest.approx(0.2)
     assert (one.end, one.end_seen) == (3.6, True)
 
 
 def test_what_began_before_the_recording_is_left_out() -> None:
-    operations = operations_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
-    assert operations.operations() == []
+    replay = replay_of((1.0, finished("a")), (2.0, WaitFinished("a", "all-gather", 0.5, 0.5)))
+    assert replay.operations == []
 
 
 def memory_of(*entries: Entry) -> Memory:
@@ -173,12 +165,12 @@ def test_memory_belongs_to_the_module_with_the_longest_name_that_fits() -> None:
 def test_the_peak_is_the_largest_sum_and_says_where_it_was() -> None:
     result = memory_of(
         ROOT[0],
-        HeldBytes("sharded_parameters", 10),
+        Held("sharded_parameters", "", 10),
         StorageAllocated("w", 100, "unsharded"),
-        ActivationSaved(1, 7),
+        Held("activations", 1, 7),
         StorageFreed("w", 100, "unsharded"),
         StorageAllocated("Net", 50, "outbox"),
-        ActivationDropped(1),
+        Held("activations", 1, 0),
     ).result()
     assert (result.peak, result.peak_time, result.peak_module, result.peak_phase) == (117, 3.0, "Net", "forward")
     assert {name: size for name, size in result.peak_categories.items() if size} == {
@@ -194,10 +186,10 @@ def test_gradients_count_from_when_backward_makes_them_until_they_are_sharded() 
     values = memory_of(
         ROOT[0],
         ModuleBegan("a", "backward", False),
-        GradientAccumulated("a.w", 10),
-        GradientAccumulated("a.b", 3),
-        GradientAccumulated("a.b", 3),  # added to the one that is there
-        GradientAccumulated("head.w", 100),
+        Held("gradients", "a.w", 10),
+        Held("gradients", "a.b", 3),
+        Held("gradients", "a.b", 3),  # added to the one that is there
+        Held("gradients", "head.w", 100),
         StorageAllocated("a", 13, "gradient"),
         StorageFreed("a", 13, "gradient"),
         GradientsKept(("head.w",)),
@@ -215,9 +207,8 @@ def test_memory_from_before_the_recording_never_makes_less_than_nothing() -> Non
 ENTRIES = st.lists(
     st.one_of(
         st.builds(StorageAllocated, st.sampled_from("ab"), st.integers(1, 9), st.just("unsharded")),
-        st.builds(ActivationSaved, st.integers(0, 3), st.integers(1, 9)),
-        st.builds(ActivationDropped, st.integers(0, 3)),
-        st.builds(HeldBytes, st.sampled_from(["optimizer", "sharded_gradients"]), st.integers(0, 9)),
+        st.builds(Held, st.just("activations"), st.integers(0, 3), st.integers(0, 9)),
+        st.builds(Held, st.sampled_from(["optimizer", "sharded_gradients"]), st.just(""), st.integers(0, 9)),
     ),
     max_size=30,
 )
@@ -225,15 +216,7 @@ ENTRIES = st.lists(
 
 @given(ENTRIES)
 def test_a_log_that_is_cut_begins_where_the_other_one_ended(entries: list[Entry]) -> None:
-    saved: set[int] = set()
-    real = []
-    for entry in entries:  # a storage is saved once until it is dropped, and dropped only then
-        if isinstance(entry, ActivationSaved | ActivationDropped):
-            if (entry.key in saved) == isinstance(entry, ActivationSaved):
-                continue
-            saved ^= {entry.key}
-        real.append(entry)
-    whole, cut = memory_of(ROOT[0], *real), memory_of(ROOT[0], *carried(real))
+    whole, cut = memory_of(ROOT[0], *entries), memory_of(ROOT[0], *carried(entries))
 
     def level(memory: Memory, category: str) -> int:
         values = memory.result().categories[category].values

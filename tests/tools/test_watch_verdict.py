@@ -1,12 +1,14 @@
 """The verdict: from what ranks said to who is missing, also where that is not one rank alone."""
 
-from shardkit.tools.watch.verdict import Place, Started, Statement, WaitingFor, from_text, to_text, verdict
+import msgspec
 
-GROUP = [0, 1, 2]
+from shardkit.tools.watch.verdict import Kind, Place, Started, Statement, WaitingFor, verdict
+
+GROUP = (0, 1, 2)
 
 
 def started(*labels: str, count: int | None = None, group: str = "1") -> Started:
-    return Started("all-gather", group, GROUP, len(labels) if count is None else count, list(labels))
+    return Started(Kind("all-gather", group, GROUP), len(labels) if count is None else count, list(labels))
 
 
 def said(rank: int, waiting: WaitingFor | None, *began: Started, stack: tuple[str, ...] = ()) -> Statement:
@@ -14,7 +16,7 @@ def said(rank: int, waiting: WaitingFor | None, *began: Started, stack: tuple[st
 
 
 def wait(fqn: str = "blocks.1", number: int = 1, seconds: float = 7.0) -> WaitingFor:
-    return WaitingFor("all-gather", "all-gather", fqn, "1", GROUP, number, seconds)
+    return WaitingFor("all-gather", fqn, Kind("all-gather", "1", GROUP), number, seconds)
 
 
 HERE = started("blocks.0", "blocks.1")
@@ -65,7 +67,7 @@ def test_groups_over_the_same_ranks_are_told_apart() -> None:
 
 
 def test_set_up_is_waited_for_by_all() -> None:
-    meeting = WaitingFor("set-up", "set-up", "Net", "", [], -1, 3.0)
+    meeting = WaitingFor("set-up", "Net", Kind("set-up"), -1, 3.0)
     text = verdict({0: said(0, meeting), 1: said(1, None)}, {})
     assert "rank 0 has waited 3 s for set-up of 'Net'" in text
     assert "missing: rank 1: it is elsewhere" in text
@@ -80,11 +82,10 @@ def test_the_line_that_is_shown_is_the_users() -> None:
     assert "at /home/me/train.py:7 in step" in verdict({0: said(0, wait(), HERE, stack=stack)}, {})
 
 
-def test_statements_and_places_travel_as_text() -> None:
+def test_statements_travel_as_text_and_places_tell_the_condition_of_a_process() -> None:
     one = said(0, wait(), HERE, stack=("a",))
-    assert from_text(to_text(one)) == one
+    assert msgspec.json.decode(msgspec.json.encode(one), type=Statement) == one
     here = Place.of_this_process()
-    assert Place.from_text(here.to_text()) == here
     assert "is alive, but does not answer" in here.condition()
     assert "has ended" in Place(here.host, here.boot, here.pid, "0").condition()
     assert "cannot be reached" in Place("elsewhere", "another boot", 1, "1").condition()

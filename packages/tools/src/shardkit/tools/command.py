@@ -318,14 +318,14 @@ def doctor(**options: Any) -> int:
 @tree.command(context_settings=_PASSED_ON)
 @click.option("--seconds", type=_Number(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def watch(**options: Any) -> int:
+def watch(seconds: float, command: tuple[str, ...]) -> int:
     """Runs a training COMMAND, and says who is missing when a collective waits too long.
 
     Every rank that can be reached reports where it is, and one of them writes who is missing to its stderr.
     """
-    from shardkit.tools.launching import run_watched
+    from shardkit.tools.launching import WATCH, WATCH_SECONDS, run_command
 
-    return run_watched(_checked(options))
+    return run_command(command, os.environ | {WATCH: "1", WATCH_SECONDS: str(seconds)})
 
 
 @tree.command(context_settings=_PASSED_ON)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
-from shardkit.tools.quantities import Unit, show
+from shardkit.tools.quantities import show
 from shardkit.tools.report.files import read_report
 from shardkit.tools.report.measures import lateness, owners, skew_by_rank, step_times, times_last
 from shardkit.tools.report.schema import Collective, Operation, Report
@@ -35,10 +35,9 @@ class Finding:
     @property
     def price(self) -> str:
         """The cost in words."""
-        unit: Unit = self.unit
-        per = " a step" if self.unit == "seconds" else ""
-        of = "of the step" if self.unit == "seconds" else "of the peak"
-        return f"{show(self.cost, unit)}{per}, {self.share:.1%} {of}"
+        if self.unit == "seconds":
+            return f"{show(self.cost, 'seconds')} a step, {self.share:.1%} of the step"
+        return f"{show(self.cost, 'bytes')}, {self.share:.1%} of the peak"
 
 
 class Facts:
@@ -104,30 +103,15 @@ class Seen(NamedTuple):
     change: str
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """`find` says what there is; what costs less than the share `least` of a step, or of the peak, is left out."""
-
-    name: str
-    unit: Literal["seconds", "bytes"]
-    least: float
-    find: Callable[[Facts], Iterable[Seen]]
-
-    def findings(self, facts: Facts) -> Iterator[Finding]:
-        whole = facts.step if self.unit == "seconds" else facts.peak
-        for one in self.find(facts):
-            if one.cost > 0 and one.cost >= self.least * whole:
-                yield Finding(self.name, self.unit, one.cost, one.cost / whole, one.seen, one.change)
+_Find: TypeAlias = Callable[[Facts], Iterator[Seen]]
+_RULES: list[tuple[str, Literal["seconds", "bytes"], float, _Find]] = []
 
 
-_RULES: list[_Rule] = []
+def _rule(name: str, unit: Literal["seconds", "bytes"], least: float) -> Callable[[_Find], _Find]:
+    """Makes a function a rule; what costs less than the share `least` of a step, or of the peak, is left out."""
 
-
-def _rule(
-    name: str, unit: Literal["seconds", "bytes"], least: float
-) -> Callable[[Callable[[Facts], Iterator[Seen]]], Callable[[Facts], Iterator[Seen]]]:
-    def added(find: Callable[[Facts], Iterator[Seen]]) -> Callable[[Facts], Iterator[Seen]]:
-        _RULES.append(_Rule(name, unit, least, find))
+    def added(find: _Find) -> _Find:
+        _RULES.append((name, unit, least, find))
         return find
 
     return added
@@ -426,8 +410,13 @@ def diagnose(report: Report) -> list[Finding]:
         raise InputError(
             "the report holds no whole step of some rank; record at least one behind the warm-up, of a sharded model"
         )
-    facts = Facts(report)
-    return sorted((finding for rule in _RULES for finding in rule.findings(facts)), key=lambda one: -one.share)
+    facts, findings = Facts(report), []
+    for name, unit, least, find in _RULES:
+        whole = facts.step if unit == "seconds" else facts.peak
+        for one in find(facts):
+            if one.cost > 0 and one.cost >= least * whole:
+                findings.append(Finding(name, unit, one.cost, one.cost / whole, one.seen, one.change))
+    return sorted(findings, key=lambda one: -one.share)
 
 
 def run(options: SimpleNamespace) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 
 from shardkit.autoinstall import run
 from shardkit.tools.terminal import print_error
 
-__all__ = ["WATCH", "WATCH_SECONDS", "run_command", "run_watched"]
+__all__ = ["WATCH", "WATCH_SECONDS", "run_command"]
 
 WATCH = "SHARDKIT_WATCH"
 WATCH_SECONDS = "SHARDKIT_WATCH_SECONDS"
@@ -26,8 +24,3 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
         reason = error.strerror if isinstance(error, OSError) else error
         print_error(f"{command[0]} cannot be run: {reason}")
         return 127
-
-
-def run_watched(options: SimpleNamespace) -> int:
-    """Runs `shardkit watch`; returns the exit status of the training command."""
-    return run_command(options.command, os.environ | {WATCH: "1", WATCH_SECONDS: str(options.seconds)})

@@ -25,7 +25,13 @@ def run(options: SimpleNamespace) -> int:
     with tempfile.TemporaryDirectory(prefix="shardkit-profile-") as directory:
         records: Path = options.records or Path(directory)
         _clear(records)
-        status = run_command(options.command, _environment(options, records))
+        settings = {
+            TARGET: str(records.resolve()),
+            WARMUP: str(options.warmup),
+            STEPS: str(options.steps),
+            ACTIVATIONS: str(int(not options.no_activations)),
+        }
+        status = run_command(options.command, os.environ | settings)
         recorded = any(records.glob("rank-*.json"))
         if status:
             told = "reporting what was recorded" if recorded else "nothing was recorded"
@@ -38,18 +44,9 @@ def run(options: SimpleNamespace) -> int:
             return status or 2
         report = merge(read_records(records), list(options.command))
     write_outputs(report, *outputs)
-    print_report(report, terminal())
+    print_report(report)
     terminal().print(f"\nwritten to {', '.join(str(path) for path in outputs if path is not None)}")
     return status
-
-
-def _environment(options: SimpleNamespace, records: Path) -> dict[str, str]:
-    return os.environ | {
-        TARGET: str(records.resolve()),
-        WARMUP: str(options.warmup),
-        STEPS: str(options.steps),
-        ACTIVATIONS: str(int(not options.no_activations)),
-    }
 
 
 def _clear(records: Path) -> None:
@@ -63,8 +60,8 @@ def _clear(records: Path) -> None:
     except OSError as error:
         raise InputError(f"--records {records} cannot be made: {error.strerror}") from error
     old = list(records.glob("rank-*.json"))
-    for path in old:
-        if not is_record(path):
-            raise InputError(f"{path} is not a record of a rank, so it is not deleted; choose another directory")
+    foreign = next((path for path in old if not is_record(path)), None)
+    if foreign is not None:
+        raise InputError(f"{foreign} is not a record of a rank, so it is not deleted; choose another directory")
     for path in old:
         path.unlink()

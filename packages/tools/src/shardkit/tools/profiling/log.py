@@ -10,16 +10,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardkit.core.events import (
-    BackwardEnded,
-    Event,
-    ModuleBegan,
-    ModuleEnded,
-    StorageAllocated,
-    StorageFreed,
-    StorageKind,
-)
-from shardkit.tools.report.schema import Phase
+from shardkit.core import events
+from shardkit.core.events import BackwardEnded, Event, ModuleBegan, ModuleEnded, StorageAllocated, StorageFreed
+from shardkit.tools.report.schema import CollectiveKind, Phase
+
+STARTED: dict[type, CollectiveKind] = {
+    events.GatherStarted: "all-gather",
+    events.ReduceStarted: "reduce-scatter",
+    events.AllReduceStarted: "all-reduce",
+}
+FINISHED: dict[type, CollectiveKind] = {
+    events.GatherFinished: "all-gather",
+    events.ReduceFinished: "reduce-scatter",
+    events.AllReduceFinished: "all-reduce",
+}
+CARRIED: dict[str, tuple[CollectiveKind, ...]] = {
+    "all-gather": ("all-gather",),
+    "reduce-scatter": ("reduce-scatter", "all-reduce"),
+}
+"""What a lane of core carries, by the `operation` of its waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +42,16 @@ class OptimizerEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationSaved:
-    """Autograd keeps a storage of so many bytes that it did not keep before, and that is no parameter's."""
+class Held:
+    """From now on `key` holds so many bytes of a category.
 
-    key: int
-    bytes: int
+    Categories and their keys: "activations" (a storage that autograd keeps), "gradients" (a parameter with an unsharded
+    gradient); and with an empty key all of this rank's "sharded_parameters", "sharded_gradients", "optimizer" and
+    "other" (buffers), and "resident", which is what the system, or the device's allocator, counts.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ActivationDropped:
-    """The memory of that storage is free again."""
-
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
-class GradientAccumulated:
-    """Backward has put a gradient of so many bytes on the unsharded parameter `fqn`, or added to the one there."""
-
-    fqn: str
+    category: str
+    key: int | str
     bytes: int
 
 
@@ -62,57 +62,27 @@ class GradientsKept:
     fqns: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBytes:
-    """This rank's tensors of one category, counted: sharded parameters, sharded gradients, optimizer state, buffers."""
-
-    category: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentBytes:
-    """What the process holds as the system, or the device's allocator, counts it."""
-
-    bytes: int
-
-
-Entry: TypeAlias = (
-    Event
-    | OptimizerBegan
-    | OptimizerEnded
-    | ActivationSaved
-    | ActivationDropped
-    | GradientAccumulated
-    | GradientsKept
-    | HeldBytes
-    | ResidentBytes
-)
+Entry: TypeAlias = Event | OptimizerBegan | OptimizerEnded | Held | GradientsKept
 
 
 def carried(entries: Iterable[Entry]) -> list[Entry]:
     """Entries that bring about the memory at the end of `entries`."""
-    storage: Counter[tuple[str, StorageKind]] = Counter()
-    saved: dict[int, ActivationSaved] = {}
-    gradients: dict[str, GradientAccumulated] = {}
-    held: dict[str, HeldBytes] = {}
+    storage: Counter[tuple[str, events.StorageKind]] = Counter()
+    held: dict[tuple[str, int | str], Entry] = {}
     for entry in entries:
         if isinstance(entry, StorageAllocated):
             storage[entry.fqn, entry.kind] += entry.bytes
         elif isinstance(entry, StorageFreed):
             storage[entry.fqn, entry.kind] -= entry.bytes
-        elif isinstance(entry, ActivationSaved):
-            saved[entry.key] = entry
-        elif isinstance(entry, ActivationDropped):
-            saved.pop(entry.key, None)
-        elif isinstance(entry, GradientAccumulated):
-            gradients[entry.fqn] = entry
+        elif isinstance(entry, Held):
+            held[entry.category, entry.key] = entry
+            if not entry.bytes:
+                del held[entry.category, entry.key]
         elif isinstance(entry, GradientsKept):
-            gradients = {fqn: gradients[fqn] for fqn in entry.fqns if fqn in gradients}
-        elif isinstance(entry, HeldBytes):
-            held[entry.category] = entry
+            for gone in [key for key in held if key[0] == "gradients" and key[1] not in entry.fqns]:
+                del held[gone]
     allocated = [StorageAllocated(fqn, count, kind) for (fqn, kind), count in storage.items() if count > 0]
-    return [*held.values(), *allocated, *saved.values(), *gradients.values()]
+    return [*allocated, *held.values()]
 
 
 class Whereabouts:
@@ -141,20 +111,22 @@ class Whereabouts:
 
     def follow(self, entry: Entry) -> bool:
         """Takes the next entry in; True if a new step begins with it."""
-        begins = False
         if isinstance(entry, ModuleBegan):
-            begins = self._began(entry)
-        elif isinstance(entry, ModuleEnded):
-            self._ended(entry)
+            return self._began(entry)
+        if isinstance(entry, ModuleEnded):
+            if (entry.fqn, entry.phase) in self._modules:  # the innermost of them
+                del self._modules[-1 - self._modules[::-1].index((entry.fqn, entry.phase))]
+            if not self._modules and self.phase == "forward":
+                self.phase = "other"
         elif isinstance(entry, BackwardEnded):
-            self.phase = "forward" if any(phase == "forward" for _, phase in self._modules) else "other"
             self._modules = [one for one in self._modules if one[1] == "forward"]
+            self.phase = "forward" if self._modules else "other"
         elif isinstance(entry, OptimizerBegan):
             self.phase = "optimizer"
         elif isinstance(entry, OptimizerEnded):
             self.phase = "other"
             self._border = True
-        return begins
+        return False
 
     def _began(self, entry: ModuleBegan) -> bool:
         outermost = entry.root and entry.phase == "forward"
@@ -162,31 +134,20 @@ class Whereabouts:
         if outermost:
             self.step += begins
             self._border = not self._trains
-        self._modules.insert(self._depth(entry), (entry.fqn, entry.phase))
+        place = len(self._modules)
         if entry.phase == "backward":
+            # Below the modules that it contains: one whose output is that of its last part begins backward after it.
+            inside = (
+                index
+                for index, (fqn, phase) in enumerate(self._modules)
+                if phase == "backward" and (entry.root or fqn.startswith(f"{entry.fqn}."))
+            )
+            place = next(inside, place)
             self.phase = "backward"
         elif self.phase != "backward":
             self.phase = "forward"
+        self._modules.insert(place, (entry.fqn, entry.phase))
         return begins
-
-    def _depth(self, entry: ModuleBegan) -> int:
-        """Where a module belongs among those that run: below the modules that it contains.
-
-        A module whose output is that of its last part begins backward after that part.
-        """
-        if entry.phase == "backward":
-            for index, (fqn, phase) in enumerate(self._modules):
-                if phase == "backward" and (entry.root or fqn.startswith(f"{entry.fqn}.")):
-                    return index
-        return len(self._modules)
-
-    def _ended(self, entry: ModuleEnded) -> None:
-        for index in range(len(self._modules) - 1, -1, -1):
-            if self._modules[index] == (entry.fqn, entry.phase):
-                del self._modules[index]
-                break
-        if not self._modules and self.phase == "forward":
-            self.phase = "other"
 
 
 def last_complete(entries: Iterable[Entry]) -> int | None:
@@ -197,7 +158,9 @@ def last_complete(entries: Iterable[Entry]) -> int | None:
     count = None
     counting = False
     for index, entry in enumerate(entries):
-        counting = isinstance(entry, OptimizerEnded) or (counting and isinstance(entry, HeldBytes | ResidentBytes))
+        counting = isinstance(entry, OptimizerEnded) or (
+            counting and isinstance(entry, Held) and entry.category not in ("activations", "gradients")
+        )
         if counting:
             count = index + 1
     return count

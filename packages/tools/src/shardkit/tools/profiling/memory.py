@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from shardkit.core.events import ModuleBegan, StorageAllocated, StorageFreed, StorageKind
-from shardkit.tools.profiling.log import (
-    ActivationDropped,
-    ActivationSaved,
-    Entry,
-    GradientAccumulated,
-    GradientsKept,
-    HeldBytes,
-    ResidentBytes,
-    Whereabouts,
-)
+from shardkit.tools.profiling.log import Entry, GradientsKept, Held, Whereabouts
 from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Series
 
 _OF_KIND: dict[StorageKind, str] = {
@@ -27,7 +18,6 @@ _OF_KIND: dict[StorageKind, str] = {
     "residual": "communication",
     "gradient": "gradients",
 }
-_OF_COUNT = {"sharded_gradients": "gradients"}
 # A chart cannot show more, and a report should stay small.
 _MOST_POINTS = 3000
 
@@ -35,107 +25,59 @@ _MOST_POINTS = 3000
 class Memory:
     """Follows a log. Levels never fall below zero: what was allocated before the recording is not known.
 
+    Attributes:
+        module_peaks: by module and category, in bytes.
+
     Args:
         entries: the whole log, for the names of its modules: a prefetched one's memory comes before its name.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self.module_peaks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.module_peaks: dict[str, Counter[str]] = defaultdict(Counter)
         self._levels = dict.fromkeys(CATEGORIES, 0)
-        self._counts: dict[str, int] = {}
-        self._of_module: dict[tuple[str, str], int] = defaultdict(int)
-        self._module_series: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        self._module_levels: dict[str, int] = defaultdict(int)
-        self._saved: dict[int, tuple[int, str]] = {}
+        self._of_module: dict[str, Counter[str]] = defaultdict(Counter)
+        self._held: dict[tuple[str, int | str], tuple[int, str]] = {}
         self._series: dict[str, list[tuple[float, int]]] = {category: [] for category in CATEGORIES}
+        self._module_series: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self._resident: list[tuple[float, int]] = []
         self._owners: dict[str, str] = {}
-        self._accumulated: dict[str, int] = {}
         begun = [entry for entry in entries if isinstance(entry, ModuleBegan)]
         self._modules = list(dict.fromkeys(entry.fqn for entry in begun))
         self._root = next((entry.fqn for entry in begun if entry.root), "")
-        self._peak = 0
-        self._peak_time = 0.0
-        self._peak_where = ("", "")
-        self._peak_levels = dict(self._levels)
+        self._peak = (0, 0.0, "", "", dict(self._levels))
 
     def follow(self, time: float, entry: Entry, where: Whereabouts) -> None:
         """Takes the next entry in."""
-        if isinstance(entry, StorageAllocated):
+        if isinstance(entry, Held) and entry.category == "resident":
+            self._resident.append((time, entry.bytes))
+        elif isinstance(entry, Held):
+            self._hold(time, entry.category, entry.key, entry.bytes, where)
+        elif isinstance(entry, StorageAllocated):
+            owner = self.owner(entry.fqn)
             if entry.kind == "gradient":  # the reduction has taken them over
-                owner = self.owner(entry.fqn)
-                self._release(time, [fqn for fqn in self._accumulated if self.owner(fqn) == owner], where)
-            self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), entry.bytes, where)
+                self._release(time, [fqn for fqn in self._accumulated() if self.owner(fqn) == owner], where)
+            self._change(time, _OF_KIND[entry.kind], owner, entry.bytes, where)
         elif isinstance(entry, StorageFreed):
             self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), -entry.bytes, where)
             if entry.kind == "reduce_output":
                 self._deliver(time, entry.bytes, where)
-        elif isinstance(entry, ActivationSaved):
-            self._saved[entry.key] = (entry.bytes, where.module)
-            self._change(time, "activations", where.module, entry.bytes, where)
-        elif isinstance(entry, ActivationDropped):
-            size, module = self._saved.pop(entry.key, (0, where.module))
-            self._change(time, "activations", module, -size, where)
-        elif isinstance(entry, GradientAccumulated):
-            self._accumulate(time, entry, where)
         elif isinstance(entry, GradientsKept):
-            self._release(time, [fqn for fqn in self._accumulated if fqn not in entry.fqns], where)
-        elif isinstance(entry, HeldBytes):
-            category = _OF_COUNT.get(entry.category, entry.category)
-            self._change(time, category, "", entry.bytes - self._counts.get(entry.category, 0), where)
-            self._counts[entry.category] = entry.bytes
-        elif isinstance(entry, ResidentBytes):
-            self._resident.append((time, entry.bytes))
+            self._release(time, [fqn for fqn in self._accumulated() if fqn not in entry.fqns], where)
 
     def result(self) -> MemoryOfRank:
         """What the log has said."""
+        peak, time, module, phase, levels = self._peak
         return MemoryOfRank(
             categories={category: _thinned(points) for category, points in self._series.items()},
             modules={module: _thinned(points) for module, points in self._module_series.items()},
             resident=_thinned(self._resident),
-            peak=self._peak,
-            peak_time=self._peak_time,
-            peak_module=self._peak_where[0],
-            peak_phase=self._peak_where[1],
-            peak_categories=self._peak_levels,
+            peak=peak,
+            peak_time=time,
+            peak_module=module,
+            peak_phase=phase,
+            peak_categories=levels,
             resident_peak=max((size for _, size in self._resident), default=0),
         )
-
-    def _accumulate(self, time: float, entry: GradientAccumulated, where: Whereabouts) -> None:
-        before = self._accumulated.get(entry.fqn, 0)
-        self._accumulated[entry.fqn] = entry.bytes
-        self._change(time, "gradients", self.owner(entry.fqn), entry.bytes - before, where)
-
-    def _release(self, time: float, fqns: list[str], where: Whereabouts) -> None:
-        """These unsharded gradients are a reduction's, or have become sharded ones."""
-        for fqn in fqns:
-            self._change(time, "gradients", self.owner(fqn), -self._accumulated.pop(fqn), where)
-
-    def _deliver(self, time: float, size: int, where: Whereabouts) -> None:
-        """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""
-        counted = self._counts.get("sharded_gradients", 0)
-        new = min(size, max(0, self._counts.get("sharded_parameters", 0) - counted))
-        self._change(time, "gradients", "", new, where)
-        self._counts["sharded_gradients"] = counted + new
-
-    def _change(self, time: float, category: str, module: str, size: int, where: Whereabouts) -> None:
-        if not size:
-            return
-        level = self._levels[category] = max(0, self._levels[category] + size)
-        self._series[category].append((time, level))
-        if module:
-            self._change_module(time, category, module, size)
-        total = sum(self._levels.values())
-        if total > self._peak:
-            self._peak, self._peak_time, self._peak_where = total, time, (where.module, where.phase)
-            self._peak_levels = dict(self._levels)
-
-    def _change_module(self, time: float, category: str, module: str, size: int) -> None:
-        before = self._of_module[module, category]
-        held = self._of_module[module, category] = max(0, before + size)
-        self.module_peaks[module][category] = max(held, self.module_peaks[module][category])
-        self._module_levels[module] += held - before
-        self._module_series[module].append((time, self._module_levels[module]))
 
     def owner(self, fqn: str) -> str:
         """The module that a parameter, or a group's label, belongs to: the longest name that it begins with."""
@@ -148,6 +90,44 @@ class Memory:
             ]
             owner = self._owners[fqn] = max(fits, key=len, default=self._root)
         return owner
+
+    def _accumulated(self) -> list[str]:
+        """The parameters that have an unsharded gradient."""
+        return [str(key) for category, key in self._held if category == "gradients"]
+
+    def _release(self, time: float, fqns: list[str], where: Whereabouts) -> None:
+        """These unsharded gradients are a reduction's, or have become sharded ones."""
+        for fqn in fqns:
+            self._hold(time, "gradients", fqn, 0, where)
+
+    def _deliver(self, time: float, size: int, where: Whereabouts) -> None:
+        """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""
+        counted, parameters = (
+            self._held.get((category, ""), (0, ""))[0] for category in ("sharded_gradients", "sharded_parameters")
+        )
+        self._hold(time, "sharded_gradients", "", counted + min(size, max(0, parameters - counted)), where)
+
+    def _hold(self, time: float, category: str, key: int | str, size: int, where: Whereabouts) -> None:
+        module = self.owner(str(key)) if category == "gradients" else where.module if category == "activations" else ""
+        before, module = self._held.get((category, key), (0, module))
+        self._held[category, key] = (size, module)
+        if not size:
+            del self._held[category, key]
+        self._change(time, "gradients" if category == "sharded_gradients" else category, module, size - before, where)
+
+    def _change(self, time: float, category: str, module: str, size: int, where: Whereabouts) -> None:
+        if not size:
+            return
+        level = self._levels[category] = max(0, self._levels[category] + size)
+        self._series[category].append((time, level))
+        if module:
+            own, peaks = self._of_module[module], self.module_peaks[module]
+            own[category] = max(0, own[category] + size)
+            peaks[category] = max(own[category], peaks[category])
+            self._module_series[module].append((time, own.total()))
+        total = sum(self._levels.values())
+        if total > self._peak[0]:
+            self._peak = (total, time, where.module, where.phase, dict(self._levels))
 
 
 def _thinned(points: list[tuple[float, int]]) -> Series:

@@ -24,13 +24,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.tools.profiling.recorder import Extent, Recorder
+from shardkit.tools.profiling.recorder import Recorder
 from shardkit.tools.profiling.replay import record_of
 from shardkit.tools.report.files import RankRecord, write_record, write_report
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import Report
 
-_DEFAULT_STEPS = 50
+TARGET = "SHARDKIT_PROFILE"
+WARMUP = "SHARDKIT_PROFILE_WARMUP"
+STEPS = "SHARDKIT_PROFILE_STEPS"
+ACTIVATIONS = "SHARDKIT_PROFILE_ACTIVATIONS"
 
 
 class Profile:
@@ -42,14 +45,13 @@ class Profile:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], extent: Extent, path: Path | None, activations: bool
+        self, model: nn.Module, optimizers: Sequence[Optimizer], path: Path | None, recorder: Recorder
     ) -> None:
         self.report: Report | None = None
         self._model = model
         self._optimizers = optimizers
         self._path = path
-        self._activations = activations
-        self._recorder = Recorder(device_of(model), extent, self._stop, activations=activations)
+        self._recorder = recorder
 
     def __enter__(self) -> Profile:
         self._recorder.start(self._model, self._optimizers)
@@ -60,21 +62,11 @@ class Profile:
         self._recorder.leave()
         if error is not None:  # the other ranks may be anywhere: nothing collective
             return
-        records = _on_rank_0(self._record())
+        records = _records_on_rank_0(self._recorder)
         if records:
             self.report = merge(records)
             if self._path is not None:
                 write_report(self.report, self._path)
-
-    def _record(self) -> RankRecord | Exception:
-        """This rank's record, or why there is none: the other ranks wait to hear it."""
-        try:
-            return record_of(self._recorder, activations=self._activations)
-        except Exception as error:  # noqa: BLE001 - raised on every rank, below
-            return error
-
-    def _stop(self) -> None:
-        self._recorder.stop()
 
 
 def profile(
@@ -83,7 +75,7 @@ def profile(
     *,
     path: str | Path | None = None,
     warmup: int = 0,
-    steps: int | None = _DEFAULT_STEPS,
+    steps: int | None = 50,
     activations: bool = True,
 ) -> Profile:
     """A context manager around a training loop that records what its steps did and waited for.
@@ -105,34 +97,34 @@ def profile(
             records, writing `path`) is raised on rank 0 alone, while the others go on.
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    where = Path(path) if path is not None else None
-    return Profile(model, optimizers, Extent(warmup, steps), where, activations)
+    recorder = Recorder(_device_of(model), warmup, steps, activations=activations)
+    return Profile(model, optimizers, Path(path) if path is not None else None, recorder)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module) -> torch.device:
     """Where the model computes: the device of its mesh, or of its parameters."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            kind = parameter.device_mesh.device_type
-            if kind == "cpu":
-                return torch.device("cpu")
-            return torch.device(kind, torch.get_device_module(kind).current_device())
-        return parameter.device
-    return torch.device("cpu")
+    first = next(model.parameters(), None)
+    if isinstance(first, DTensor) and first.device_mesh.device_type != "cpu":
+        kind = first.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu") if first is None or isinstance(first, DTensor) else first.device
 
 
-def _on_rank_0(own: RankRecord | Exception) -> list[RankRecord]:
+def _records_on_rank_0(recorder: Recorder) -> list[RankRecord]:
     """The records of all ranks on rank 0, nothing on the others; raises on all of them if one has no record."""
+    own, failed = None, None
+    try:
+        own = record_of(recorder)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear it; raised on every rank, below
+        failed = error
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    failures = [repr(own) if isinstance(own, Exception) else None]
+    failures = [None if failed is None else repr(failed)] * world_size
     if world_size > 1:
-        failures *= world_size
         dist.all_gather_object(failures, failures[0])
     for rank, failure in enumerate(failures):
         if failure is not None:
-            cause = own if isinstance(own, Exception) else None
-            raise RuntimeError(f"the log of rank {rank} cannot be read: {failure}") from cause
-    assert isinstance(own, RankRecord)
+            raise RuntimeError(f"the log of rank {rank} cannot be read: {failure}") from failed
+    assert own is not None
     if world_size == 1:
         return [own]
     # A log has megabytes, so only one rank gets those of all.
@@ -141,57 +133,33 @@ def _on_rank_0(own: RankRecord | Exception) -> list[RankRecord]:
     return [one for one in found or [] if one is not None]
 
 
-TARGET = "SHARDKIT_PROFILE"
-WARMUP = "SHARDKIT_PROFILE_WARMUP"
-STEPS = "SHARDKIT_PROFILE_STEPS"
-ACTIVATIONS = "SHARDKIT_PROFILE_ACTIVATIONS"
-DEFAULT_WARMUP = 1
-DEFAULT_STEPS = 10
-
-
 def start() -> None:
     """Begins to record this process as the environment says.
 
     Raises:
         ValueError: for a setting that is no number, or out of range.
     """
-    directory = Path(os.environ[TARGET])
-    extent = Extent(_number(WARMUP, DEFAULT_WARMUP), _number(STEPS, DEFAULT_STEPS))
-    recording = _Recording(directory, extent, activations=os.environ.get(ACTIVATIONS, "1") != "0")
-    atexit.register(recording.end)
+    directory, process = Path(os.environ[TARGET]), os.getpid()
 
-
-class _Recording:
-    """A recording that ends by itself, once."""
-
-    def __init__(self, directory: Path, extent: Extent, *, activations: bool) -> None:
-        self._directory = directory
-        self._ended = False
-        self._process = os.getpid()
-        self._activations = activations
-        self._recorder = Recorder(_device(), extent, self.end, activations=activations)
-        self._recorder.start(None, ())
-
-    def end(self) -> None:
-        """Closes the log and writes the record; does nothing the second time, or in a process that was forked."""
-        if self._ended or os.getpid() != self._process:
+    def end() -> None:
+        """Closes the log and writes the record, once; does nothing in a process that was forked."""
+        if os.getpid() != process or not recorder.stop():
             return
-        self._ended = True
-        self._recorder.stop()
         try:
-            write_record(record_of(self._recorder, activations=self._activations), self._directory)
+            write_record(record_of(recorder), directory)
         except OSError as error:
-            warnings.warn(f"the profile cannot be written to {self._directory}: {error.strerror}", stacklevel=2)
+            warnings.warn(f"the profile cannot be written to {directory}: {error.strerror}", stacklevel=2)
         except Exception as error:  # noqa: BLE001 - a run that trains well must not end because its log cannot be read
             where = "".join(traceback.format_exception(error))
             warnings.warn(f"this rank has no profile, because its log could not be read:\n{where}", stacklevel=2)
 
-
-def _device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    device = torch.device("cpu")
+    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    activations = os.environ.get(ACTIVATIONS, "1") != "0"
+    recorder = Recorder(device, _number(WARMUP, 1), _number(STEPS, 10), end, activations=activations)
+    recorder.start()
+    atexit.register(end)
 
 
 def _number(name: str, default: int) -> int:

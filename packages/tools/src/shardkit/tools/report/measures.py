@@ -11,17 +11,16 @@ from typing import Literal
 
 from shardkit.tools.files import InputError
 from shardkit.tools.quantities import Unit, parse_quantity, show
-from shardkit.tools.report.schema import CATEGORIES, Estimate, Operation, Rank, Report
+from shardkit.tools.report.schema import Operation, Rank, Report
 
 
-def last_starts(ranks: list[Rank]) -> dict[tuple[int, str, int], float]:
-    """When the last rank started each collective, by group, kind and number."""
-    starts: dict[tuple[int, str, int], float] = defaultdict(float)
+def meetings(ranks: list[Rank]) -> dict[tuple[int, str, int], dict[int, Operation]]:
+    """Each collective, by group, kind and number, as all ranks saw it: their operations by rank."""
+    found: dict[tuple[int, str, int], dict[int, Operation]] = defaultdict(dict)
     for rank in ranks:
         for one in rank.operations:
-            key = (one.group, one.kind, one.number)
-            starts[key] = max(starts[key], one.start)
-    return starts
+            found[one.group, one.kind, one.number][rank.rank] = one
+    return found
 
 
 def waited_for_ranks(one: Operation, last_start: float) -> float:
@@ -31,27 +30,23 @@ def waited_for_ranks(one: Operation, last_start: float) -> float:
 
 def skew_by_rank(report: Report) -> dict[int, float]:
     """Seconds a step that each rank waited for ranks that came later."""
-    starts = last_starts(report.ranks)
-    return {
-        rank.rank: sum(waited_for_ranks(one, starts[one.group, one.kind, one.number]) for one in rank.operations)
-        / max(1, len(rank.steps))
-        for rank in report.ranks
-    }
+    skew = {rank.rank: 0.0 for rank in report.ranks}
+    for meeting in meetings(report.ranks).values():
+        last_start = max(one.start for one in meeting.values())
+        for rank, one in meeting.items():
+            skew[rank] += waited_for_ranks(one, last_start)
+    return {rank.rank: skew[rank.rank] / max(1, len(rank.steps)) for rank in report.ranks}
 
 
 def lateness(report: Report) -> dict[int, float]:
     """Mean seconds from the first rank's start of a collective to this rank's, over those that several ranks saw."""
-    starts: dict[tuple[int, str, int], dict[int, float]] = defaultdict(dict)
-    for rank in report.ranks:
-        for one in rank.operations:
-            starts[one.group, one.kind, one.number][rank.rank] = one.start
     late: dict[int, list[float]] = {rank.rank: [] for rank in report.ranks}
-    for by_rank in starts.values():
-        if len(by_rank) > 1:
-            first = min(by_rank.values())
-            for number, start in by_rank.items():
-                late[number].append(start - first)
-    return {number: sum(values) / len(values) if values else 0.0 for number, values in late.items()}
+    for meeting in meetings(report.ranks).values():
+        if len(meeting) > 1:
+            first = min(one.start for one in meeting.values())
+            for rank, one in meeting.items():
+                late[rank].append(one.start - first)
+    return {rank: _mean(values) for rank, values in late.items()}
 
 
 def times_last(report: Report) -> Counter[int]:
@@ -193,43 +188,6 @@ MEASURES: tuple[Measure, ...] = (
         _most(lambda rank: rank.overhead.share),
     ),
 )
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One figure, predicted and measured; `error` is their difference over what was measured, None if that is 0."""
-
-    name: str
-    unit: Unit
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float | None:
-        if not self.measured:
-            return 0.0 if not self.predicted else None
-        return (self.predicted - self.measured) / self.measured
-
-
-def compare_with_estimate(report: Report) -> list[Comparison]:
-    """Every figure that was predicted, and the categories of memory at the peak. Empty without an estimate."""
-    if report.estimate is None:
-        return []
-    found = []
-    for measure in MEASURES:
-        predicted = getattr(report.estimate, measure.name, None)
-        if predicted is not None:
-            found.append(Comparison(measure.name, measure.unit, float(predicted), measure.of(report)))
-    return found + _categories_at_the_peak(report, report.estimate)
-
-
-def _categories_at_the_peak(report: Report, estimate: Estimate) -> list[Comparison]:
-    worst = max(report.ranks, key=lambda rank: rank.memory.peak)
-    return [
-        Comparison(f"at the peak: {name}", "bytes", float(size), float(worst.memory.peak_categories.get(name, 0)))
-        for name, size in estimate.categories.items()
-        if name in CATEGORIES  # inputs are predicted, and not measured
-    ]
 
 
 _LIMIT = re.compile(r"\s*(\w+)\s*(>=|>)\s*(\+?)\s*(.+)")

@@ -9,26 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any, TypeVar
+from typing import Any
 
 from shardkit.tools.report.files import RankRecord
-from shardkit.tools.report.measures import waited_for_ranks
-from shardkit.tools.report.schema import (
-    SCHEMA,
-    VERSION,
-    Collective,
-    Estimate,
-    Group,
-    MemoryOfRank,
-    Operation,
-    Rank,
-    Report,
-    Run,
-    Series,
-    Span,
-    Step,
-    Wait,
-)
+from shardkit.tools.report.measures import meetings, waited_for_ranks
+from shardkit.tools.report.schema import SCHEMA, VERSION, Collective, Estimate, Group, Operation, Rank, Report, Run
 
 # Others may end on a rank that needs nothing of the one that starts last.
 _KINDS = ("all-gather", "all-reduce")
@@ -100,19 +85,19 @@ def _most_ahead(
 
     Something ends on the first when all ranks have started it, those of the second among them.
     """
-    meetings: dict[tuple[str, tuple[int, ...], str, int], list[tuple[str, Operation]]] = defaultdict(list)
+    found: dict[tuple[str, tuple[int, ...], str, int], list[tuple[str, Operation]]] = defaultdict(list)
     for host, record in zip(hosts, records, strict=True):
         for one in record.rank.operations:
             if one.kind in _KINDS:
                 group = record.groups[one.group]
-                meetings[group.name, tuple(group.ranks), one.kind, one.number].append((host, one))
+                found[group.name, tuple(group.ranks), one.kind, one.number].append((host, one))
     most: dict[tuple[str, str], float] = defaultdict(lambda: math.inf)
-    for found in meetings.values():
-        if not all(one.wire_bytes for _, one in found):  # nobody waits for a rank that has nothing to send
+    for meeting in found.values():
+        if not all(one.wire_bytes for _, one in meeting):  # nobody waits for a rank that has nothing to send
             continue
         starts: dict[str, float] = defaultdict(lambda: -math.inf)
         ends: dict[str, float] = defaultdict(lambda: math.inf)
-        for host, one in found:
+        for host, one in meeting:
             starts[host] = max(starts[host], one.start + walls[host])
             ends[host] = min(ends[host], one.end + walls[host])
         for first, end in ends.items():
@@ -124,8 +109,6 @@ def _most_ahead(
 
 # Ranks that start a collective within this many seconds of each other came at the same time.
 _TOGETHER = 1e-4
-
-_Timed = TypeVar("_Timed", Step, Operation, Wait, Span)
 
 
 def merge(records: Sequence[RankRecord], command: list[str] | None = None, estimate: Estimate | None = None) -> Report:
@@ -164,113 +147,72 @@ def _common_groups(records: Sequence[RankRecord]) -> tuple[list[Group], list[dic
     return [Group(name, list(ranks)) for name, ranks in groups], indices
 
 
-# -- one clock ---------------------------------------------------------------------------------------------------------
+_TIMES = ("begin", "end", "start", "peak_time", "times")
 
 
-def _moved(rank: Rank, by: float, groups: dict[int, int]) -> Rank:
-    return dataclasses.replace(
-        rank,
-        begin=rank.begin + by,
-        end=rank.end + by,
-        steps=[_shifted(one, by, "begin", "end") for one in rank.steps],
-        operations=[
-            dataclasses.replace(_shifted(one, by, "start", "end"), group=groups[one.group]) for one in rank.operations
-        ],
-        waits=[_shifted(one, by, "begin") for one in rank.waits],
-        spans=[_shifted(one, by, "begin", "end") for one in rank.spans],
-        memory=_shifted_memory(rank.memory, by),
-    )
-
-
-def _shifted(one: _Timed, by: float, *fields: str) -> _Timed:
-    changes: dict[str, Any] = {name: getattr(one, name) + by for name in fields}
-    return dataclasses.replace(one, **changes)
-
-
-def _shifted_memory(memory: MemoryOfRank, by: float) -> MemoryOfRank:
-    return dataclasses.replace(
-        memory,
-        categories={name: _shifted_series(series, by) for name, series in memory.categories.items()},
-        modules={name: _shifted_series(series, by) for name, series in memory.modules.items()},
-        resident=_shifted_series(memory.resident, by),
-        peak_time=memory.peak_time + by,
-    )
-
-
-def _shifted_series(series: Series, by: float) -> Series:
-    return Series([time + by for time in series.times], series.values)
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Meeting:
-    """One collective as all ranks saw it: their operations by rank."""
-
-    by_rank: dict[int, Operation]
-
-    @property
-    def last_start(self) -> float:
-        return max(one.start for one in self.by_rank.values())
-
-    @property
-    def skew(self) -> float:
-        return self.last_start - min(one.start for one in self.by_rank.values())
-
-    @property
-    def last_rank(self) -> int | None:
-        """Who came last, if anybody did by more than a moment."""
-        if self.skew < _TOGETHER:
-            return None
-        return max(self.by_rank, key=lambda rank: self.by_rank[rank].start)
-
-    def seconds(self) -> list[float]:
-        """How long the data was on its way, on each rank that can tell."""
-        times = []
-        for one in self.by_rank.values():
-            if one.moving > 0:
-                times.append(one.moving)
-            elif one.end_seen and one.end > self.last_start:
-                times.append(one.end - self.last_start)
-        return times
+def _moved(value: Any, by: float, groups: dict[int, int]) -> Any:
+    """A rank, or a part of one, with its times moved by so many seconds, and with the report's indices of groups."""
+    if isinstance(value, list):
+        return [_moved(one, by, groups) for one in value]
+    if isinstance(value, dict):
+        return {name: _moved(one, by, groups) for name, one in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        if field.name in _TIMES:
+            changes[field.name] = [time + by for time in found] if isinstance(found, list) else found + by
+        elif field.name == "group":
+            changes["group"] = groups[found]
+        elif dataclasses.is_dataclass(found) or isinstance(found, list | dict):
+            changes[field.name] = found if field.name == "values" else _moved(found, by, groups)
+    return dataclasses.replace(value, **changes)  # type: ignore[type-var]
 
 
 def _collectives(ranks: list[Rank], groups: list[Group], steps: int) -> tuple[list[Collective], list[str]]:
-    meetings: dict[tuple[int, str, int], dict[int, Operation]] = defaultdict(dict)
-    for rank in ranks:
-        for one in rank.operations:
-            meetings[one.group, one.kind, one.number][rank.rank] = one
-    alike: dict[tuple[str, str, str, int], list[_Meeting]] = defaultdict(list)
+    alike: dict[tuple[str, str, str, int], list[dict[int, Operation]]] = defaultdict(list)
     notes: list[str] = []
-    for (group, kind, number), by_rank in sorted(meetings.items()):
-        names = {one.fqn for one in by_rank.values()}
+    for (group, kind, number), meeting in sorted(meetings(ranks).items()):
+        names = {one.fqn for one in meeting.values()}
         if len(names) > 1 and not notes:
             notes.append(
                 f"the ranks of group {groups[group].ranks} did not run the same: {kind} number {number} was of "
                 f"{', '.join(sorted(names))}; figures across ranks are not comparable from there on"
             )
-        first = by_rank[min(by_rank)]
-        alike[kind, first.fqn, first.phase, group].append(_Meeting(by_rank))
+        first = meeting[min(meeting)]
+        alike[kind, first.fqn, first.phase, group].append(meeting)
     made = [_collective(found, len(groups[key[3]].ranks), steps) for key, found in alike.items()]
     return sorted(made, key=lambda one: -one.exposed), notes
 
 
-def _collective(meetings: list[_Meeting], size: int, steps: int) -> Collective:
-    first = next(iter(meetings[0].by_rank.values()))
+def _collective(meetings: list[dict[int, Operation]], size: int, steps: int) -> Collective:
+    of_first = list(meetings[0].values())
+    first = of_first[0]
     exposed: dict[int, float] = defaultdict(float)
     skewed: dict[int, float] = defaultdict(float)
     waited_by: dict[str, float] = defaultdict(float)
+    last: Counter[str] = Counter()
+    skews, seconds = [], []
     for meeting in meetings:
-        for rank, one in meeting.by_rank.items():
+        latest = max(meeting, key=lambda rank: meeting[rank].start)
+        last_start = meeting[latest].start
+        skews.append(last_start - min(one.start for one in meeting.values()))
+        if skews[-1] >= _TOGETHER:
+            last[str(latest)] += 1
+        for rank, one in meeting.items():
             exposed[rank] += one.exposed
-            skewed[rank] += waited_for_ranks(one, meeting.last_start)
+            skewed[rank] += waited_for_ranks(one, last_start)
             if one.waited_by:
                 waited_by[one.waited_by] += one.exposed
+            # How long the data was on its way, on each rank that can tell.
+            if one.moving > 0:
+                seconds.append(one.moving)
+            elif one.end_seen and one.end > last_start:
+                seconds.append(one.end - last_start)
     worst = max(exposed, key=lambda rank: exposed[rank])
-    algorithm = _bandwidth(meetings)
+    algorithm = first.bytes / statistics.median(seconds) if seconds and first.bytes else None
     factor = (2 if first.kind == "all-reduce" else 1) * (size - 1) / size
-    last = Counter(str(meeting.last_rank) for meeting in meetings if meeting.last_rank is not None)
     return Collective(
         kind=first.kind,
         fqn=first.fqn,
@@ -280,23 +222,16 @@ def _collective(meetings: list[_Meeting], size: int, steps: int) -> Collective:
         dtype=first.dtype,
         count=len(meetings),
         bytes=first.bytes,
-        wire_bytes=max(one.wire_bytes for one in meetings[0].by_rank.values()),
-        padding_bytes=max(one.padding_bytes for one in meetings[0].by_rank.values()),
+        wire_bytes=max(one.wire_bytes for one in of_first),
+        padding_bytes=max(one.padding_bytes for one in of_first),
         exposed=exposed[worst] / steps,
         exposed_by_skew=skewed[worst] / steps,
         waited_by=max(waited_by, key=lambda name: waited_by[name], default=""),
-        skew=statistics.fmean(meeting.skew for meeting in meetings),
+        skew=statistics.fmean(skews),
         last=dict(last),
         algorithm_bandwidth=algorithm,
         bus_bandwidth=None if algorithm is None else algorithm * factor,
     )
-
-
-def _bandwidth(meetings: list[_Meeting]) -> float | None:
-    """Bytes per second, from the median time of those that were seen."""
-    times = [seconds for meeting in meetings for seconds in meeting.seconds() if seconds > 0]
-    size = next(iter(meetings[0].by_rank.values())).bytes
-    return size / statistics.median(times) if times and size else None
 
 
 def _notes(run: Run, ranks: list[Rank]) -> list[str]:

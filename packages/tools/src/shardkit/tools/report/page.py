@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 import shlex
 import statistics
 from collections import defaultdict
@@ -18,15 +19,14 @@ from typing import Any
 from shardkit.tools.quantities import show, show_bandwidth
 from shardkit.tools.report.measures import (
     MEASURES,
-    compare_with_estimate,
     exposed_by_rank,
-    last_starts,
     lateness,
+    meetings,
     owners,
     times_last,
     waited_for_ranks,
 )
-from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, Rank, Report, Series
+from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, ModuleOfRank, Rank, Report, Series
 
 _MOST_RANKS = 16
 _MOST_MODULES = 12
@@ -35,14 +35,13 @@ _MOST_POINTS = 1500
 
 def view_of(report: Report) -> dict[str, Any]:
     """A JSON-able summary. Of many ranks those that are shown one by one are chosen evenly, the notes say so."""
-    shown = _chosen(report.ranks)
-    notes = list(report.notes)
-    if len(shown) < len(report.ranks):
+    shown, notes, last = report.ranks, list(report.notes), len(report.ranks) - 1
+    if len(shown) > _MOST_RANKS:
+        shown = [report.ranks[index * last // (_MOST_RANKS - 1)] for index in range(_MOST_RANKS)]
         notes.append(f"this page shows {len(shown)} of {len(report.ranks)} ranks one by one; sums are of all of them")
     run = report.run
     return {
-        "run": f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, "
-        f"{run.created}; shardkit {run.shardkit}, torch {run.torch}",
+        "run": f"{title_of(report)}; shardkit {run.shardkit}, torch {run.torch}",
         "command": shlex.join(run.command),
         "notes": notes,
         "figures": [
@@ -52,21 +51,147 @@ def view_of(report: Report) -> dict[str, Any]:
         "phases": sorted({one.phase for one in report.collectives}),
         "memory": [_memory_view(rank) for rank in shown],
         "exposed": _exposed_rows(report, shown),
-        "ranks": _rank_rows(report, shown),
-        "owners": _owner_rows(report),
-        "predictions": _prediction_rows(report),
+        "ranks": rank_rows(report, shown),
+        "owners": sorted(owner_rows(report), key=lambda one: -one["optimizer"])[:_MOST_RANKS],
+        "predictions": [row | {"name": row["name"].replace("_", " ")} for row in prediction_rows(report)],
         "modules": _module_rows(report),
-        "collectives": _collective_rows(report),
+        "collectives": collective_rows(report),
     }
 
 
-def _chosen(ranks: list[Rank]) -> list[Rank]:
-    if len(ranks) <= _MOST_RANKS:
-        return ranks
-    return [ranks[index * (len(ranks) - 1) // (_MOST_RANKS - 1)] for index in range(_MOST_RANKS)]
+def title_of(report: Report) -> str:
+    """On what the run ran, and when."""
+    run = report.run
+    return f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}"
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- ranks, collectives, estimate: rows of the page and of what `shardkit report` prints -------------------------------
+
+
+def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
+    """What each of these ranks did."""
+    late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
+    rows = []
+    for rank in shown:
+        steps = [step.end - step.begin for step in rank.steps]
+        rows.append(
+            {
+                "rank": rank.rank,
+                "host": rank.place.host,
+                "steps": steps,
+                "step": statistics.median(steps or [0.0]),
+                "exposed": exposed[rank.rank],
+                "peak": rank.memory.peak,
+                "last": last[rank.rank],
+                "late": late[rank.rank],
+                "overhead": show(rank.overhead.share, "share"),
+            }
+        )
+    return rows
+
+
+def owner_rows(report: Report) -> list[dict[str, Any]]:
+    """What each rank owns, and how long its optimizer takes, against the mean of all ranks."""
+    found = owners(report)
+    bytes_mean = statistics.fmean(one.bytes for one in found) if found else 0.0
+    seconds_mean = statistics.fmean(one.optimizer for one in found) if found else 0.0
+    return [
+        {
+            "rank": one.rank,
+            "bytes": one.bytes,
+            "over": show(one.bytes / bytes_mean - 1 if bytes_mean else 0.0, "share"),
+            "optimizer": one.optimizer,
+            "slower": show(one.optimizer / seconds_mean - 1 if seconds_mean else 0.0, "share"),
+            "owned": [{"fqn": fqn, "bytes": size} for fqn, size in one.owned.items()],
+        }
+        for one in found
+    ]
+
+
+def collective_rows(report: Report) -> list[dict[str, Any]]:
+    """All operations that are alike, most waited for first."""
+    return [
+        {
+            "fqn": one.fqn,
+            "kind": one.kind,
+            "phase": one.phase,
+            "waited_by": one.waited_by,
+            "per_step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
+            "bytes": one.bytes,
+            "wire_bytes": one.wire_bytes,
+            "exposed": one.exposed,
+            "skew": one.exposed_by_skew,
+            "bandwidth": show_bandwidth(one.bus_bandwidth),
+            "transport": one.transport,
+        }
+        for one in report.collectives
+    ]
+
+
+def prediction_rows(report: Report) -> list[dict[str, Any]]:
+    """What was predicted, beside what was measured; none without an estimate."""
+    estimate = report.estimate
+    if estimate is None:
+        return []
+    at_peak = max(report.ranks, key=lambda rank: rank.memory.peak).memory.peak_categories
+    figures = [(one.name, one.unit, getattr(estimate, one.name, None), one.of(report)) for one in MEASURES]
+    for name, size in estimate.categories.items():
+        if name in CATEGORIES:  # inputs are predicted, and not measured
+            figures.append((f"at the peak: {name}", "bytes", size, at_peak[name]))
+    return [
+        {
+            "name": name,
+            "predicted": show(predicted, unit),
+            "measured": show(measured, unit),
+            "error": f"{(predicted - measured) / measured:+.1%}" if measured else "-" if predicted else "+0.0%",
+            "bars": [value / (max(predicted, measured) or 1) for value in (predicted, measured)],
+        }
+        for name, unit, predicted, measured in figures
+        if predicted is not None
+    ]
+
+
+# -- what only the page shows ------------------------------------------------------------------------------------------
+
+
+def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
+    """Seconds a step that each module of each rank waited, by phase."""
+    met = meetings(report.ranks).items()
+    last_starts = {key: max(one.start for one in meeting.values()) for key, meeting in met}
+    sums: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for rank in shown:
+        steps = max(1, len(rank.steps))
+        for one in rank.operations:
+            if one.exposed:
+                skew = waited_for_ranks(one, last_starts[one.group, one.kind, one.number])
+                sums[rank.rank, one.waited_by, one.phase][0] += one.exposed / steps
+                sums[rank.rank, one.waited_by, one.phase][1] += skew / steps
+        for wait in rank.waits:
+            sums[rank.rank, wait.module, wait.phase][0] += wait.seconds / steps
+    return [
+        {"rank": rank, "module": module, "phase": phase, "seconds": seconds, "skew": skew}
+        for (rank, module, phase), (seconds, skew) in sums.items()
+    ]
+
+
+def _module_rows(report: Report) -> list[dict[str, Any]]:
+    """Every module once: prefetches of the first rank, peaks of the rank that had most."""
+    found: dict[str, list[ModuleOfRank]] = defaultdict(list)
+    for rank in report.ranks:
+        for module in rank.modules:
+            found[module.fqn].append(module)
+    return [
+        {
+            "fqn": name,
+            "hits": modules[0].prefetch_hits,
+            "misses": modules[0].prefetch_misses,
+            "unsharded": max(one.unsharded_peak for one in modules),
+            "gradients": max(one.gradients_peak for one in modules),
+            "communication": max(one.communication_peak for one in modules),
+            "activations": max(one.activations_peak for one in modules),
+        }
+        for name, modules in found.items()
+    ]
 
 
 def _memory_view(rank: Rank) -> dict[str, Any]:
@@ -111,118 +236,8 @@ def _levels(series: Series, times: list[float]) -> list[int]:
     return [series.values[position - 1] if position else 0 for position in positions]
 
 
-# -- communication -----------------------------------------------------------------------------------------------------
-
-
-def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
-    """Seconds a step that each module of each rank waited, by phase."""
-    starts = last_starts(report.ranks)
-    sums: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for rank in shown:
-        steps = max(1, len(rank.steps))
-        for one in rank.operations:
-            if one.exposed:
-                skew = waited_for_ranks(one, starts[one.group, one.kind, one.number])
-                sums[rank.rank, one.waited_by, one.phase][0] += one.exposed / steps
-                sums[rank.rank, one.waited_by, one.phase][1] += skew / steps
-        for wait in rank.waits:
-            sums[rank.rank, wait.module, wait.phase][0] += wait.seconds / steps
-    return [
-        {"rank": rank, "module": module, "phase": phase, "seconds": seconds, "skew": skew}
-        for (rank, module, phase), (seconds, skew) in sums.items()
-    ]
-
-
-def _collective_rows(report: Report) -> list[dict[str, Any]]:
-    return [
-        {
-            "fqn": one.fqn,
-            "kind": one.kind,
-            "phase": one.phase,
-            "waited_by": one.waited_by,
-            "per_step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
-            "bytes": one.bytes,
-            "wire_bytes": one.wire_bytes,
-            "exposed": one.exposed,
-            "skew": one.exposed_by_skew,
-            "bandwidth": show_bandwidth(one.bus_bandwidth),
-            "transport": one.transport,
-        }
-        for one in report.collectives
-    ]
-
-
-# -- ranks, modules, estimate ------------------------------------------------------------------------------------------
-
-
-def _rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
-    late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
-    return [
-        {
-            "rank": rank.rank,
-            "host": rank.place.host,
-            "steps": [step.end - step.begin for step in rank.steps],
-            "step": statistics.median([step.end - step.begin for step in rank.steps] or [0.0]),
-            "exposed": exposed[rank.rank],
-            "peak": rank.memory.peak,
-            "last": last[rank.rank],
-            "late": late[rank.rank],
-            "overhead": show(rank.overhead.share, "share"),
-        }
-        for rank in shown
-    ]
-
-
-def _owner_rows(report: Report) -> list[dict[str, Any]]:
-    """What those ranks own whose optimizers take longest, against the mean of all ranks."""
-    found = sorted(owners(report), key=lambda one: -one.optimizer)
-    bytes_mean = statistics.fmean(one.bytes for one in found) if found else 0.0
-    seconds_mean = statistics.fmean(one.optimizer for one in found) if found else 0.0
-    return [
-        {
-            "rank": one.rank,
-            "bytes": one.bytes,
-            "over": show(one.bytes / bytes_mean - 1 if bytes_mean else 0.0, "share"),
-            "optimizer": one.optimizer,
-            "slower": show(one.optimizer / seconds_mean - 1 if seconds_mean else 0.0, "share"),
-            "owned": [{"fqn": fqn, "bytes": size} for fqn, size in one.owned.items()],
-        }
-        for one in found[:_MOST_RANKS]
-    ]
-
-
-def _module_rows(report: Report) -> list[dict[str, Any]]:
-    """Every module once: prefetches of the first rank, peaks of the rank that had most."""
-    names = dict.fromkeys(module.fqn for rank in report.ranks for module in rank.modules)
-    found = {name: [one for rank in report.ranks for one in rank.modules if one.fqn == name] for name in names}
-    return [
-        {
-            "fqn": name,
-            "hits": modules[0].prefetch_hits,
-            "misses": modules[0].prefetch_misses,
-            "unsharded": max(one.unsharded_peak for one in modules),
-            "gradients": max(one.gradients_peak for one in modules),
-            "communication": max(one.communication_peak for one in modules),
-            "activations": max(one.activations_peak for one in modules),
-        }
-        for name, modules in found.items()
-    ]
-
-
-def _prediction_rows(report: Report) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": one.name.replace("_", " "),
-            "predicted": show(one.predicted, one.unit),
-            "measured": show(one.measured, one.unit),
-            "error": "-" if one.error is None else f"{one.error:+.1%}",
-            "bars": [value / (max(one.predicted, one.measured) or 1) for value in (one.predicted, one.measured)],
-        }
-        for one in compare_with_estimate(report)
-    ]
-
-
-_DANGEROUS = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+# JSON text without these may stand inside a `script` element.
+_DANGEROUS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page_html(report: Report) -> str:
@@ -232,21 +247,9 @@ def page_html(report: Report) -> str:
         "page-css": _asset("page.css"),
         "chart-js": f"/*\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}",
         "page-js": _asset("page.js"),
-        "data": embedded(json.dumps(view_of(report), allow_nan=False, separators=(",", ":"))),
+        "data": json.dumps(view_of(report), allow_nan=False, separators=(",", ":")).translate(_DANGEROUS),
     }
-    before, *rest = _asset("page.html").split("/*{")
-    pieces = [before]
-    for piece in rest:
-        name, after = piece.split("}*/", 1)
-        pieces += [parts[name], after]
-    return "".join(pieces)
-
-
-def embedded(text: str) -> str:
-    """JSON text that may stand inside a `script` element."""
-    for character, escape in _DANGEROUS.items():
-        text = text.replace(character, escape)
-    return text
+    return re.sub(r"/\*\{([\w-]+)\}\*/", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
@@ -265,63 +268,39 @@ def trace_json(report: Report) -> str:
 
 
 def _of_rank(rank: Rank) -> Iterator[dict[str, Any]]:
-    pid, threads = rank.rank, _Threads()
+    pid = rank.rank
+    taken: dict[str, list[float]] = {kind: [] for kind in _THREADS}  # until when each thread is
+
+    def piece(kind: str, name: str, begin: float, end: float, **about: Any) -> dict[str, Any]:
+        """A slice, on a thread of its kind that is free; slices of modules and steps nest, and share theirs."""
+        until = taken[kind]
+        free = (number for number, then in enumerate(until) if then <= begin)
+        number = min(0 if kind in ("steps", "modules") else next(free, len(until)), _AT_ONCE - 1)
+        if number == len(until):
+            until.append(end)
+        until[number] = max(until[number], end)
+        tid, ts, dur = _THREADS.index(kind) * _AT_ONCE + number, begin * 1e6, max(0.0, end - begin) * 1e6
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "ts": ts, "dur": dur, "args": about}
+
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {pid} ({rank.place.host})"}}
     for step in rank.steps:
-        yield _slice(pid, threads, "steps", f"step {step.index}", (step.begin, step.end), {"exposed": step.exposed})
+        yield piece("steps", f"step {step.index}", step.begin, step.end, exposed=step.exposed)
     for span in rank.spans:
-        yield _slice(pid, threads, "modules", f"{span.fqn or 'optimizer'} ({span.phase})", (span.begin, span.end), {})
+        yield piece("modules", f"{span.fqn or 'optimizer'} ({span.phase})", span.begin, span.end)
     for one in sorted(rank.operations, key=lambda one: one.start):
         about = {"bytes": one.bytes, "wire_bytes": one.wire_bytes, "transport": one.transport, "exposed": one.exposed}
-        yield _slice(pid, threads, one.kind, f"{one.fqn} ({one.phase})", (one.start, one.end), about)
+        yield piece(one.kind, f"{one.fqn} ({one.phase})", one.start, one.end, **about)
         if one.exposed:
             name = f"{one.waited_by} waits for {one.kind} of {one.fqn}"
-            yield _slice(pid, threads, "waiting", name, (max(one.start, one.end - one.exposed), one.end), {})
+            yield piece("waiting", name, max(one.start, one.end - one.exposed), one.end)
     for wait in rank.waits:
         name = f"{wait.module}: {wait.operation} of {wait.fqn}"
-        yield _slice(pid, threads, "waiting", name, (wait.begin, wait.begin + wait.seconds), {})
+        yield piece("waiting", name, wait.begin, wait.begin + wait.seconds)
     for category, series in rank.memory.categories.items():
         for time, value in zip(series.times, series.values, strict=True):
             yield {"ph": "C", "pid": pid, "name": f"memory: {category}", "ts": time * 1e6, "args": {"bytes": value}}
-    for tid, name in threads.names():
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-
-
-class _Threads:
-    """The threads of a rank, by kind, and until when each is taken."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, list[float]] = {kind: [] for kind in _THREADS}
-
-    def take(self, kind: str, begin: float, end: float) -> int:
-        """A thread of a kind that is free from `begin` on; slices of modules and steps nest, and share theirs."""
-        taken = self._taken[kind]
-        free = 0 if kind in ("steps", "modules") else next((i for i, until in enumerate(taken) if until <= begin), None)
-        number = min(len(taken) if free is None else free, _AT_ONCE - 1)
-        if number == len(taken):
-            taken.append(end)
-        taken[number] = max(taken[number], end)
-        return _THREADS.index(kind) * _AT_ONCE + number
-
-    def names(self) -> Iterator[tuple[int, str]]:
-        """Number and name of each thread."""
-        for index, kind in enumerate(_THREADS):
-            for number in range(max(1, len(self._taken[kind]))):
-                yield index * _AT_ONCE + number, f"{kind} {number + 1}" if number else kind
-
-
-def _slice(
-    pid: int, threads: _Threads, kind: str, name: str, extent: tuple[float, float], about: dict[str, Any]
-) -> dict[str, Any]:
-    begin, end = extent
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": threads.take(kind, begin, end),
-        "name": name,
-        "cat": kind,
-        "ts": begin * 1e6,
-        "dur": max(0.0, end - begin) * 1e6,
-        "args": about,
-    }
+    for index, kind in enumerate(_THREADS):
+        for number in range(max(1, len(taken[kind]))):
+            tid, name = index * _AT_ONCE + number, f"{kind} {number + 1}" if number else kind
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 _PROCESS_STATES = {
     "T": "is stopped (SIGSTOP, or a shell's job control)",
@@ -33,15 +32,6 @@ class Place:
     def of_this_process() -> Place:
         """The place of the caller."""
         return Place(socket.gethostname(), _boot(), os.getpid(), _stat(os.getpid())[1])
-
-    @staticmethod
-    def from_text(text: str) -> Place:
-        """A place again. Raises `ValueError` for anything else."""
-        return msgspec.json.decode(text, type=Place)
-
-    def to_text(self) -> str:
-        """The place as JSON."""
-        return msgspec.json.encode(self).decode()
 
     def condition(self) -> str:
         """What can be seen of the process from here."""
@@ -72,32 +62,33 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-@dataclass(frozen=True)
-class WaitingFor:
-    """What a rank waits for.
+class Kind(NamedTuple):
+    """Collectives that count together: of one kind, on one process group with these global ranks.
 
-    Attributes:
-        group: name of the process group: several may have the same ranks. Empty for no collective.
-        ranks: its global ranks.
-        number: counts the `kind` on the group, -1 for no collective.
+    Several groups may have the same ranks, so `group` is its name: empty for a wait for no collective.
     """
 
-    operation: str
     kind: str
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class WaitingFor:
+    """What a rank waits for. `number` counts the collectives of its kind, -1 for no collective."""
+
+    operation: str
     fqn: str
-    group: str
-    ranks: list[int]
+    kind: Kind
     number: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class Started:
-    """The collectives of one kind that a rank has started on one group: how many, and the labels of the last ones."""
+    """The collectives of one kind that a rank has started: how many, and the labels of the last ones."""
 
-    kind: str
-    group: str
-    ranks: list[int]
+    kind: Kind
     count: int
     last: list[str]
 
@@ -119,16 +110,6 @@ class Statement:
     started: list[Started]
     stack: list[str]
     failure: str | None
-
-
-def to_text(statement: Statement) -> str:
-    """The statement as JSON."""
-    return msgspec.json.encode(statement).decode()
-
-
-def from_text(text: str) -> Statement:
-    """The statement again. Raises `ValueError` for anything else."""
-    return msgspec.json.decode(text, type=Statement)
 
 
 _OUTSIDE = {"other": "outside of forward, backward and optimizer"}
@@ -155,30 +136,31 @@ def verdict(statements: Mapping[int, Statement], silent: Mapping[int, str]) -> s
     for rank in everyone:
         said = statements.get(rank)
         lines.append(f"  rank {rank}: {_whereabouts(said) if said is not None else silent[rank]}")
-        if said is not None and said.stack:
-            lines.append(f"    {_place_in_code(said)}")
+        if said is not None and said.stack:  # the innermost line that is of no library, else the innermost of all
+            own = [frame for frame in said.stack if not any(part in frame for part in _LIBRARIES)]
+            lines.append(f"    at {(own or said.stack)[-1]}")
     return "\n".join(lines)
 
 
 def _longest_wait(statements: Mapping[int, Statement]) -> tuple[int, WaitingFor] | None:
     """The wait to explain: of a collective rather than anything else, of most ranks, and then the longest."""
     waits = [(rank, said.waiting) for rank, said in statements.items() if said.waiting is not None]
-    shared = Counter(_what(wait) for _, wait in waits)
-    return max(waits, key=lambda one: (one[1].number >= 0, shared[_what(one[1])], one[1].seconds), default=None)
-
-
-def _what(wait: WaitingFor) -> tuple[str, str, str, tuple[int, ...], int]:
-    return wait.kind, wait.fqn, wait.group, tuple(wait.ranks), wait.number
+    shared = Counter((wait.kind, wait.fqn, wait.number) for _, wait in waits)
+    return max(
+        waits,
+        key=lambda one: (one[1].number >= 0, shared[one[1].kind, one[1].fqn, one[1].number], one[1].seconds),
+        default=None,
+    )
 
 
 def _about_wait(
     rank: int, wait: WaitingFor, statements: Mapping[int, Statement], silent: Mapping[int, str]
 ) -> list[str]:
     said = statements[rank]
-    which = f"{wait.kind} of '{wait.fqn}'" if wait.number >= 0 else f"{wait.operation} of '{wait.fqn}'"
-    group = f", group {wait.ranks}" if wait.ranks else ""
-    lines = [f"rank {rank} has waited {wait.seconds:.0f} s for {which} ({said.phase}, step {said.step}{group})"]
-    members = wait.ranks or sorted([*statements, *silent])
+    group = f", group {list(wait.kind.ranks)}" if wait.kind.ranks else ""
+    where = f"({said.phase}, step {said.step}{group})"
+    lines = [f"rank {rank} has waited {wait.seconds:.0f} s for {wait.kind.kind} of '{wait.fqn}' {where}"]
+    members = wait.kind.ranks or sorted([*statements, *silent])
     here = []
     for member in members:
         if member in silent:
@@ -195,14 +177,13 @@ def _absence(said: Statement, wait: WaitingFor) -> str | None:
     if wait.number < 0:
         there = said.waiting is not None and said.waiting.operation == wait.operation
         return None if there else f"it is elsewhere, {_whereabouts(said)}"
-    same = (one for one in said.started if (one.kind, one.group, one.ranks) == (wait.kind, wait.group, wait.ranks))
-    started = next(same, None)
-    count = started.count if started is not None else 0
-    if count <= wait.number:
-        return f"it has not started this {wait.kind}; it is {_whereabouts(said)}"
-    label = started.label(wait.number) if started is not None else None
+    started = next((one for one in said.started if one.kind == wait.kind), Started(wait.kind, 0, []))
+    kind = wait.kind.kind
+    if started.count <= wait.number:
+        return f"it has not started this {kind}; it is {_whereabouts(said)}"
+    label = started.label(wait.number)
     if label is not None and label != wait.fqn:
-        return f"it took another branch: its {wait.kind} in this place was of '{label}'; it is {_whereabouts(said)}"
+        return f"it took another branch: its {kind} in this place was of '{label}'; it is {_whereabouts(said)}"
     return None
 
 
@@ -213,21 +194,16 @@ def _first_differences(statements: Mapping[int, Statement]) -> list[str]:
     """
     lines = []
     everywhere = [(rank, started) for rank, said in statements.items() for started in said.started]
-    for which in dict.fromkeys(_where_of(started) for _, started in everywhere):
-        ranks = {rank: one for rank, one in everywhere if _where_of(one) == which}
-        for number in range(
-            max(one.count - len(one.last) for one in ranks.values()), min(o.count for o in ranks.values())
-        ):
+    for kind in dict.fromkeys(started.kind for _, started in everywhere):
+        ranks = {rank: one for rank, one in everywhere if one.kind == kind}
+        remembered = max(one.count - len(one.last) for one in ranks.values())
+        for number in range(remembered, min(one.count for one in ranks.values())):
             labels = {rank: one.label(number) for rank, one in ranks.items()}
             if len(set(labels.values())) > 1:
                 told = ", ".join(f"rank {rank} of '{label}'" for rank, label in labels.items())
-                lines.append(f"  the ranks took different branches: {which[0]} number {number} was on {told}")
+                lines.append(f"  the ranks took different branches: {kind.kind} number {number} was on {told}")
                 break
     return lines
-
-
-def _where_of(started: Started) -> tuple[str, str, tuple[int, ...]]:
-    return started.kind, started.group, tuple(started.ranks)
 
 
 def _whereabouts(said: Statement) -> str:
@@ -239,9 +215,3 @@ def _whereabouts(said: Statement) -> str:
     if said.failure is not None:
         where += f", failing: {said.failure}"
     return where
-
-
-def _place_in_code(said: Statement) -> str:
-    """The innermost line that is of no library, else the innermost of all."""
-    own = [frame for frame in said.stack if not any(part in frame for part in _LIBRARIES)]
-    return f"at {(own or said.stack)[-1]}"

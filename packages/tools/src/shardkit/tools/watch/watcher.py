@@ -17,34 +17,24 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core import events
 from shardkit.tools.launching import WATCH_SECONDS
-from shardkit.tools.profiling.log import OptimizerBegan, OptimizerEnded, Whereabouts
+from shardkit.tools.profiling.log import CARRIED, FINISHED, STARTED, Entry, OptimizerBegan, OptimizerEnded, Whereabouts
 from shardkit.tools.torch_compat import own_store_connection
-from shardkit.tools.watch.verdict import Place, Started, Statement, WaitingFor, from_text, to_text, verdict
+from shardkit.tools.watch.verdict import Kind, Place, Started, Statement, WaitingFor, verdict
 
+_T = TypeVar("_T")
+_Collective: TypeAlias = tuple[Kind, int]
 _REMEMBERED = 64
 _FRAMES = 100
-
-_Began: TypeAlias = events.GatherStarted | events.ReduceStarted | events.AllReduceStarted
-_Ended: TypeAlias = events.GatherFinished | events.ReduceFinished | events.AllReduceFinished
-
-_KINDS: dict[type, str] = {
-    events.GatherStarted: "all-gather",
-    events.GatherFinished: "all-gather",
-    events.ReduceStarted: "reduce-scatter",
-    events.ReduceFinished: "reduce-scatter",
-    events.AllReduceStarted: "all-reduce",
-    events.AllReduceFinished: "all-reduce",
-}
 
 
 class Witness:
@@ -60,27 +50,29 @@ class Witness:
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
         self._where = Whereabouts(trains=True)
-        self._groups: dict[dist.ProcessGroup, list[int]] = {}
-        self._counts: Counter[tuple[str, dist.ProcessGroup]] = Counter()
-        self._last: dict[tuple[str, dist.ProcessGroup], deque[str]] = {}
-        self._open: dict[tuple[str, str], deque[tuple[dist.ProcessGroup, int]]] = {}
-        self._waits: list[tuple[float, events.WaitStarted, tuple[dist.ProcessGroup, str, int] | None]] = []
-        self._queued: deque[tuple[float, events.Launched, tuple[dist.ProcessGroup, str, int] | None]] = deque()
-        self._newest: tuple[dist.ProcessGroup, str, int] | None = None
+        self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+        self._counts: Counter[Kind] = Counter()
+        self._last: dict[Kind, deque[str]] = {}
+        self._open: dict[tuple[str, str], list[_Collective]] = defaultdict(list)
+        self._waits: list[tuple[float, events.WaitStarted, _Collective | None]] = []
+        self._queued: deque[tuple[float, events.Launched, _Collective | None]] = deque()
+        self._newest: _Collective | None = None
 
-    def hear(self, event: events.Event) -> None:
-        """Takes an event in."""
+    def hear(self, event: Entry) -> None:
+        """Takes an event in, or the begin or end of an optimizer's step."""
         with self._lock:
-            if isinstance(event, events.ModuleBegan | events.ModuleEnded | events.BackwardEnded):
-                self._where.follow(event)
-            elif isinstance(event, events.GatherStarted | events.ReduceStarted | events.AllReduceStarted):
-                self._began(event)
-            elif isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
-                self._ended(event)
+            self._where.follow(event)
+            if type(event) in STARTED:
+                self._began(event)  # type: ignore[arg-type]
+            elif type(event) in FINISHED:
+                self._ended(event)  # type: ignore[arg-type]
             elif isinstance(event, events.Launched) and event.span is not None:
                 self._queued.append((time.monotonic(), event, self._newest))
             elif type(event) is events.WaitStarted:
-                self._waits.append((time.monotonic(), event, self._target(event)))
+                # The oldest under way that fits; a release is of no collective.
+                kinds = CARRIED.get(event.operation, ())
+                under_way = (self._open[kind, event.fqn][0] for kind in kinds if self._open[kind, event.fqn])
+                self._waits.append((time.monotonic(), event, next(under_way, None)))
         if isinstance(event, events.WaitFailed):
             self._failed(event)
         if isinstance(event, events.WaitFinished | events.WaitFailed) and getattr(event, "span", None) is None:
@@ -88,15 +80,21 @@ class Witness:
                 if self._waits:
                     self._waits.pop()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step begins."""
-        with self._lock:
-            self._where.follow(OptimizerBegan())
+    def _began(self, event: events.GatherStarted) -> None:
+        if event.group not in self._ranks:
+            self._ranks[event.group] = tuple(dist.get_process_group_ranks(event.group))
+        kind = Kind(STARTED[type(event)], event.group.group_name, self._ranks[event.group])
+        self._newest = (kind, self._counts[kind])
+        self._open[kind.kind, event.fqn].append(self._newest)
+        self._counts[kind] += 1
+        self._last.setdefault(kind, deque(maxlen=_REMEMBERED)).append(event.fqn)
 
-    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step has ended."""
-        with self._lock:
-            self._where.follow(OptimizerEnded())
+    def _ended(self, event: events.GatherFinished) -> None:
+        waiting = self._open[FINISHED[type(event)], event.fqn]
+        # Two models may have modules of one name.
+        mine = (one for one in waiting if one[0].group == event.group.group_name)
+        if (one := next(mine, None)) is not None:
+            waiting.remove(one)
 
     # -- what the watcher asks -----------------------------------------------------------------------------------------
 
@@ -105,105 +103,34 @@ class Witness:
         with self._lock:
             while self._queued and self._queued[0][1].span is not None and self._queued[0][1].span.done:
                 self._queued.popleft()
-            if self._waits:
-                began, event, target = self._waits[-1]
-                return self._described(began, event.operation, event.fqn, target)
-            if self._queued:
-                began, launched, target = self._queued[0]
-                return self._described(began, launched.operation, launched.fqn, target)
-        return None
+            if not self._waits and not self._queued:
+                return None
+            began, event, target = self._waits[-1] if self._waits else self._queued[0]
+        kind, number = target or (Kind(event.operation), -1)
+        return WaitingFor(event.operation, event.fqn, kind, number, time.monotonic() - began)
 
     def statement(self, failure: str | None) -> Statement:
         """Everything that is known of this rank now."""
         waiting = self.waiting()
+        frame = sys._current_frames().get(self._main or 0)
+        stack = [] if frame is None else traceback.extract_stack(frame)[-_FRAMES:]
         with self._lock:
-            started = [
-                Started(kind, group.group_name, self._groups[group], count, list(self._last[kind, group]))
-                for (kind, group), count in self._counts.items()
-            ]
             where = self._where
             return Statement(
-                self._rank, where.step, where.phase, where.module, waiting, started, self._stack(), failure
+                self._rank,
+                where.step,
+                where.phase,
+                where.module,
+                waiting,
+                [Started(kind, count, list(self._last[kind])) for kind, count in self._counts.items()],
+                [f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in stack],
+                failure,
             )
-
-    def _described(
-        self, began: float, operation: str, fqn: str, target: tuple[dist.ProcessGroup, str, int] | None
-    ) -> WaitingFor:
-        seconds = time.monotonic() - began
-        if target is None:
-            return WaitingFor(operation, operation, fqn, "", [], -1, seconds)
-        group, kind, number = target
-        return WaitingFor(operation, kind, fqn, group.group_name, self._groups[group], number, seconds)
-
-    def _stack(self) -> list[str]:
-        frame = sys._current_frames().get(self._main or 0)
-        if frame is None:
-            return []
-        found = traceback.extract_stack(frame)[-_FRAMES:]
-        return [f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in found]
-
-    # -- events --------------------------------------------------------------------------------------------------------
-
-    def _began(self, event: _Began) -> None:
-        kind, group = _KINDS[type(event)], event.group
-        if group not in self._groups:
-            self._groups[group] = dist.get_process_group_ranks(group)
-        key = (kind, group)
-        self._newest = (group, kind, self._counts[key])
-        self._open.setdefault((kind, event.fqn), deque()).append((group, self._counts[key]))
-        self._counts[key] += 1
-        self._last.setdefault(key, deque(maxlen=_REMEMBERED)).append(event.fqn)
-
-    def _ended(self, event: _Ended) -> None:
-        waiting = self._open.get((_KINDS[type(event)], event.fqn), deque())
-        for one in waiting:
-            if one[0] is event.group:  # two models may have modules of one name
-                waiting.remove(one)
-                return
-
-    def _target(self, event: events.WaitStarted) -> tuple[dist.ProcessGroup, str, int] | None:
-        """Which collective a wait is for: the oldest under way that fits; a release is of the newest gather."""
-        if event.operation == "all-gather":
-            kinds: tuple[str, ...] = ("all-gather",)
-        elif event.operation == "reduce-scatter":
-            kinds = ("reduce-scatter", "all-reduce")
-        else:
-            return None
-        for kind in kinds:
-            if waiting := self._open.get((kind, event.fqn)):
-                group, number = waiting[0]
-                return group, kind, number
-        return None
 
 
 # How long the others may take to answer: they look at the store a few times a second.
 _GRACE = 2.0
 _SLOWEST_LOOK = 0.5
-
-
-class Store(Protocol):
-    """What is used of c10d's stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Puts a value in."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-
-
-def _place_key(rank: int) -> str:
-    return f"place/{rank}"
-
-
-def _alarm_key(number: int) -> str:
-    return f"alarm/{number}"
-
-
-def _said_key(number: int, rank: int) -> str:
-    return f"said/{number}/{rank}"
 
 
 class Watcher:
@@ -214,7 +141,7 @@ class Watcher:
         limit: seconds that a wait may take.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, limit: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, limit: float) -> None:
         self.witness = Witness(rank, self._wait_failed)
         self._store = store
         self._rank = rank
@@ -230,8 +157,8 @@ class Watcher:
 
     def begin(self) -> None:
         """Tells the others where this process is and starts to watch."""
-        self._store.set(_place_key(self._rank), Place.of_this_process().to_text())
-        while self._store.check([_alarm_key(self._number)]):
+        self._store.set(f"place/{self._rank}", msgspec.json.encode(Place.of_this_process()).decode())
+        while self._store.check([f"alarm/{self._number}"]):
             self._number += 1
         self._thread.start()
 
@@ -266,12 +193,12 @@ class Watcher:
     def _look(self) -> None:
         failure = self._failure
         if failure is not None or self._too_long():
-            self._store.set(_alarm_key(self._number), str(self._rank))
-        elif not self._store.check([_alarm_key(self._number)]):
+            self._store.set(f"alarm/{self._number}", str(self._rank))
+        elif not self._store.check([f"alarm/{self._number}"]):
             return
         number, self._number = self._number, self._number + 1
         statement = self.witness.statement(failure)
-        self._store.set(_said_key(number, self._rank), to_text(statement))
+        self._store.set(f"said/{number}/{self._rank}", msgspec.json.encode(statement).decode())
         self._be_quiet(statement)
         time.sleep(_GRACE)
         self._conclude(number)
@@ -293,18 +220,18 @@ class Watcher:
         statements: dict[int, Statement] = {}
         silent: dict[int, str] = {}
         for rank in range(self._world_size):
-            said = self._read(_said_key(number, rank))
+            said = self._read(f"said/{number}/{rank}", Statement)
             if said is not None:
-                statements[rank] = from_text(said)
+                statements[rank] = said
                 if rank < self._rank:
                     return
             else:
-                place = self._read(_place_key(rank))
-                silent[rank] = Place.from_text(place).condition() if place else "has not begun to watch"
+                place = self._read(f"place/{rank}", Place)
+                silent[rank] = place.condition() if place is not None else "has not begun to watch"
         self._write(verdict(statements, silent))
 
-    def _read(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def _read(self, key: str, kind: type[_T]) -> _T | None:
+        return msgspec.json.decode(self._store.get(key), type=kind) if self._store.check([key]) else None
 
     def _tell_alone(self, error: Exception) -> None:
         """The store cannot be reached: this rank's own story, once a hang or failure."""
@@ -328,23 +255,20 @@ def start() -> None:
     Raises:
         ValueError: for a limit that is no positive number.
     """
-    limit = _seconds(os.environ.get(WATCH_SECONDS, "60"))
+    text = os.environ.get(WATCH_SECONDS, "60")
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"{WATCH_SECONDS} is '{text}'; expected a positive number of seconds")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store = own_store_connection("shardkit_watch")
     watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limit)
     watcher.begin()
     atexit.register(watcher.end)  # before the interpreter goes, under a thread that is in the store
-    events.subscribe(watcher.witness.hear)
-    register_optimizer_step_pre_hook(watcher.witness.before_step)
-    register_optimizer_step_post_hook(watcher.witness.after_step)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{WATCH_SECONDS} is '{text}'; expected a positive number of seconds")
-    return seconds
+    hear = watcher.witness.hear
+    events.subscribe(hear)
+    register_optimizer_step_pre_hook(lambda *_: hear(OptimizerBegan()))
+    register_optimizer_step_post_hook(lambda *_: hear(OptimizerEnded()))
