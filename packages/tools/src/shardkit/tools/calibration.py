@@ -88,36 +88,32 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 
 
 def _measure(file: Path) -> dict[str, Any]:
-    _train()
-    operator_seconds = _operators()
-    _matmul(torch.float32)
-    process_bytes = _resident()  # before large tensors, but with what libraries keep after their first use
-    return {"process_bytes": process_bytes, "operator_seconds": operator_seconds, **_speeds(file)}
-
-
-def _speeds(file: Path) -> dict[str, Any]:
-    latency, bandwidth = _link()
-    group = dist.group.WORLD
-    assert group is not None
-    shared = transport_for(group, torch.device("cpu")).name == "shared"
-    return {
-        "float32": _matmul(torch.float32),
-        "bfloat16": _matmul(torch.bfloat16),
-        "memory_bandwidth": _stream(),
-        "latency": latency,
-        "bandwidth": bandwidth,
-        "storage_bandwidth": _storage(file),
-        "transport": "shared" if shared else "pairwise",
-    }
-
-
-def _train() -> None:
-    """A first training step: what it imports and starts stays in memory."""
+    # A first training step: what it imports and starts stays in memory.
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, 8)).sum().backward()
     optimizer.step()
+    operator_seconds = _operators()
+    _matmul(torch.float32)
+    # Before large tensors, but with what libraries keep after their first use.
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    a, b, out = torch.rand(_STREAM), torch.rand(_STREAM), torch.empty(_STREAM)
+    stream = 3 * 4 * _STREAM / _seconds(lambda: torch.add(a, b, out=out))
+    latency, bandwidth = _link(stream)
+    group = dist.group.WORLD
+    assert group is not None
+    return {
+        "process_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "operator_seconds": operator_seconds,
+        "float32": _matmul(torch.float32),
+        "bfloat16": _matmul(torch.bfloat16),
+        "memory_bandwidth": stream,
+        "latency": latency,
+        "bandwidth": bandwidth,
+        "storage_bandwidth": _storage(file),
+        "transport": "shared" if transport_for(group, torch.device("cpu")).name == "shared" else "pairwise",
+    }
 
 
 def _seconds(work: Callable[[], object], runs: int = 9) -> float:
@@ -138,11 +134,6 @@ def _matmul(dtype: torch.dtype) -> float:
     return 2 * side**3 / _seconds(lambda: a @ b, runs=5)
 
 
-def _stream() -> float:
-    a, b, out = torch.rand(_STREAM), torch.rand(_STREAM), torch.empty(_STREAM)
-    return 3 * 4 * _STREAM / _seconds(lambda: torch.add(a, b, out=out))
-
-
 def _operators() -> float:
     """Host time of a small operator in training, autograd's part of it included."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(32)))
@@ -157,24 +148,19 @@ def _operators() -> float:
     return _seconds(step, runs=15) / (32 * 9)
 
 
-def _link() -> tuple[float, float]:
+def _link(stream: float) -> tuple[float, float]:
     """Latency and bandwidth of gathers, from a small and a large group of parameters."""
+
+    def gather_seconds(width: int) -> float:
+        module = fully_shard(nn.Linear(width, width, bias=False))
+        return _seconds(lambda: (module.unshard(), module.reshard()))
+
     ranks = dist.get_world_size()
     if ranks == 1:  # nothing is sent; a link within memory, should the description be used for more ranks
-        return 0.0, _stream() / 2
-    small, large = _gather_seconds(_SMALL_GROUP), _gather_seconds(_LARGE_GROUP)
+        return 0.0, stream / 2
+    small, large = gather_seconds(_SMALL_GROUP), gather_seconds(_LARGE_GROUP)
     received = 4 * (_LARGE_GROUP**2 - _SMALL_GROUP**2) * (ranks - 1) / ranks
     return small, received / max(large - small, 1e-9)
-
-
-def _gather_seconds(width: int) -> float:
-    module = fully_shard(nn.Linear(width, width, bias=False))
-
-    def gather() -> None:
-        module.unshard()
-        module.reshard()
-
-    return _seconds(gather)
 
 
 def _storage(file: Path) -> float:
@@ -187,12 +173,6 @@ def _storage(file: Path) -> float:
             os.fsync(opened.fileno())
 
     return 4 * _STREAM / _seconds(write, runs=3)
-
-
-def _resident() -> int:
-    """Resident bytes of this process, as Linux tells them."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 _LEAST_RUNS = 5
@@ -250,9 +230,6 @@ class MeasuredCosts:
 
     def __exit__(self, *exc_info: object) -> None:
         torch.set_num_threads(self._threads_before)
-        self._send_away()
-
-    def _send_away(self) -> None:
         for process in self._company:
             process.kill()
             process.communicate()

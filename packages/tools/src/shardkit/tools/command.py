@@ -15,14 +15,13 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import reduce
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -35,7 +34,6 @@ _KNOWN = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,16 +72,12 @@ class _Tree(click.Group):
     """The commands of this package, and those that entry points name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_foreign()})
+        return sorted({*super().list_commands(ctx), *entry_points(group=_GROUP).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        entry = _foreign().get(cmd_name) if own is None else None
-        return own if entry is None else _command_of(entry)
-
-
-def _foreign() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+        foreign = entry_points(group=_GROUP, name=cmd_name) if own is None else ()
+        return _command_of(*foreign) if len(foreign) == 1 else own
 
 
 def _command_of(entry: EntryPoint) -> click.Command:
@@ -157,49 +151,47 @@ _FILE = click.Path(path_type=Path)
 _BYTES = _Bytes()
 
 
-def _options(*options: Callable[[Any], Any]) -> Callable[[_F], _F]:
-    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
-
-
-_job_options = _options(
-    click.argument("model", required=False),
-    click.option("--hf-config", type=_FILE, help="a Hugging Face config.json in place of a model (extra: hf)"),
-    click.option("--inputs", metavar="NAME", help="pkg.module:name of a function that makes a micro-batch"),
-    click.option("--vocabulary", type=_COUNT, help="micro-batches are token ids below this"),
-    click.option("--batch", type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
-    click.option("--sequence", type=_COUNT, help="tokens of a sequence (default 2048)"),
-    click.option("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
-    click.option("--world-size", "--mesh", "mesh", default="8", help="ranks, or axis=size,... (default 8)"),
-    click.option("--machine", default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
-    click.option("--expandable-segments", is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
-    click.option("--wrap", help="FQNs or class names to shard by themselves (default: repeated blocks)"),
-    click.option(
-        "--placements",
+_JOB_OPTIONS = [
+    click.Argument(["model"], required=False),
+    click.Option(["--hf-config"], type=_FILE, help="a Hugging Face config.json in place of a model (extra: hf)"),
+    click.Option(["--inputs"], metavar="NAME", help="pkg.module:name of a function that makes a micro-batch"),
+    click.Option(["--vocabulary"], type=_COUNT, help="micro-batches are token ids below this"),
+    click.Option(["--batch"], type=_COUNT, help="sequences of a micro-batch of token ids (default 1)"),
+    click.Option(["--sequence"], type=_COUNT, help="tokens of a sequence (default 2048)"),
+    click.Option(["--optimizer"], default="adamw", help="adamw, adam, sgd, momentum, muon or pkg.module:name"),
+    click.Option(["--world-size", "--mesh", "mesh"], default="8", help="ranks, or axis=size,... (default 8)"),
+    click.Option(["--machine"], default="h100", help="a preset, this (is measured), or a file.json (default h100)"),
+    click.Option(["--expandable-segments"], is_flag=True, help="as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    click.Option(["--wrap"], help="FQNs or class names to shard by themselves (default: repeated blocks)"),
+    click.Option(
+        ["--placements"],
         metavar="NAME",
         help="owned or blocks: auto, or pkg.module:name of a function that gets the model "
         "and returns a shard_placement_fn",
     ),
-    click.option("--reshard", help="after forward: true, false, default or a number of ranks"),
-    click.option(
-        "--dtype",
+    click.Option(["--reshard"], help="after forward: true, false, default or a number of ranks"),
+    click.Option(
+        ["--dtype"],
         type=click.Choice(("own", *DTYPES)),
         help="of computation (default: own; for --hf-config that of the config)",
     ),
-    click.option(
-        "--param-dtype",
+    click.Option(
+        ["--param-dtype"],
         type=click.Choice(("own", *DTYPES)),
         help="of parameters (default: own, as the model makes them; float32 for --hf-config)",
     ),
-    click.option("--optimizer-dtype", type=click.Choice(DTYPES), help="of optimizer state (default: the parameters')"),
-    click.option("--master-weights", is_flag=True, help="the optimizer steps copies of the parameters in float32"),
-    click.option("--reduce-dtype", type=click.Choice(("own", *DTYPES)), help="of gradient reduction"),
-    click.option("--prefetch", type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
-    click.option("--prefetch-budget", type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
-    click.option("--tp-plan", metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
-    click.option("--checkpoint", is_flag=True, default=None, help="recompute activations of wrapped modules"),
-    click.option("--offload", is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
-    click.option("--accumulate", type=_COUNT, help="micro-batches of an iteration (default 1)"),
-)
+    click.Option(
+        ["--optimizer-dtype"], type=click.Choice(DTYPES), help="of optimizer state (default: the parameters')"
+    ),
+    click.Option(["--master-weights"], is_flag=True, help="the optimizer steps copies of the parameters in float32"),
+    click.Option(["--reduce-dtype"], type=click.Choice(("own", *DTYPES)), help="of gradient reduction"),
+    click.Option(["--prefetch"], type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
+    click.Option(["--prefetch-budget"], type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
+    click.Option(["--tp-plan"], metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
+    click.Option(["--checkpoint"], is_flag=True, default=None, help="recompute activations of wrapped modules"),
+    click.Option(["--offload"], is_flag=True, default=None, help="keep shards and optimizer state in host memory"),
+    click.Option(["--accumulate"], type=_COUNT, help="micro-batches of an iteration (default 1)"),
+]
 
 # Of each pair only one may be given.
 _EXCLUSIVE = (
@@ -213,8 +205,8 @@ _EXCLUSIVE = (
 )
 
 
-def _checked(options: dict[str, Any], *excluded: tuple[str, str]) -> SimpleNamespace:
-    for first, second in (*_EXCLUSIVE, *excluded):
+def _checked(options: dict[str, Any]) -> SimpleNamespace:
+    for first, second in _EXCLUSIVE:
         if options.get(first) is not None and options.get(second) is not None:
             names = [name if name == "model" else f"--{name.replace('_', '-')}" for name in (first, second)]
             raise click.UsageError(f"{names[0]} and {names[1]} exclude each other; give one of them")
@@ -224,8 +216,7 @@ def _checked(options: dict[str, Any], *excluded: tuple[str, str]) -> SimpleNames
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-@tree.command()
-@_job_options
+@tree.command(params=[*_JOB_OPTIONS])
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
 @click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="what if: world-size, reshard, dtype, "
               "prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
@@ -243,8 +234,7 @@ def estimate(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command()
-@_job_options
+@tree.command(params=[*_JOB_OPTIONS])
 @click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
 @click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
 @click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")

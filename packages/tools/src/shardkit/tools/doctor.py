@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.quantities import show
 from shardkit.tools.report.files import read_report
-from shardkit.tools.report.measures import lateness, owners, skew_by_rank, step_times, times_last
-from shardkit.tools.report.schema import Collective, Operation, Report
+from shardkit.tools.report.measures import lateness, owners, skew_by_rank, step_time, times_last
+from shardkit.tools.report.schema import Collective, Report
 from shardkit.tools.terminal import terminal
 
 
@@ -41,22 +41,28 @@ class Finding:
 
 
 class Facts:
-    """Sums over a report. Times are a step's."""
+    """Sums over a report.
+
+    Attributes:
+        steps: how many were recorded.
+        step: seconds of a step.
+        peak: bytes of counted tensors at the peak of the rank that has most.
+        first_rank: the rank to look at where all do the same.
+        missed: modules whose gathers the first rank had to launch when it needed them.
+        gathers: the all-gathers of each group, by its label.
+    """
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.steps = max(1, report.run.recorded_steps)
-
-    @cached_property
-    def step(self) -> float:
-        """Seconds of a step."""
-        times = step_times(self.report)
-        return max(statistics.median(times), 1e-9) if times else 1e-9
-
-    @cached_property
-    def peak(self) -> int:
-        """Bytes of counted tensors at the peak of the rank that has most."""
-        return max(1, *(rank.memory.peak for rank in self.report.ranks))
+        self.step = max(step_time(report), 1e-9)
+        self.peak = max(1, *(rank.memory.peak for rank in report.ranks))
+        self.first_rank = report.ranks[0]
+        self.missed = {module.fqn for module in self.first_rank.modules if module.prefetch_misses}
+        self.gathers: dict[str, list[Collective]] = defaultdict(list)
+        for one in report.collectives:
+            if one.kind == "all-gather":
+                self.gathers[one.fqn].append(one)
 
     @cached_property
     def root(self) -> str:
@@ -66,29 +72,6 @@ class Facts:
             if spans:
                 return max(spans, key=lambda span: span.end - span.begin).fqn
         return ""
-
-    @cached_property
-    def gathers(self) -> dict[str, list[Collective]]:
-        """The all-gathers of each group, by its label."""
-        found: dict[str, list[Collective]] = defaultdict(list)
-        for one in self.report.collectives:
-            if one.kind == "all-gather":
-                found[one.fqn].append(one)
-        return found
-
-    @cached_property
-    def first_rank(self) -> list[Operation]:
-        """The operations of the first rank, in the order of their start."""
-        return self.report.ranks[0].operations
-
-    @cached_property
-    def missed(self) -> set[str]:
-        """Modules whose gathers the first rank had to launch when it needed them."""
-        return {module.fqn for module in self.report.ranks[0].modules if module.prefetch_misses}
-
-    def launch(self, fqn: str) -> float:
-        """Seconds that the host of the first rank spent on starting a group's collectives."""
-        return sum(one.launch for one in self.first_rank if one.fqn == fqn) / self.steps
 
     def exposed(self, fqn: str) -> float:
         """Seconds that were spent waiting for a group's collectives, not counting late ranks."""
@@ -221,9 +204,10 @@ def slow_optimizer(facts: Facts) -> Iterator[Seen]:
 def host_bound(facts: Facts) -> Iterator[Seen]:
     """Starting communication takes the host long."""
     cost = max(sum(step.launch for step in rank.steps) / len(rank.steps) for rank in facts.report.ranks)
+    operations = facts.first_rank.operations
     yield Seen(
         cost,
-        f"the host spends {show(cost, 'seconds')} a step on starting {len(facts.first_rank) / facts.steps:.0f} "
+        f"the host spends {show(cost, 'seconds')} a step on starting {len(operations) / facts.steps:.0f} "
         "collectives: packing small ones, copying gradients for other ranks",
         "use fewer, larger groups; a larger micro-batch makes the step longer and this share smaller",
     )
@@ -239,7 +223,8 @@ _LEAST_OF_STEP = 0.005
 def small_groups(facts: Facts) -> Iterator[Seen]:
     """Groups so small that starting their collectives costs more than the bytes that they move."""
     small = {
-        one.fqn: facts.launch(one.fqn) + facts.exposed(one.fqn)
+        one.fqn: sum(op.launch for op in facts.first_rank.operations if op.fqn == one.fqn) / facts.steps
+        + facts.exposed(one.fqn)
         for one in facts.report.collectives
         if one.kind == "all-gather" and one.bytes < _SMALL and one.fqn != facts.root and ": " not in one.fqn
     }
@@ -272,7 +257,7 @@ def gathered_too_often(facts: Facts) -> Iterator[Seen]:
 @_rule("gathered-at-once", "seconds", _LEAST_OF_STEP)
 def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
     """The last module of forward: freed, and gathered again at once, as backward begins with it."""
-    spans = facts.report.ranks[0].spans
+    spans = facts.first_rank.spans
     ran = [span.fqn for span in spans if span.phase == "forward" and span.step == 0 and span.fqn != facts.root]
     for one in facts.gathers.get(ran[-1], ()) if ran else ():
         if one.phase == "backward":
@@ -286,7 +271,7 @@ def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
 @_rule("embedding", "seconds", _LEAST_OF_STEP)
 def embeddings_gathered_for_backward(facts: Facts) -> Iterator[Seen]:
     """Embeddings, whose backward does not read their weight."""
-    for module in facts.report.ranks[0].modules:
+    for module in facts.first_rank.modules:
         if not module.holders or not {"Embedding", "EmbeddingBag"}.issuperset(module.holders):
             continue
         for one in facts.gathers.get(module.fqn, ()):
@@ -334,9 +319,9 @@ def uncovered_groups(facts: Facts) -> Iterator[Seen]:
 def buffers_that_double(facts: Facts) -> Iterator[Seen]:
     """More communication buffers at once than two reductions need: one under way while the next one is made."""
     sizes = {group: len(ranks.ranks) for group, ranks in enumerate(facts.report.groups)}
-    reductions = [one for one in facts.first_rank if one.kind != "all-gather"]
+    reductions = [one for one in facts.first_rank.operations if one.kind != "all-gather"]
     need = 2 * max((one.wire_bytes + one.bytes // sizes[one.group] for one in reductions), default=0)
-    rank = facts.report.ranks[0]
+    rank = facts.first_rank
     held = max(rank.memory.categories["communication"].values, default=0)
     if need and held >= 1.1 * need:
         yield Seen(
@@ -413,9 +398,9 @@ def diagnose(report: Report) -> list[Finding]:
     facts, findings = Facts(report), []
     for name, unit, least, find in _RULES:
         whole = facts.step if unit == "seconds" else facts.peak
-        for one in find(facts):
-            if one.cost > 0 and one.cost >= least * whole:
-                findings.append(Finding(name, unit, one.cost, one.cost / whole, one.seen, one.change))
+        for cost, seen, change in find(facts):
+            if cost > 0 and cost >= least * whole:
+                findings.append(Finding(name, unit, cost, cost / whole, seen, change))
     return sorted(findings, key=lambda one: -one.share)
 
 

@@ -94,20 +94,16 @@ class Measure:
     of: Callable[[Report], float]
 
 
-def step_times(report: Report) -> list[float]:
-    """Seconds of each recorded step, of the rank that took longest."""
+def step_time(report: Report) -> float:
+    """Seconds of a step: the median over the steps, of the rank that took longest in each; 0 without steps."""
     steps = [[step.end - step.begin for step in rank.steps] for rank in report.ranks]
-    return [max(times) for times in zip(*steps, strict=False)]
+    times = [max(times) for times in zip(*steps, strict=False)]
+    return statistics.median(times) if times else 0.0
 
 
 def exposed_by_rank(report: Report) -> dict[int, float]:
     """Seconds a step that each rank spent waiting for communication, and on local work for what had arrived."""
     return {rank.rank: _mean([step.exposed for step in rank.steps]) for rank in report.ranks}
-
-
-def _step_time(report: Report) -> float:
-    times = step_times(report)
-    return statistics.median(times) if times else 0.0
 
 
 def _exposed_share(rank: Rank) -> float:
@@ -143,7 +139,7 @@ def _mean(values: list[float]) -> float:
 
 
 MEASURES: tuple[Measure, ...] = (
-    Measure("step_time", "seconds", "a step, median over the steps of the slowest rank", _step_time),
+    Measure("step_time", "seconds", "a step, median over the steps of the slowest rank", step_time),
     Measure(
         "peak_memory", "bytes", "counted tensors at their peak, most of any rank", _most(lambda rank: rank.memory.peak)
     ),

@@ -31,6 +31,7 @@ from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, ModuleOfRank,
 _MOST_RANKS = 16
 _MOST_MODULES = 12
 _MOST_POINTS = 1500
+_OF_COLLECTIVES = ("fqn", "kind", "phase", "waited_by", "bytes", "wire_bytes", "exposed", "transport")
 
 
 def view_of(report: Report) -> dict[str, Any]:
@@ -111,18 +112,11 @@ def owner_rows(report: Report) -> list[dict[str, Any]]:
 def collective_rows(report: Report) -> list[dict[str, Any]]:
     """All operations that are alike, most waited for first."""
     return [
-        {
-            "fqn": one.fqn,
-            "kind": one.kind,
-            "phase": one.phase,
-            "waited_by": one.waited_by,
+        {name: getattr(one, name) for name in _OF_COLLECTIVES}
+        | {
             "per_step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
-            "bytes": one.bytes,
-            "wire_bytes": one.wire_bytes,
-            "exposed": one.exposed,
             "skew": one.exposed_by_skew,
             "bandwidth": show_bandwidth(one.bus_bandwidth),
-            "transport": one.transport,
         }
         for one in report.collectives
     ]
