@@ -224,3 +224,7 @@ def test_a_log_that_is_cut_begins_where_the_other_one_ended(entries: list[Entry]
 
     for category in ("unsharded_parameters", "activations", "optimizer", "gradients"):
         assert level(whole, category) == level(cut, category)
+
+
+def test_what_was_resident_in_the_warm_up_is_not_carried_on() -> None:
+    assert carried([Held("resident", "", 9), Held("optimizer", "", 4)]) == [Held("optimizer", "", 4)]

@@ -66,7 +66,7 @@ Entry: TypeAlias = Event | OptimizerBegan | OptimizerEnded | Held | GradientsKep
 
 
 def carried(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries that bring about the memory at the end of `entries`."""
+    """Entries that bring about the memory at the end of `entries`; what was resident then is read anew."""
     storage: Counter[tuple[str, events.StorageKind]] = Counter()
     held: dict[tuple[str, int | str], Entry] = {}
     for entry in entries:
@@ -74,10 +74,10 @@ def carried(entries: Iterable[Entry]) -> list[Entry]:
             storage[entry.fqn, entry.kind] += entry.bytes
         elif isinstance(entry, StorageFreed):
             storage[entry.fqn, entry.kind] -= entry.bytes
-        elif isinstance(entry, Held):
+        elif isinstance(entry, Held) and entry.bytes and entry.category != "resident":
             held[entry.category, entry.key] = entry
-            if not entry.bytes:
-                del held[entry.category, entry.key]
+        elif isinstance(entry, Held):
+            held.pop((entry.category, entry.key), None)
         elif isinstance(entry, GradientsKept):
             for gone in [key for key in held if key[0] == "gradients" and key[1] not in entry.fqns]:
                 del held[gone]
