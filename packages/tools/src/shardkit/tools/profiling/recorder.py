@@ -85,7 +85,7 @@ class Recorder:
         self._warmup, self._wanted = warmup, steps
         self._when_full = when_full or self.stop
         self._each_event, self._each_pack = _costs()
-        self._saved = _SavedTensors(self._write) if activations else None
+        self._saved = _SavedTensors(self._write, self._alive) if activations else None
         self._residence = _Residence(device)
         self._subscription: events.Subscription | None = None
         self._hooks: list[Any] = []
@@ -115,7 +115,7 @@ class Recorder:
             register_optimizer_step_post_hook(self._after_step),
         ]
         if self._saved is not None:
-            self._saved.enter()
+            self._saved.hooks.__enter__()
         self._begin()
         self._subscription = events.subscribe(self._hear)
         self._count_holdings()
@@ -141,7 +141,7 @@ class Recorder:
         Elsewhere hooks of the user may lie above them: they stay then, and do nothing once the log is closed.
         """
         if self._saved is not None:
-            self._saved.leave()
+            self._saved.hooks.__exit__()
 
     def _begin(self) -> None:
         self.seconds = 0.0
@@ -190,7 +190,7 @@ class Recorder:
                 if self.full:
                     return
             if self._saved is not None:
-                self._saved.enter_module(event.fqn, self._alive())
+                self._saved.enter_module(event.fqn)
             if event.root:
                 self._count_gradients()
         self._count_resident()
@@ -358,51 +358,44 @@ def _costs(rounds: int = 200) -> tuple[float, float]:
 
 
 class _SavedTensors:
-    """The hooks on what autograd saves. `enter` puts them in place on this thread, `leave` takes them away; in pairs.
+    """Counts what autograd saves on the thread that enters `hooks`, the parameters of `roots` left out.
 
     Args:
         write: what each storage is told to.
     """
 
-    def __init__(self, write: Callable[[Entry], None]) -> None:
+    def __init__(self, write: Callable[[Entry], None], roots: Callable[[], list[nn.Module]]) -> None:
+        self.hooks = saved_tensors_hooks(self._pack, _unchanged)
         self.active = True
         self.seconds = 0.0
         self.packed = 0
         self._write = write
+        self._roots = roots
         self._known: set[str] = set()
-        self._unknown: dict[str, list[nn.Module]] = {}
+        self._unknown: set[str] = set()
         # By identity, which holds as long as the storage does: looking up a weak reference would cost ten times more.
         self._parameters: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._unsharded: dict[str, weakref.ref[nn.Parameter]] = {}
         self._gradient_hooks: list[RemovableHandle] = []
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._hooks = saved_tensors_hooks(self._pack, _unchanged)
-
-    def enter(self) -> None:
-        """Starts counting what this thread saves."""
-        self._hooks.__enter__()
 
     def stop(self) -> None:
-        """Stops counting. The hooks on saved tensors stay until `leave`, and do nothing."""
+        """Stops counting. The hooks on saved tensors stay until they are left, and do nothing."""
         self.active = False
         for hook in self._gradient_hooks:
             hook.remove()
 
-    def leave(self) -> None:
-        """Takes the hooks on saved tensors away."""
-        self._hooks.__exit__(None, None, None)
-
-    def enter_module(self, fqn: str, roots: list[nn.Module]) -> None:
+    def enter_module(self, fqn: str) -> None:
         """The module's forward begins: its parameters, unsharded before anything is saved in it, are not to be counted.
 
         They are looked up when something is saved; a forward without grad saves nothing.
         """
         if fqn not in self._known:
-            self._unknown[fqn] = roots
+            self._unknown.add(fqn)
 
     def leave_module(self, fqn: str) -> None:
         """The module's forward has ended."""
-        self._unknown.pop(fqn, None)
+        self._unknown.discard(fqn)
 
     def end_backward(self) -> None:
         """A backward is over: tells which unsharded gradients are still there."""
@@ -410,7 +403,7 @@ class _SavedTensors:
         self._write(GradientsKept(tuple(name for name, one in there if one is not None and one.grad is not None)))
 
     def _know_parameters(self) -> None:
-        for root in {id(root): root for roots in self._unknown.values() for root in roots}.values():
+        for root in self._roots():
             for name, parameter in root.named_parameters():
                 if not isinstance(parameter, DTensor):
                     self._know(name, parameter)

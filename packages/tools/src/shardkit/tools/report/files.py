@@ -99,7 +99,6 @@ class _Peak:
 
 @dataclass(frozen=True)
 class _Row:
-    collective: str
     calls: int
     inside: int
     between: int

@@ -48,7 +48,6 @@ def view_of(report: Report) -> dict[str, Any]:
         "figures": [
             {"name": one.name, "value": show(one.of(report), one.unit), "meaning": one.meaning} for one in MEASURES
         ],
-        "categories": list(CATEGORIES),
         "phases": sorted({one.phase for one in report.collectives}),
         "memory": [_memory_view(rank) for rank in shown],
         "exposed": _exposed_rows(report, shown),
