@@ -35,10 +35,10 @@ from benchmarks.side_by_side.memory import MemoryMeter
 from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.checkpoint.commit import Header, Part, build_index, places
 from shardkit.core.checkpoint.index import BLOCK_BYTES, pack
 from shardkit.core.checkpoint.leaves import Leaves
 from shardkit.core.checkpoint.plan import Layout, Piece, layouts_digest, make_plan
+from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
 from shardkit.core.checkpoint.stock_metadata import stock_metadata
 from shardkit.core.checkpoint.training_state import Captured
 from tests.support import rank_mesh, run_ranks
@@ -233,7 +233,7 @@ def plan_for(ranks: int) -> str:
     pieces = pieces_by_rank(layouts)
     parts = []
     for rank in range(ranks):
-        _, end = places(pieces.get(rank, ()))
+        _, end = chunks_after(0, "", pieces.get(rank, ()))
         parts.append(Part(end, ("0" * 32,) * -(-end // BLOCK_BYTES), (), (), ()))
     begin = time.perf_counter()
     index = build_index(Header(1, ranks, {}), layouts, parts)

@@ -21,9 +21,8 @@ from shardkit.core.checkpoint import CheckpointManager, DamagedCheckpointError, 
 from shardkit.core.checkpoint.command import differences as lines
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
-from shardkit.core.checkpoint.safetensors_files import SAFETENSORS_DTYPES, SafetensorsWriter
-from shardkit.core.checkpoint.sources import open_file
-from shardkit.core.checkpoint.writers import DcpWriter
+from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
+from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
 from tests.core.test_checkpoint_restoring import Held

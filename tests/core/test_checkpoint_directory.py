@@ -19,10 +19,9 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.command import main
-from shardkit.core.checkpoint.commit import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory, remove_unless_written, sync_directory, writing_in
 from shardkit.core.checkpoint.plan import Piece, Plan
-from shardkit.core.checkpoint.saving import Save
+from shardkit.core.checkpoint.saving import Header, Image, Save
 from tests.core.test_checkpoint_format import flip
 
 

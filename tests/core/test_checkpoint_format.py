@@ -1,6 +1,7 @@
 """What lies on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
 
 import copyreg
+import hashlib
 import os
 import pickle
 import shutil
@@ -23,12 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from shardkit.core.checkpoint.commit import write_file
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
+from shardkit.core.checkpoint.saving import write_file
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
-from shardkit.core.checkpoint.verified_file import checksums
 from shardkit.core.checkpoint.writers import DataFile
 from tests.core.checkpoint_cases import Trainee, differences
 from tests.support import run_ranks
@@ -138,14 +138,19 @@ def test_an_archive_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype, shap
     assert len(data) == archive.length
 
 
+def checksums(data: bytes) -> tuple[str, ...]:
+    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+    return tuple(hashlib.sha256(block).hexdigest()[:32] for block in blocks)
+
+
 @pytest.mark.parametrize("sizes", [(0,), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (1,) * 20])
 def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
     parts = [os.urandom(size) for size in sizes]
     told: list[int] = []
     (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # what is there already goes
-    sums = write_file(tmp_path / "file", parts, told.append)
+    file = write_file(tmp_path / "file", parts, told.append)
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
-    assert sums == list(checksums(memoryview(b"".join(parts)))) and sum(told) == sum(sizes)
+    assert file == File("file", sum(sizes), checksums(b"".join(parts))) and sum(told) == sum(sizes)
 
 
 def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -169,11 +174,11 @@ def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
         file = DataFile(tmp_path / "file", begun, sealed=True)
         file.append(memoryview(whole)[begun:])
         assert (tmp_path / "file").read_bytes() == whole
-        assert file.finish() == File("file", len(whole), tuple(checksums(memoryview(whole))))
+        assert file.finish() == File("file", len(whole), checksums(whole))
     file = DataFile(tmp_path / "file", 0, sealed=True)
     for part in parts:
         file.append(part)
-    assert file.finish().blocks == tuple(checksums(memoryview(whole)))
+    assert file.finish().blocks == checksums(whole)
 
 
 def truncate(path: Path) -> None:

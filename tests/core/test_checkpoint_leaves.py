@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
-from shardkit.core.checkpoint.leaves import flatten, object_bytes, object_from, unflatten
+from shardkit.core.checkpoint.leaves import flatten, object_bytes, unflatten
+from shardkit.core.checkpoint.torch_files import load_torch_bytes
 from tests.core.checkpoint_cases import differences
 
 VALUES: list[Any] = [
@@ -48,7 +49,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value)[:20])
 def test_what_is_saved_can_be_read(value: Any):
-    assert differences(object_from("value", object_bytes("value", value)), value) == []
+    assert differences(load_torch_bytes(object_bytes("value", value), "value"), value) == []
 
 
 class Labelled(torch.Tensor):
@@ -82,7 +83,7 @@ def test_an_archive_that_unpacks_to_more_is_refused():
             target.writestr(one.filename, source.read(one))
     assert len(packed.getvalue()) < 10**4
     with pytest.raises(DamagedCheckpointError, match=r"value: its \d+ bytes are compressed or claim to hold 1000\d+"):
-        object_from("value", packed.getvalue())
+        load_torch_bytes(packed.getvalue(), "value")
 
 
 def test_what_is_empty_on_one_rank_only():

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.checkpoint.commit import Header, Part, build_index, places
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, Index, ObjectEntry, TensorEntry, pack, unpack
 from shardkit.core.checkpoint.leaves import At, flatten, stock_path, unflatten
 from shardkit.core.checkpoint.plan import Layout, Piece
+from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
 from shardkit.core.checkpoint.stock_metadata import stock_metadata, unpickle_metadata
 from shardkit.core.region import region_at, regions_of_mesh
 
@@ -82,7 +82,7 @@ def test_an_index_comes_back_from_its_manifest(entries: list[tuple[tuple[int, ..
             for writer, offsets, sizes in layout.boxes(number)
             if writer == rank
         ]
-        _, end = places(pieces)
+        _, end = chunks_after(0, "", pieces)
         parts.append(Part(end, ("0" * 32,) * -(-end // BLOCK_BYTES), (), (), ()))
     index = build_index(Header(3, 3, {"a": [1]}), found, parts)
     assert unpack(pack(index, "now"), "manifest") == index

@@ -21,10 +21,19 @@ from shardkit.core.checkpoint import (
     TrainingState,
     saving,
 )
-from shardkit.core.checkpoint.commit import Header, Image, Part, await_parts, build_index, places, read_part, write_part
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.index import seal, unseal
 from shardkit.core.checkpoint.plan import Piece, Plan
+from shardkit.core.checkpoint.saving import (
+    Header,
+    Image,
+    Part,
+    await_parts,
+    build_index,
+    chunks_after,
+    read_part,
+    write_part,
+)
 from tests.support import run_ranks
 
 
@@ -111,7 +120,7 @@ def test_parts_that_never_come(tmp_path: Path):
 
 
 def part_of(*told: Piece) -> Part:
-    _, end = places(told)
+    _, end = chunks_after(0, "", told)
     return Part(end, ("0" * 32,) * bool(end), told, (), ())
 
 
@@ -219,7 +228,7 @@ ALONE = """
 import sys, torch
 from pathlib import Path
 from shardkit.core.checkpoint import saving
-from shardkit.core.checkpoint.commit import Header, Image
+from shardkit.core.checkpoint.saving import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory
 from shardkit.core.checkpoint.plan import Plan
 saving._GRACE_SECONDS = 0.3

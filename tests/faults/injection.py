@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.commit import Image
+from shardkit.core.checkpoint.saving import Image
 
 SYSTEM_CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)

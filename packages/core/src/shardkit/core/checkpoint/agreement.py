@@ -25,8 +25,6 @@ from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.checkpoint.stored import bytes_of
 from shardkit.core.checkpoint.training_state import Captured
 
-__all__ = ["Fingerprints", "check_same", "digest_of", "fingerprints", "gather_everywhere", "highest", "raise_together"]
-
 T = TypeVar("T")
 
 
@@ -118,9 +116,8 @@ def gather_everywhere(peers: Peers, item: T) -> list[T]:
 def raise_together(peers: Peers, error: Exception | None, what: str) -> None:
     """Raises on every rank if any rank brings an error, else returns. Collective.
 
-    Raises:
-        DamagedCheckpointError: if all errors are of this kind.
-        CheckpointError: else; the message says which ranks failed, and why the first did.
+    It is a DamagedCheckpointError if all errors are, else a CheckpointError; the message says which ranks failed, and
+    why the first did.
     """
     if highest(peers, [int(error is not None)]) == [0]:
         return

@@ -21,14 +21,11 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import MANIFEST, Index, dtype_name
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut
 from shardkit.core.checkpoint.reading import checkpoint_of, read_objects, stored_tensors
-from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter
 from shardkit.core.checkpoint.sources import tensors_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
 from shardkit.core.checkpoint.terminal import progress, run_conversion, say, status_of
 from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
-from shardkit.core.checkpoint.writers import DcpWriter, TorchWriter
-
-__all__ = ["differences", "main"]
+from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter
 
 
 def differences(
@@ -219,7 +216,7 @@ def _weights(path: Path, index: Index, prefix: str, left_out: LeftOut) -> Checkp
     for one in stored_tensors(path, index):
         if one.name.startswith(prefix) and not left_out.has(one.path):
             flat = (one.name.removeprefix(prefix),)
-            checkpoint.add(flat, replace(one, path=flat))
+            checkpoint.tensors[flat] = replace(one, path=flat)
     if not checkpoint.tensors:
         raise CheckpointError(f"{path} has no tensor whose name begins with '{prefix}'")
     return checkpoint

@@ -19,40 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardkit.core.checkpoint.directory import sync_directory
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.stored import CHUNK_BYTES, Checkpoint, Slab, StoredTensor, memory_of
 from shardkit.core.checkpoint.torch_files import trim_heap
-
-__all__ = ["REPORT", "Converted", "Writer", "convert", "refuse_existing"]
+from shardkit.core.checkpoint.writers import Writer
 
 REPORT = "migration.json"
 _JOURNAL = "journal.jsonl"
-
-
-class Writer(Protocol):
-    """One format. Every writer lays its files out in `begin`, or takes up what an earlier attempt has written.
-
-    Attributes:
-        file: is there once all files are laid out.
-    """
-
-    file: Path
-
-    def begin(self, records: dict[str, Any]) -> None:
-        """Starts; `records` has what `write` returned for tensors that are written already."""
-
-    def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
-        """Writes one tensor; returns what it takes to go on behind it, as JSON."""
-
-    def finish(self) -> None:
-        """Completes the files."""
-
-    def kept(self, value: Any) -> Any:
-        """An object as the format gives it back."""
 
 
 @dataclass

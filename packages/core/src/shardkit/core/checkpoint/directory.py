@@ -33,18 +33,6 @@ from shardkit.core.checkpoint.leaves import LeafPath
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
 from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
-__all__ = [
-    "CheckpointDirectory",
-    "OtherRuns",
-    "StoredCheckpoint",
-    "candidates",
-    "open_index",
-    "read_manifest",
-    "remove_unless_written",
-    "sync_directory",
-    "writing_in",
-]
-
 
 @contextlib.contextmanager
 def writing_in(directory: Path) -> Iterator[None]:
@@ -144,10 +132,8 @@ class CheckpointDirectory:
         return [StoredCheckpoint(self.path / name, step) for step, name in sorted(found)]
 
     def clean(self) -> None:
-        """Removes what runs that died have left, if this process may; one that was replaced half-way comes back.
-
-        Raises:
-            CheckpointError: if the directory cannot be made or read, or one that was replaced cannot come back.
+        """Removes what runs that died have left, if this process may; one that was replaced half-way comes back. Raises
+        CheckpointError if the directory cannot be made or read, or one that was replaced cannot come back.
         """
         try:
             missing = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
@@ -160,7 +146,10 @@ class CheckpointDirectory:
                     continue
                 name, token, state = match.groups()
                 if state != "replaced" or (self.path / name).exists():
-                    _remove_left(path, path.with_name(f".{name}.{token}.deleted"))
+                    try:
+                        remove_unless_written(path, path.with_name(f".{name}.{token}.deleted"))
+                    except OSError as error:  # as of a reader: what is complete can be restored all the same
+                        _LOG.warning("%s is left of a run that died, and cannot be removed: %s", path, error)
                 elif not path.with_name(f".{name}.{token}.incomplete").exists():  # else a run is about to name that
                     path.rename(self.path / name)
         except OSError as error:
@@ -235,14 +224,6 @@ def _forgiven(path: Path) -> Iterator[None]:
         )
 
 
-def _remove_left(path: Path, doomed: Path) -> None:
-    """Where it cannot be removed, as by someone who may only read, what is complete can be restored all the same."""
-    try:
-        remove_unless_written(path, doomed)
-    except OSError as error:
-        _LOG.warning("%s is left of a run that died, and cannot be removed: %s", path, error)
-
-
 def sync_directory(path: Path) -> None:
     """Has the system write a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -255,11 +236,8 @@ def sync_directory(path: Path) -> None:
 def open_index(path: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
     """What a directory holds: by our manifest, or by stock's metadata if there is no manifest.
 
-    What is `left_out` of stock's need not be there.
-
-    Raises:
-        CheckpointError: if it is not a checkpoint.
-        DamagedCheckpointError: if it is a damaged one.
+    What is `left_out` of stock's need not be there. Raises CheckpointError if it is not a checkpoint;
+    DamagedCheckpointError if it is a damaged one.
     """
     if (path / MANIFEST).exists():
         return read_manifest(path)
@@ -273,10 +251,8 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
 
     A checkpoint and, with `older` and if a run has saved it, those that the run saved before it; of a directory of a
     run, all complete ones. Without `older`, what lies beside a checkpoint is not looked at and need not be readable.
-    Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise.
-
-    Raises:
-        CheckpointError: if there is none.
+    Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise. Raises
+    CheckpointError if there is none.
     """
     if any((path / name).exists() for name in (MANIFEST, METADATA)):
         beside = StoredCheckpoint.all_in(path.absolute().parent) if older else []
@@ -310,10 +286,8 @@ class OtherRuns:
         return seals, unread
 
     def make_way(self, temporary: Path) -> None:
-        """This run is about to give a directory, which has its manifest, the name of a checkpoint.
-
-        Raises:
-            CheckpointError: if there is a checkpoint that this run has neither found at its start nor made.
+        """This run is about to give a directory, which has its manifest, the name of a checkpoint. Raises
+        CheckpointError if there is a checkpoint that this run has neither found at its start nor made.
         """
         seals, _ = self._there()
         self._known |= {seals[name] for name in self._unread & seals.keys()}  # found at its start, readable again

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "DamagedCheckpointError", "printable"]
-
 
 def printable(text: str) -> str:
     """Text with its control characters and lone surrogates escaped, but for tabs: one line for a terminal."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -11,34 +13,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.agreement import Peers
-from shardkit.core.checkpoint.sources import Entry, Source, open_source
+from shardkit.core.checkpoint.sources import Source, open_source
 from shardkit.core.materialize import allocate, homes
 from shardkit.core.region import Region, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 
-__all__ = ["IncompatibleKeys", "full_state_dict", "load_full_state_dict"]
+T = TypeVar("T")
 
-EXPECTED_ERRORS = (ImportError, FileNotFoundError, PermissionError, OSError, TypeError, ValueError)
+_CAUGHT_BY_TYPE = (ImportError, FileNotFoundError, PermissionError, OSError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error that every rank is going to raise."""
-
-    kind: type[Exception]
-    text: str
-
-    @classmethod
-    def from_exception(cls, error: Exception, where: str) -> Failure:
-        """Keeps the type of an error that users may want to catch; anything else becomes a RuntimeError."""
-        kind = next((kind for kind in EXPECTED_ERRORS if isinstance(error, kind)), None)
-        if kind is None:
-            return cls(RuntimeError, f"{where}: {type(error).__name__}: {error}")
-        return cls(kind, f"{where}: {error}")
-
-    def exception(self) -> Exception:
-        """The exception to raise."""
-        return self.kind(self.text)
+def _told(error: Exception, where: str) -> Exception:
+    """An error as all ranks raise it: of its own type if users may want to catch that, else a RuntimeError."""
+    kind = next((kind for kind in _CAUGHT_BY_TYPE if isinstance(error, kind)), None)
+    return RuntimeError(f"{where}: {type(error).__name__}: {error}") if kind is None else kind(f"{where}: {error}")
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,8 @@ class Report:
     objects: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     fingerprint: str | None = None
-    failure: Failure | None = None
-    unreadable: Failure | None = None  # why this rank cannot read the source; matters on rank 0 only
+    failure: Exception | None = None
+    unreadable: Exception | None = None  # why this rank cannot read the source; matters on rank 0 only
 
 
 @dataclass(frozen=True)
@@ -98,27 +86,25 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def disagreement(reports: list[Report]) -> Failure | None:
-    """The first reason why ranks cannot go on together: one that failed, or one with other tensors than rank 0."""
+def _check_agreement(reports: list[Report]) -> None:
+    """Raises the first reason why ranks cannot go on together: one failed, or has other tensors than rank 0."""
     for rank, report in enumerate(reports):
         if report.failure is not None:
-            return Failure(report.failure.kind, f"rank {rank}: {report.failure.text}")
+            raise type(report.failure)(f"rank {rank}: {report.failure}")
     first = _described(reports[0])
     for rank, report in enumerate(reports):
         mine = _described(report)
-        different = [name for name in first | mine if mine.get(name) != first.get(name)]
-        if different:
-            lines = [
-                f"  {name}: rank 0 has {first.get(name, 'no such tensor')}, rank {rank} {mine.get(name, 'none')}"
-                for name in different
-            ]
-            return Failure(
-                RuntimeError,
+        lines = [
+            f"  {name}: rank 0 has {first.get(name, 'no such tensor')}, rank {rank} {mine.get(name, 'none')}"
+            for name in first | mine
+            if mine.get(name) != first.get(name)
+        ]
+        if lines:
+            raise RuntimeError(
                 "the module differs between ranks, expected the same names, full shapes and dtypes everywhere:\n"
                 + "\n".join(lines)
-                + "\nbuild it the same way on all ranks, or pass group= with the ranks that share this module",
+                + "\nbuild it the same way on all ranks, or pass group= with the ranks that share this module"
             )
-    return None
 
 
 def _described(report: Report) -> dict[str, str]:
@@ -169,15 +155,12 @@ def full_state_dict(
     peers = Peers.of(group)
     state, report = _survey(module)
     reports = peers.gather(report)
-    plan = peers.from_rank0(None if reports is None else _plan(reports))
-    if plan.failure is not None:
-        raise plan.failure.exception()
-    if state is None:
-        raise AssertionError("a rank that failed to look at its module has failed the others too")
+    owners_of = _agreed(peers, reports, _owners)
+    assert state is not None, "a rank that cannot read its module has failed the others too"
     receives = peers.rank == 0 or not rank0_only
     done: dict[int, torch.Tensor | None] = {}  # None on a rank that only sends
     result: dict[str, Any] = {}
-    for name, owners in plan.owners.items():
+    for name, owners in owners_of.items():
         tensor, slot = state.tensors[name], report.slots[name]
         if id(tensor) not in done:
             full = _gather(name, local_part(tensor), slot, owners, peers, reports, everywhere=not rank0_only)
@@ -189,46 +172,50 @@ def full_state_dict(
     return result
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """For each tensor, in order, the ranks whose pieces make it up."""
-
-    failure: Failure | None = None
-    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
 def _survey(module: nn.Module, fingerprint: str | None = None) -> tuple[ModuleState | None, Report]:
     try:
         state = ModuleState.of(module)
         return state, state.report(fingerprint)
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, after they have told each other)
-        failure = Failure.from_exception(error, f"cannot read the state of {type(module).__name__}")
-        return None, Report(failure=failure)
+        return None, Report(failure=_told(error, f"cannot read the state of {type(module).__name__}"))
 
 
-def _plan(reports: list[Report]) -> _Plan:
-    failure = disagreement(reports)
-    if failure is not None:
-        return _Plan(failure)
+def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[Report]], T]) -> T:
+    """What rank 0 decides from everybody's report; what it raises is raised on every rank. Collective."""
+    answer: T | Exception | None = None
+    if reports is not None:
+        try:
+            answer = decide(reports)
+        except Exception as error:  # noqa: BLE001 (raised by all ranks together)
+            answer = error
+    agreed = cast("T | Exception", peers.from_rank0(answer))
+    if isinstance(agreed, Exception):
+        raise agreed
+    return agreed
+
+
+def _owners(reports: list[Report]) -> dict[str, tuple[int, ...]]:
+    """For each tensor, in order, the ranks whose pieces make it up."""
+    _check_agreement(reports)
     unmade = [name for name in reports[0].slots if any(report.slots[name].meta for report in reports)]
     if unmade:
-        text = f"tensors on the meta device have no values: {', '.join(unmade)}; call materialize or load them first"
-        return _Plan(Failure(RuntimeError, text))
+        raise RuntimeError(
+            f"tensors on the meta device have no values: {', '.join(unmade)}; call materialize or load them first"
+        )
     owners: dict[str, tuple[int, ...]] = {}
     for name, slot in reports[0].slots.items():
         first_with: dict[Region, int] = {}
         for rank, report in enumerate(reports):
             if report.slots[name].region.numel:
                 first_with.setdefault(report.slots[name].region, rank)
-        held, needed = sum(region.numel for region in first_with), Region.whole(slot.shape).numel
+        held, needed = sum(region.numel for region in first_with), math.prod(slot.shape)
         if held != needed:
-            text = (
+            raise RuntimeError(
                 f"{name}: the ranks of the group hold {held} elements, expected {needed}; "
                 "pass group= with all ranks of the parameter's mesh"
             )
-            return _Plan(Failure(RuntimeError, text))
         owners[name] = tuple(first_with.values())
-    return _Plan(owners=owners)
+    return owners
 
 
 def _gather(
@@ -316,14 +303,15 @@ def load_full_state_dict(
         TypeError, ValueError, OSError, ImportError: a source that cannot be read; raised on every rank.
     """
     peers = Peers.of(group)
-    opened, unreadable = _opened(source)
+    opened, unreadable = None, None
+    try:
+        opened = open_source(source)
+    except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
+        unreadable = _told(error, "cannot read the source")
     state, report = _survey(module, None if opened is None else opened.fingerprint)
     reports = peers.gather(replace(report, unreadable=unreadable))
-    verdict = peers.from_rank0(None if reports is None else _judge(module, reports, opened, strict))
-    if verdict.failure is not None:
-        raise verdict.failure.exception()
-    if state is None:
-        raise AssertionError("a rank that failed to look at its module has failed the others too")
+    verdict = _agreed(peers, reports, lambda reports: _judge(module, reports, opened, strict))
+    assert state is not None, "a rank that cannot read its module has failed the others too"
     stream = _Stream(peers, verdict, opened, reports)
     if assign:
         _assign(module, state, stream)
@@ -331,40 +319,30 @@ def load_full_state_dict(
         _write(module, state, stream)
     if verdict.objects:
         module.load_state_dict(verdict.objects, strict=False)
-    return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
+    return IncompatibleKeys(verdict.missing, verdict.unexpected)
 
 
 @dataclass(frozen=True)
 class _Verdict:
     """What rank 0 decides for all."""
 
-    failure: Failure | None = None
-    entries: dict[str, Entry] = field(default_factory=dict)  # what is loaded, in order
-    objects: dict[str, Any] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    everyone_reads: bool = False
-    whole: frozenset[str] = frozenset()  # tensors that every rank holds all of
-
-
-def _opened(source: object) -> tuple[Source | None, Failure | None]:
-    """This rank's source, or why it cannot be read; raised here, that would make the others wait."""
-    try:
-        return open_source(source), None
-    except Exception as error:  # noqa: BLE001
-        return None, Failure.from_exception(error, "cannot read the source")
+    dtypes: dict[str, torch.dtype]  # of what is loaded, in order
+    objects: dict[str, Any]
+    missing: list[str]
+    unexpected: list[str]
+    everyone_reads: bool
+    whole: frozenset[str]  # tensors that every rank holds all of
 
 
 def _judge(module: nn.Module, reports: list[Report], source: Source | None, strict: bool) -> _Verdict:
-    """Rank 0's decision, from everybody's report."""
+    """Rank 0's decision, from everybody's report; raises what all are to raise."""
+    _check_agreement(reports)
     mine = reports[0]
-    failure = disagreement(reports) or mine.unreadable
-    if failure is not None:
-        return _Verdict(failure)
+    if mine.unreadable is not None:
+        raise mine.unreadable
     if source is None:
-        return _Verdict(Failure(TypeError, "the source on rank 0 is neither a dict of tensors nor a path"))
-    entries = source.entries
-    seen = [*entries, *source.objects]
+        raise TypeError("the source on rank 0 is neither a dict of tensors nor a path")
+    seen = [*source.tensors, *source.objects]
     expected = [*mine.slots, *mine.objects]
     tied = {name: names for names in mine.ties for name in names}
     missing = [name for name in expected if not any(alias in seen for alias in tied.get(name, (name,)))]
@@ -375,14 +353,13 @@ def _judge(module: nn.Module, reports: list[Report], source: Source | None, stri
         complaints += [f"{name}: in the source, but not in the module" for name in unexpected]
     if complaints:
         hint = " (strict=False accepts missing and unknown names)" if strict and (missing or unexpected) else ""
-        text = f"the source does not fit {type(module).__name__}{hint}:\n  " + "\n  ".join(complaints)
-        return _Verdict(Failure(RuntimeError, text))
+        raise RuntimeError(f"the source does not fit {type(module).__name__}{hint}:\n  " + "\n  ".join(complaints))
     fingerprints = {report.fingerprint for report in reports}
     return _Verdict(
-        entries={name: entries[name] for name in mine.slots if name in entries},
+        dtypes={name: source.tensors[name].dtype for name in mine.slots if name in source.tensors},
         objects={name: source.objects[name] for name in mine.objects if name in source.objects},
-        missing=tuple(missing),
-        unexpected=tuple(unexpected),
+        missing=missing,
+        unexpected=unexpected,
         everyone_reads=len(reports) == 1 or (len(fingerprints) == 1 and None not in fingerprints),
         whole=frozenset(
             name
@@ -411,45 +388,43 @@ def _expected(name: str, report: Report) -> str:
     return "expected extra state" if slot is None else f"expected shape {slot.shape} ({slot.dtype})"
 
 
+@dataclass(frozen=True)
 class _Stream:
     """Brings one tensor after the other to its owners; every rank asks for the same names in the same order."""
 
-    def __init__(self, peers: Peers, verdict: _Verdict, source: Source | None, reports: list[Report] | None) -> None:
-        self.entries = verdict.entries
-        self._peers = peers
-        self._verdict = verdict
-        self._source = source
-        self._reports = reports
+    peers: Peers
+    verdict: _Verdict
+    source: Source | None
+    reports: list[Report] | None
 
     def fill(self, name: str, local: torch.Tensor, region: Region, device_type: str) -> None:
         """Writes this rank's piece of a tensor into `local`, in the dtype of `local`."""
-        if self._verdict.everyone_reads:
+        if self.verdict.everyone_reads:
             if region.numel:
                 local.copy_(self._read(name, region))
             return
-        wire = self._peers.device_for(device_type)
-        if name in self._verdict.whole:
+        wire = self.peers.device_for(device_type)
+        if name in self.verdict.whole:
             buffer = _landing(local, wire)
-            if self._peers.rank == 0:
+            if self.peers.rank == 0:
                 buffer.copy_(self._read(name, region))
-            self._peers.broadcast(buffer)
-        elif self._reports is not None:
-            self._send(name, self._reports, local.dtype, wire)
+            self.peers.broadcast(buffer)
+        elif self.reports is not None:
+            self._send(name, self.reports, local.dtype, wire)
             if region.numel:
                 local.copy_(self._read(name, region))
             return
         elif region.numel:
             buffer = _landing(local, wire)
-            self._peers.exchange(receives=[(0, buffer)])
+            self.peers.exchange(receives=[(0, buffer)])
         else:
             return
         if buffer is not local:
             local.copy_(buffer)
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
-        if self._source is None:
-            raise AssertionError(f"{name}: this rank was asked to read, but it has no source")
-        return self._source.read(name, region)
+        assert self.source is not None, f"{name}: this rank was asked to read, but it has no source"
+        return region.take(self.source.tensors[name].detach())
 
     def _send(self, name: str, reports: list[Report], dtype: torch.dtype, wire: torch.device) -> None:
         """Sends every other rank its piece; ranks with the same piece share one copy of it."""
@@ -462,7 +437,7 @@ class _Stream:
             if region not in pieces:
                 pieces[region] = self._read(name, region).to(device=wire, dtype=dtype).contiguous()
             sends.append((rank, pieces[region]))
-        self._peers.exchange(sends=sends)
+        self.peers.exchange(sends=sends)
 
 
 def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
@@ -475,12 +450,12 @@ def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
 @torch.no_grad()
 def _write(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
     """Writes into the tensors that the module has; those on the meta device get memory first."""
-    wanted = {id(state.tensors[name]) for name in stream.entries if state.tensors[name].is_meta}
+    wanted = {id(state.tensors[name]) for name in stream.verdict.dtypes if state.tensors[name].is_meta}
     if wanted:
         allocate(module, lambda tensor: id(tensor) in wanted)
         state = ModuleState.of(module)
     report = state.report(None)
-    for name in stream.entries:
+    for name in stream.verdict.dtypes:
         slot = report.slots[name]
         stream.fill(name, local_part(state.tensors[name]), slot.region, slot.device_type)
 
@@ -491,11 +466,11 @@ def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
     report, home_of = state.report(None), homes(module)
     fresh: dict[int, torch.Tensor] = {}
     assigned: dict[str, torch.Tensor] = {}
-    for name, entry in stream.entries.items():
+    for name, dtype in stream.verdict.dtypes.items():
         old, slot = state.tensors[name], report.slots[name]
         device = home_of(old) if slot.meta else local_part(old).device
         if id(old) not in fresh:
-            fresh[id(old)] = _like(old, torch.empty(local_part(old).shape, dtype=entry.dtype, device=device))
+            fresh[id(old)] = _like(old, torch.empty(local_part(old).shape, dtype=dtype, device=device))
         local = local_part(fresh[id(old)])
         device_type = local.device.type if slot.device_type == "meta" else slot.device_type
         stream.fill(name, local, slot.region, device_type)

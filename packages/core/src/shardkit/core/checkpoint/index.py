@@ -23,27 +23,6 @@ import torch
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Chunk",
-    "DTYPES",
-    "File",
-    "Index",
-    "MANIFEST",
-    "ObjectEntry",
-    "SAVE_ID",
-    "TensorEntry",
-    "check_coverage",
-    "dtype_name",
-    "is_inside",
-    "overlap",
-    "pack",
-    "seal",
-    "sealed_as",
-    "unpack",
-    "unseal",
-]
-
 BLOCK_BYTES = 2**20
 """The unit of checksums: what has to be read to verify any byte of it."""
 
@@ -118,10 +97,8 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything in a checkpoint; `order` has leaves of user and per-rank state that do not come tensors first.
-
-    Raises:
-        DamagedCheckpointError: when it is built, for entries that contradict each other.
+    """Everything in a checkpoint; `order` has leaves of user and per-rank state that do not come tensors first. Raises
+    DamagedCheckpointError when it is built, for entries that contradict each other.
     """
 
     tensors: dict[str, TensorEntry]
@@ -280,11 +257,7 @@ def sealed_as(end: bytes) -> str | None:
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """The JSON object.
-
-    Raises:
-        DamagedCheckpointError: if a byte of it is not what was sealed.
-    """
+    """The JSON object. Raises DamagedCheckpointError if a byte of it is not what was sealed."""
     found = _SEAL.search(data, max(0, len(data) - _SEAL_LENGTH))
     if found is None or found.end() != len(data):
         raise DamagedCheckpointError(f"{name} ({len(data)} bytes) does not end with a seal: it is truncated or damaged")
@@ -333,11 +306,8 @@ def pack(index: Index, created: str, *beside: File) -> bytes:
 
 
 def unpack(data: bytes, name: str) -> Index:
-    """The index in a manifest.
-
-    Raises:
-        DamagedCheckpointError: if it is damaged, or contradicts itself.
-        CheckpointError: if it is of a version that this code does not know.
+    """The index in a manifest. Raises DamagedCheckpointError if it is damaged, or contradicts itself; CheckpointError
+    if it is of a version that this code does not know.
     """
     document = unseal(data, name)
     if document.get("format") != _FORMAT:

@@ -17,24 +17,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.torch_files import load_torch_bytes
-
-__all__ = [
-    "At",
-    "LeafPath",
-    "Leaves",
-    "LeftOut",
-    "check_has_values",
-    "decode_path",
-    "encode_path",
-    "flatten",
-    "name_of",
-    "object_bytes",
-    "object_from",
-    "stock_path",
-    "unflatten",
-    "walk",
-]
 
 
 @dataclass(frozen=True)
@@ -125,11 +107,8 @@ def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> I
 
 
 def flatten(state: Mapping[Any, Any], prefix: LeafPath = ()) -> Leaves:
-    """The leaves of nested state.
-
-    Raises:
-        TypeError: for a key that is neither str nor int, or a state that is no mapping.
-        ValueError: for two leaves of one name.
+    """The leaves of nested state. Raises TypeError for a key that is neither str nor int, or a state that is no
+    mapping; ValueError for two leaves of one name.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
@@ -164,10 +143,8 @@ class _Level(dict[Any, Any]):
 
 
 def unflatten(values: Mapping[LeafPath, Any], empties: Iterable[LeafPath] = ()) -> Any:
-    """The nested state that `walk` or `flatten` took apart; the value itself if its path is empty.
-
-    Raises:
-        DamagedCheckpointError: for a value at whose place others lie below it.
+    """The nested state that `walk` or `flatten` took apart; the value itself if its path is empty. Raises
+    DamagedCheckpointError for a value at whose place others lie below it.
     """
     root = _Level()
     for path, value in values.items():
@@ -209,10 +186,8 @@ def _closed(level: Any) -> Any:
 
 
 def object_bytes(name: str, value: Any) -> bytes:
-    """What torch.save writes for a leaf that is no tensor.
-
-    Raises:
-        TypeError: for what `torch.load(weights_only=True)` would refuse.
+    """What torch.save writes for a leaf that is no tensor. Raises TypeError for what `torch.load(weights_only=True)`
+    would refuse.
     """
     _check_plain(name, value)
     buffer = io.BytesIO()
@@ -248,15 +223,6 @@ def check_has_values(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor on the meta device."""
     if tensor.device.type == "meta":
         raise TypeError(f"{name}: is on the meta device and has no values; materialize the model first")
-
-
-def object_from(name: str, data: bytes) -> Any:
-    """The value of a leaf that is no tensor; nothing in `data` is run.
-
-    Raises:
-        CheckpointError: if it is anything but plain values.
-    """
-    return load_torch_bytes(data, name)
 
 
 class LeftOut:

@@ -22,16 +22,13 @@ from shardkit.core.checkpoint.agreement import (
     highest,
     raise_together,
 )
-from shardkit.core.checkpoint.commit import Header, Image
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, StoredCheckpoint, open_index
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
 from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
-from shardkit.core.checkpoint.saving import Progress, Save
+from shardkit.core.checkpoint.saving import Header, Image, Progress, Save
 from shardkit.core.checkpoint.training_state import Captured, TrainingState
-
-__all__ = ["CheckpointManager", "Restored"]
 
 
 @dataclass(frozen=True)

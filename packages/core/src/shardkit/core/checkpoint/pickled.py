@@ -12,8 +12,6 @@ import pickletools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["check_pickle"]
-
 _FREE_BYTES = 40 * 2**20
 _PER_BYTE = 30
 """A pickle of n bytes may make objects of about _FREE_BYTES + _PER_BYTE * n: usual ones make up to 15 for one."""

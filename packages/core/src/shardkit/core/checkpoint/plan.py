@@ -32,21 +32,6 @@ from shardkit.core.placements import is_ours
 from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
 
-__all__ = [
-    "Group",
-    "Holding",
-    "Layout",
-    "Piece",
-    "Plan",
-    "boxes_of",
-    "holding_of",
-    "is_described_by_layout",
-    "layouts_digest",
-    "make_plan",
-    "own_pieces",
-    "part_of",
-]
-
 Sizes = tuple[int, ...]
 
 
@@ -218,16 +203,13 @@ class Plan:
 
 
 def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
-    """The plan of a rank. Not collective.
+    """The plan of a rank. Not collective. Raises TypeError, ValueError for state that cannot be stored, by name.
 
     Args:
         captured: the state.
         rank: global.
         by_layout: whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
             tells what it writes, and the plain values in `captured` are those that are its to write.
-
-    Raises:
-        TypeError, ValueError: for state that cannot be stored, by name.
     """
     plan = Plan()
     told: list[tuple[Piece, torch.Tensor]] = []
@@ -280,28 +262,19 @@ def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: LeafPat
         told.append((Piece(path, value.dtype, shape, (0,) * value.ndim, shape), value.detach()))
 
 
+_SCALARS: dict[tuple[type, str], bytes] = {}
+
+
 def _cached_bytes(path: LeafPath, value: Any) -> bytes:
-    if type(value) in (bool, int, float, str, type(None)):
-        return _number_bytes(type(value).__name__, repr(value), _Value(value))
-    return object_bytes(name_of(path), value)
-
-
-class _Value:
-    """Equal to any other, so that only type and text of a value decide about its bytes: 0.0 and -0.0 differ."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Value)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _number_bytes(kind: str, text: str, holder: _Value) -> bytes:
-    return object_bytes("a number", holder.value)
+    """Bytes of a scalar are kept, by type and text: 0.0 and -0.0 differ."""
+    if type(value) not in (bool, int, float, str, type(None)):
+        return object_bytes(name_of(path), value)
+    key = type(value), repr(value)
+    if key not in _SCALARS:
+        if len(_SCALARS) >= 1024:
+            _SCALARS.clear()
+        _SCALARS[key] = object_bytes(name_of(path), value)
+    return _SCALARS[key]
 
 
 def layouts_digest(leaves: Mapping[LeafPath, Any]) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
-from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of, object_from, unflatten
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of, unflatten
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.checkpoint.stored import (
     CHUNK_BYTES,
@@ -24,12 +24,9 @@ from shardkit.core.checkpoint.stored import (
     memory_of,
     paths_of,
     row_major_strides,
-    whole,
 )
-from shardkit.core.checkpoint.torch_files import Layout, archive_of, layout_in, values_in
+from shardkit.core.checkpoint.torch_files import Layout, archive_of, layout_in, load_torch_bytes, values_in
 from shardkit.core.checkpoint.verified_file import VerifiedFile
-
-__all__ = ["Read", "checkpoint_of", "read_box", "read_objects", "read_tensors", "reads_of", "stored_tensors"]
 
 Span = tuple[int, int]
 
@@ -64,12 +61,9 @@ def reads_of(entry: TensorEntry, offsets: Iterable[int], target: torch.Tensor) -
 def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath, torch.Tensor]]) -> None:
     """Fills tensors in place, each rank its own part of them; verified, and the same whoever wrote the checkpoint.
 
-    Not collective.
-
-    Raises:
-        CheckpointError: for a tensor that is missing in the checkpoint or has another shape or dtype there; nothing has
-            been changed then.
-        DamagedCheckpointError: for a damaged file; tensors may have been filled in part.
+    Not collective. Raises CheckpointError for a tensor that is missing in the checkpoint or has another shape or dtype
+    there; nothing has been changed then; DamagedCheckpointError for a damaged file; tensors may have been filled in
+    part.
     """
     reads: list[Read] = []
     for path, tensor in wanted:
@@ -109,7 +103,7 @@ def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[Le
         with VerifiedFile(directory, index.files[file]) as opened:
             for name in sorted(below, key=lambda name: index.objects[name].offset):
                 one = index.objects[name]
-                found[one.path] = object_from(f"{name} in {directory / file}", opened.read(one.offset, one.length))
+                found[one.path] = load_torch_bytes(opened.read(one.offset, one.length), f"{name} in {directory / file}")
     return found
 
 
@@ -186,10 +180,8 @@ def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
 def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoint:
     """A checkpoint directory as a source of conversions; of what is left out nothing is read.
 
-    Lists without tensors, which were taken apart for torch.distributed.checkpoint, are whole again.
-
-    Raises:
-        DamagedCheckpointError: for damaged objects.
+    Lists without tensors, which were taken apart for torch.distributed.checkpoint, are whole again. Raises
+    DamagedCheckpointError for damaged objects.
     """
     names = [name for name in index.objects if not left_out.has(index.paths[name])]
     leaves: dict[LeafPath, Any] = read_objects(directory, index, names)
@@ -198,7 +190,7 @@ def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoin
     empties = [path for path in index.empties if not left_out.has(path)]
     checkpoint = Checkpoint("DCP", [str(directory)], index.world_size or max(1, len(index.files)), about=index)
     for path, value in paths_of(unflatten(in_order, empties)):
-        checkpoint.add(path, whole(path, value, str(directory)) if isinstance(value, torch.Tensor) else value)
+        checkpoint.add(path, value, directory)
     return checkpoint
 
 

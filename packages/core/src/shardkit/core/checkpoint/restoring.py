@@ -13,24 +13,17 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import Index, TensorEntry
+from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import LeafPath, flatten, name_of, unflatten
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, RNG, OptimizerNames, TrainingState, set_rng_state
-
-__all__ = ["restore_state", "unexpected_names"]
-
-_EXTRA_STATE = "_extra_state"
 
 
 def restore_state(directory: Path, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
     """Fills this rank's part of a training state. Not collective.
 
-    Values are read and verified first, then every part of the run gets its own.
-
-    Raises:
-        CheckpointError: if checkpoint and state do not fit.
-        DamagedCheckpointError: for a damaged file.
+    Values are read and verified first, then every part of the run gets its own. Raises CheckpointError if checkpoint
+    and state do not fit; DamagedCheckpointError for a damaged file.
     """
     targets = _Targets(index)
     model_state = get_model_state_dict(state.model)
@@ -81,7 +74,7 @@ class _Targets:
             raise CheckpointError(f"the checkpoint does not fit the model: it lacks {listed}")
         for name, live in state.items():
             path = (MODEL, name)
-            if _is_extra(name, live):
+            if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # of any look
                 self.like(path, flatten({name: live}, (MODEL,)).values)
             elif name_of(path) in self._index.tensors:
                 self._tensors[path] = live  # what does not fit is refused when it is read
@@ -98,7 +91,9 @@ class _Targets:
             live: Any = leaves.get(path)
             if entry is None:
                 self._objects.append(name_of(path))
-            elif isinstance(live, DTensor) or _look_alike(live, entry):
+            elif isinstance(live, DTensor) or (
+                isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype) == (entry.shape, entry.dtype)
+            ):
                 self._tensors[path] = live
             else:
                 self._tensors[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -140,11 +135,6 @@ def unexpected_names(index: Index, state: TrainingState) -> set[str]:
     }
 
 
-def _is_extra(name: str, live: Any) -> bool:
-    """Whether a value of a model's state dict is what `get_extra_state` of a module gave: anything, of any look."""
-    return name.endswith(_EXTRA_STATE) or not isinstance(live, torch.Tensor)
-
-
 def _has(index: Index, path: LeafPath) -> bool:
     return name_of(path) in index.paths or path in index.empties or bool(_entries(index, path))
 
@@ -163,31 +153,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
-def _look_alike(live: Any, entry: TensorEntry) -> bool:
-    return isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype) == (entry.shape, entry.dtype)
-
-
 def _entries(index: Index, prefix: LeafPath) -> list[LeafPath]:
     size = len(prefix)
     return [path for path in index.paths.values() if path[:size] == prefix]
 
 
-def _below(read: Mapping[LeafPath, Any], prefix: LeafPath) -> dict[LeafPath, Any]:
-    size = len(prefix)
-    return {path[size:]: value for path, value in read.items() if path[:size] == prefix}
-
-
 def _tree(read: Mapping[LeafPath, Any], index: Index, prefix: LeafPath) -> Any:
     size = len(prefix)
     empties = [path[size:] for path in index.empties if path[:size] == prefix]
-    return unflatten(_below(read, prefix), empties)
+    return unflatten({path[size:]: value for path, value in read.items() if path[:size] == prefix}, empties)
 
 
 def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Whose per-rank state this rank needs, by key.
-
-    Raises:
-        CheckpointError: if there is per-rank state of another number of ranks that cannot be shared out.
+    """Whose per-rank state this rank needs, by key. Raises CheckpointError if there is per-rank state of another number
+    of ranks that cannot be shared out.
     """
     found: dict[str, list[int]] = {}
     for key, one in state.per_rank.items():

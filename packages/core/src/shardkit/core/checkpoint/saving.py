@@ -1,37 +1,313 @@
-"""One save of this rank, from staged memory to a visible checkpoint, in a thread beside the training.
+"""One save of a rank, from staged memory to a visible checkpoint, in a thread beside the training.
 
-The thread hashes, writes and syncs large ranges of memory, all of which leave the interpreter to the training thread.
-It is no daemon: a script that ends with a save on its way ends when that is on disk.
+Staging memory is the image of a rank's data file, with heads and tails of the archives there from the beginning. So
+saving is one copy for each tensor, and the thread hashes, writes and syncs large ranges of memory, all of which leave
+the interpreter to the training thread. It is no daemon: a script that ends with a save on its way ends when that is on
+disk.
+
+A rank's note (`part-<rank>.json`) appears by a rename when its data file is on disk. It has the checksums of the file,
+and what other ranks cannot know of it: objects, plain tensors, boxes that no layout describes. Rank 0 reads all notes
+and writes the index. No process group is used, so nothing here can hang on a rank that is gone, and nothing runs
+between the ranks while they train.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from shardkit.core.checkpoint.commit import (
-    Header,
-    Image,
-    await_parts,
-    build_index,
-    remove_notes,
-    write_index,
-    write_part,
-)
+import torch
+
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
-from shardkit.core.checkpoint.errors import CheckpointError
-from shardkit.core.checkpoint.plan import Plan
-
-__all__ = ["Progress", "Save"]
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.index import (
+    BLOCK_BYTES,
+    DTYPES,
+    MANIFEST,
+    SAVE_ID,
+    Chunk,
+    File,
+    Index,
+    ObjectEntry,
+    TensorEntry,
+    dtype_name,
+    pack,
+    seal,
+    unseal,
+)
+from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
+from shardkit.core.checkpoint.plan import Layout, Piece, Plan
+from shardkit.core.checkpoint.stock_metadata import METADATA, stock_metadata
+from shardkit.core.checkpoint.stored import memory_of
+from shardkit.core.checkpoint.torch_files import archive_of
+from shardkit.core.checkpoint.verified_file import BlockSums, read_small
+from shardkit.core.torch_compat import foreach_copy_
 
 _LOG = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.005
 _GRACE_SECONDS = 60.0
 """How long the committing rank waits for the others once its own training has ended."""
+
+
+def chunk_after(end: int, file: str, dtype: torch.dtype, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+    """The chunk whose archive follows in a data file that is filled up to `end`."""
+    archive = archive_of(dtype, sizes)
+    start = archive.place(end)
+    return Chunk(file, start, archive.length, offsets, sizes, start + len(archive.head))
+
+
+def chunks_after(end: int, file: str, pieces: Iterable[Piece]) -> tuple[list[Chunk], int]:
+    """The chunks of pieces, one after the other, and where the last one ends."""
+    chunks = []
+    for piece in pieces:
+        chunks.append(chunk_after(end, file, piece.dtype, piece.offsets, piece.sizes))
+        end = chunks[-1].offset + chunks[-1].length
+    return chunks, end
+
+
+class Image:
+    """The data file of `pieces`; its memory is kept from save to save.
+
+    Attributes:
+        pieces: what it has room for, in order.
+        memory: uint8, the bytes of the file.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], *, pinned: bool) -> None:
+        self.pieces = tuple(pieces)
+        self.pinned = pinned
+        chunks, end = chunks_after(0, "", pieces)
+        self.memory = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._views: list[torch.Tensor] = []
+        for piece, chunk in zip(pieces, chunks, strict=True):
+            archive = archive_of(piece.dtype, piece.sizes)
+            values = chunk.offset + len(archive.head)
+            self._write(chunk.offset, archive.head)
+            self._write(values + archive.nbytes, archive.tail)
+            view = self.memory[values : values + archive.nbytes].view(piece.dtype).view(piece.sizes)
+            self._views.append(view)
+
+    def _write(self, at: int, data: bytes) -> None:
+        if data:  # an archive of a tensor without elements is all head
+            self.memory[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @torch.no_grad()
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Copies the values of the pieces in. When it returns they may be changed again."""
+        here = [(view, value) for view, value in zip(self._views, values, strict=True) if value.device.type == "cpu"]
+        if here:
+            foreach_copy_([view for view, _ in here], [value for _, value in here])
+        devices = set()
+        for view, value in zip(self._views, values, strict=True):
+            if value.device.type != "cpu":
+                view.copy_(value, non_blocking=self.pinned)
+                devices.add(value.device)
+        for device in devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's note.
+
+    Attributes:
+        nbytes, blocks: size and checksums of its data file; no blocks if it wrote none.
+        told: pieces that lie in it behind those that layouts describe, in order.
+        objects: path, offset and length of each object.
+        empties: paths of empty mappings.
+        order: of the leaves that it tells of, if it is not tensors first.
+    """
+
+    nbytes: int
+    blocks: tuple[str, ...]
+    told: tuple[Piece, ...]
+    objects: tuple[tuple[LeafPath, int, int], ...]
+    empties: tuple[LeafPath, ...]
+    order: tuple[LeafPath, ...] = ()
+
+
+def data_file(rank: int) -> str:
+    """The name of a rank's data file, which is the one that stock gives it."""
+    return f"__{rank}_0.distcp"
+
+
+def _note(rank: int) -> str:
+    return f"part-{rank}.json"
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview], progress: Callable[[int], object]) -> File:
+    """Writes parts one behind the other, and has the system put them on disk.
+
+    Hashing, writing and syncing leave the interpreter to other threads.
+    """
+    sums = BlockSums()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        for data in parts:
+            part = memoryview(data)
+            for at in range(0, len(part), BLOCK_BYTES):
+                block = part[at : at + BLOCK_BYTES]
+                sums.add(block)
+                done = 0
+                while done < len(block):
+                    done += os.write(descriptor, block[done:])
+                progress(len(block))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return File(path.name, sums.nbytes, sums.finish())
+
+
+def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]) -> None:
+    """Writes this rank's data file and then its note into a directory that is there. Raises OSError."""
+    placed, end = [], len(image)
+    for path, data in plan.objects:
+        placed.append((path, end, len(data)))
+        end += len(data)
+    contents: list[bytes | memoryview] = [image, *(data for _, data in plan.objects)]
+    document = {
+        "nbytes": end,
+        "blocks": write_file(directory / data_file(rank), contents, progress).blocks if end else [],
+        "told": [[encode_path(p.path), dtype_name(p.dtype), p.shape, p.offsets, p.sizes] for p in plan.told],
+        "objects": [[encode_path(path), offset, length] for path, offset, length in placed],
+        "empties": [encode_path(path) for path in plan.empties],
+        "order": [encode_path(path) for path in plan.order],
+    }
+    temporary = directory / f"{_note(rank)}.tmp"
+    temporary.write_bytes(seal(document))
+    temporary.rename(directory / _note(rank))
+
+
+def read_part(directory: Path, rank: int) -> Part | None:
+    """A rank's note, None if it has not left one yet. Raises DamagedCheckpointError for one that is damaged."""
+    path = directory / _note(rank)
+    if not path.exists():
+        return None
+    found: dict[str, Any] = unseal(read_small(directory, path.name), str(path))
+    try:
+        return Part(
+            int(found["nbytes"]),
+            tuple(found["blocks"]),
+            tuple(
+                Piece(decode_path(path), DTYPES[dtype], tuple(shape), tuple(offsets), tuple(sizes))
+                for path, dtype, shape, offsets, sizes in found["told"]
+            ),
+            tuple((decode_path(path), offset, length) for path, offset, length in found["objects"]),
+            tuple(decode_path(path) for path in found["empties"]),
+            tuple(decode_path(path) for path in found["order"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} is not put together as a note of a rank: {error!r}") from error
+
+
+def remove_notes(directory: Path, ranks: int) -> None:
+    """Removes the notes, which the manifest has taken in."""
+    for rank in range(ranks):
+        (directory / _note(rank)).unlink()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a checkpoint says of itself beside its state."""
+
+    step: int
+    world_size: int
+    info: dict[str, Any]
+
+
+def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]) -> list[Part]:
+    """Every rank's note, when all are there.
+
+    `gone` says why there is no use in waiting any longer, if there is none. Raises CheckpointError with that reason and
+    the ranks that are missing.
+    """
+    parts: dict[int, Part] = {}
+    pause = _POLL_SECONDS
+    while True:
+        for rank in range(world_size):
+            if rank not in parts and (part := read_part(directory, rank)) is not None:
+                parts[rank] = part
+        if len(parts) == world_size:
+            return [parts[rank] for rank in range(world_size)]
+        if reason := gone():
+            missing = [rank for rank in range(world_size) if rank not in parts]
+            raise CheckpointError(
+                f"{directory}: ranks {missing} have not written their part where this rank sees it: {reason}; the "
+                "directory must be one that all ranks share"
+            )
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.5)
+
+
+def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Sequence[Part]) -> Index:
+    """The index of what all ranks have written. Raises CheckpointError if a data file is not as long as its pieces are,
+    or pieces do not make up their tensors.
+    """
+    files = [data_file(rank) for rank in range(len(parts))]
+    # This runs once for each rank and tensor, with the interpreter that the training needs.
+    ends = [0] * len(parts)
+    chunks: dict[LeafPath, list[Chunk]] = {}
+    for number, layout in layouts:
+        found = chunks[layout.path] = []
+        for rank, offsets, sizes in layout.boxes(number):
+            found.append(chunk_after(ends[rank], files[rank], layout.dtype, offsets, sizes))
+            ends[rank] = found[-1].offset + found[-1].length
+    looks = {layout.path: (layout.dtype, layout.shape) for _, layout in layouts}
+    objects: dict[str, ObjectEntry] = {}
+    empties: dict[LeafPath, None] = {}
+    order: dict[LeafPath, None] = {}
+    seen: set[tuple[LeafPath, tuple[int, ...]]] = set()
+    for rank, part in enumerate(parts):
+        told, end = chunks_after(ends[rank], files[rank], part.told)
+        if end + sum(length for _, _, length in part.objects) != part.nbytes:
+            raise CheckpointError(
+                f"rank {rank} wrote {part.nbytes} bytes, but its tensors and objects take {end} and "
+                f"{part.nbytes - end}: the ranks do not agree on the state that they save"
+            )
+        for piece, chunk in zip(part.told, told, strict=True):
+            look = looks.setdefault(piece.path, (piece.dtype, piece.shape))
+            if look != (piece.dtype, piece.shape):
+                raise CheckpointError(
+                    f"{name_of(piece.path)}: rank {rank} has {piece.shape} of {piece.dtype}, another rank {look[1]} "
+                    f"of {look[0]}; the state must be the same on all ranks"
+                )
+            if (piece.path, piece.offsets) not in seen:  # else a replica that only its holders knew of
+                seen.add((piece.path, piece.offsets))
+                chunks.setdefault(piece.path, []).append(chunk)
+        for path, offset, length in part.objects:
+            objects[name_of(path)] = ObjectEntry(path, files[rank], offset, length)
+        empties.update(dict.fromkeys(part.empties))
+        order.update(dict.fromkeys(part.order))
+    return Index(
+        {name_of(path): TensorEntry(path, *looks[path], tuple(found)) for path, found in chunks.items()},
+        objects,
+        {name: File(name, part.nbytes, part.blocks) for name, part in zip(files, parts, strict=True) if part.nbytes},
+        tuple(empties),
+        header.step,
+        header.world_size,
+        header.info,
+        tuple(order),
+    )
+
+
+def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
+    """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both.
+
+    Without a seal there is no manifest, and the directory is one as torch.distributed.checkpoint writes it.
+    """
+    metadata = write_file(directory / METADATA, [stock_metadata(index, SAVE_ID if sealed else None)], lambda _: None)
+    if sealed:
+        manifest = pack(index, datetime.now(UTC).isoformat(timespec="microseconds"), metadata)
+        write_file(directory / MANIFEST, [manifest], lambda _: None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +391,7 @@ class Save:
     def _run(self) -> None:
         try:
             with writing_in(self._temporary):
-                write_part(self._temporary, self._rank, self._image.bytes(), self._plan, self._count)
+                write_part(self._temporary, self._rank, memory_of(self._image.memory), self._plan, self._count)
                 self._part_done.set()
                 if self._rank == 0:
                     self._phase = "committing"

@@ -1,4 +1,4 @@
-"""Where full tensors are read from: a dict in memory, a torch.save file or a safetensors file, piece by piece."""
+"""Whole tensors in files that others write: safetensors, Hugging Face directories, torch.save; or a dict in memory."""
 
 from __future__ import annotations
 
@@ -14,32 +14,80 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath, name_of
-from shardkit.core.checkpoint.safetensors_files import HF_INDEX, mapped_safetensors
-from shardkit.core.checkpoint.stored import StoredTensor, whole
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, name_of
+from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
-from shardkit.core.region import Region
 
-__all__ = [
-    "Entry",
-    "Source",
-    "open_file",
-    "open_source",
-    "tensors_of_files",
-]
+HF_INDEX = "model.safetensors.index.json"
+PATHS_NOTE, OBJECTS_NOTE = "shardkit.leaves", "shardkit.values"
+"""In the metadata of safetensors: paths of tensors by name, and values that are no tensors, as JSON."""
+
+SAFETENSORS_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a source."""
+def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, mapped, and the texts in its metadata. Raises ImportError without
+    `safetensors`; ValueError for a dtype that torch has not; DamagedCheckpointError for a file whose header is damaged,
+    or does not fit it.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs the package safetensors; run: pip install 'shardkit-core[safetensors]'"
+        ) from error
+    try:
+        # Any: the package is not annotated.
+        opened: Any = safe_open(str(path), framework="pt")
+        for name in opened.keys():  # noqa: SIM118 (no mapping)
+            kind = opened.get_slice(name).get_dtype()
+            if kind not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{name}: dtype {kind} in {path}, expected one of {', '.join(SAFETENSORS_DTYPES)}")
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DamagedCheckpointError(f"{path} ({path.stat().st_size} bytes) is damaged: {error}") from error
+    return tensors, opened.metadata() or {}
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
+    """A safetensors file, without what is left out; one that was written here has paths and objects too. Raises
+    CheckpointError for a file that is none, is truncated, or has an unknown dtype.
+    """
+    try:
+        tensors, notes = mapped_safetensors(path)
+        paths = {name: decode_path(found) for name, found in json.loads(notes.get(PATHS_NOTE, "{}")).items()}
+        objects = {decode_path(found): value for found, value in json.loads(notes.get(OBJECTS_NOTE, "[]"))}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    checkpoint = Checkpoint("safetensors", [str(path)])
+    found = {paths.get(name, (name,)): tensor for name, tensor in tensors.items()}
+    for place, value in (*left_out.rest(found), *left_out.rest(objects)):
+        checkpoint.add(place, value, path)
+    return checkpoint
 
 
 @dataclass(frozen=True)
 class Source:
-    """Full tensors by name. Those of a file are mapped: a region is read from disk when it is copied from.
+    """Full tensors by name. Those of a file are mapped: a part is read from disk when it is copied from.
 
     Attributes:
         tensors: in order.
@@ -78,15 +126,6 @@ class Source:
                 objects[name] = value
         return cls(tensors, objects, None if file is None else _fingerprint(file, tensors))
 
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """What the tensors look like."""
-        return {name: Entry(tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a tensor: a view or a copy, not to be written to."""
-        return region.take(self.tensors[name].detach())
-
 
 def open_source(source: object) -> Source | None:
     """The source for what a user passes: a mapping, a path, or None for anything else. Raises as `open_file`."""
@@ -96,16 +135,13 @@ def open_source(source: object) -> Source | None:
 
 
 def open_file(path: Path, key: str | None = None) -> Source:
-    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run.
+    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run. Raises OSError
+    for a file that cannot be opened; ValueError for one of an unknown kind, or that is no dict, or has none under
+    `key`; CheckpointError, ImportError, TypeError as `load_torch_file`, `mapped_safetensors` and `Source.of`.
 
     Args:
         path: of a file of torch.save or safetensors.
         key: of a file of torch.save, under which key of its dict the tensors are; None if they are all that it holds.
-
-    Raises:
-        OSError: for a file that cannot be opened.
-        ValueError: for one of an unknown kind, or that is no dict, or has none under `key`.
-        CheckpointError, ImportError, TypeError: as `load_torch_file`, `mapped_safetensors` and `Source.of`.
     """
     with path.open("rb") as file:
         head = file.read(9)
@@ -135,7 +171,8 @@ def _fingerprint(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
 def tensors_of_files(
     path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
 ) -> list[StoredTensor]:
-    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
+    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file. Raises
+    CheckpointError for anything else, and for tensors that the index names and no file has.
 
     Args:
         path: the file or directory.
@@ -145,9 +182,6 @@ def tensors_of_files(
 
     Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
     files of its directory only.
-
-    Raises:
-        CheckpointError: for anything else, and for tensors that the index names and no file has.
     """
     if key is not None or not path.is_dir():
         source = _opened(path, key)

@@ -14,7 +14,7 @@ import functools
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,86 +36,70 @@ from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small
 from shardkit.core.torch_compat import CheckpointStorageInfo
 
-__all__ = ["METADATA", "read_stock", "stock_metadata", "unpickle_metadata"]
-
-_CLASSES = (
-    torch.Size,
-    ChunkStorageMetadata,
-    TensorStorageMetadata,
-    MetadataIndex,
-    CheckpointStorageInfo,
-    Metadata,
-)
+_CLASSES = (torch.Size, ChunkStorageMetadata, TensorStorageMetadata, MetadataIndex, CheckpointStorageInfo, Metadata)
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
-_MEMO = {key: number for number, key in enumerate((*_CLASSES, *_NAMES, "the tensor's name"))}
-_TENSOR_NAME = _MEMO["the tensor's name"]
-
-_END = b"."
-_MARK, _DICT, _LIST, _NONE = b"(", b"}", b"]", b"N"
-_SETITEMS, _APPENDS, _BUILD, _POP = b"u", b"e", b"b", b"0"
+_TENSOR_NAME = len(_CLASSES) + len(_NAMES)
+_GET: dict[Any, bytes] = {key: b"h" + bytes([number]) for number, key in enumerate((*_CLASSES, *_NAMES))}
+"""What pushes a class or name again, which stands in the memo; behind them there the name of the last tensor."""
+_NEW: dict[type, bytes] = {kind: _GET[kind] + b")\x81}(" for kind in _CLASSES}
 
 
 def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
     """The metadata that torch.distributed.checkpoint needs to load what an index describes."""
-    paths = {name: stock_path(path) for name, path in index.paths.items()}
     state = {
         **{name: _pushed(value) for name, value in vars(Metadata({})).items()},
-        "state_dict_metadata": _dict(_described(index)),
-        "planner_data": _pushed(paths),
-        "storage_data": _dict(_stored(index)),
+        "state_dict_metadata": b"".join([b"}(", *_described(index), b"u"]),
+        "planner_data": _pushed({name: stock_path(path) for name, path in index.paths.items()}),
+        "storage_data": b"".join([b"}(", *_stored(index), b"u"]),
         "storage_meta": _pushed(StorageMeta(save_id=save_id)),
     }
-    remembered = [_pushed(key) + _put(number) + _POP for key, number in _MEMO.items()]
-    return b"".join([b"\x80\x02", *remembered, _instance(Metadata, *map(_item, state.items())), _END])
-
-
-def _item(item: tuple[str, bytes]) -> bytes:
-    return _pushed(item[0]) + item[1]
+    remembered = [_remembered(key, number) for number, key in enumerate(_GET)]
+    items = [_pushed(name) + value for name, value in state.items()]
+    return b"".join([b"\x80\x02", *remembered, _object(Metadata, *items), b"."])
 
 
 def _described(index: Index) -> Iterator[bytes]:
     """Names, and what each tensor or object looks like."""
     for name, entry in index.tensors.items():
-        yield _pushed(name) + _pushed_tensor(entry)
+        chunks = [
+            _object(ChunkStorageMetadata, _GET["offsets"], _size(c.offsets), _GET["sizes"], _size(c.sizes))
+            for c in entry.chunks
+        ]
+        properties = _GET["properties"] + _pushed(TensorProperties(dtype=entry.dtype))
+        size = _GET["size"] + _size(entry.shape)
+        yield _pushed(name)
+        yield _object(TensorStorageMetadata, properties, size, _GET["chunks"], b"](", *chunks, b"e")
     for name in index.objects:
         yield _pushed(name) + _pushed(BytesStorageMetadata())
 
 
-def _pushed_tensor(entry: TensorEntry) -> bytes:
-    head, between, tail = _around("offsets", "sizes", ChunkStorageMetadata)
-    chunks = b"".join([head + _size(c.offsets) + between + _size(c.sizes) + tail for c in entry.chunks])
-    return _instance(
-        TensorStorageMetadata,
-        _get("properties") + _pushed(TensorProperties(dtype=entry.dtype)),
-        _get("size") + _size(entry.shape),
-        _get("chunks") + _LIST + _MARK + chunks + _APPENDS,
-    )
-
-
 def _stored(index: Index) -> Iterator[bytes]:
     """Where each chunk and object lies: keys and values."""
+    named = _GET["fqn"] + b"h" + bytes([_TENSOR_NAME]) + _GET["offset"]
     for name, entry in index.tensors.items():
-        yield from _places(name, entry.chunks)
+        yield _remembered(name, _TENSOR_NAME)  # this pushes nothing: it can stand between items
+        for number, chunk in enumerate(entry.chunks):
+            yield _object(MetadataIndex, named, _size(chunk.offsets), _GET["index"], _number(number))
+            yield _place(chunk)
     for name, one in index.objects.items():
         yield _pushed(MetadataIndex(name)) + _place(one)
 
 
-def _places(name: str, chunks: Iterable[Chunk]) -> Iterator[bytes]:
-    named = _pushed(name) + _put(_TENSOR_NAME) + _POP  # this pushes nothing: it can stand between items
-    head = _get(MetadataIndex) + b")\x81" + _DICT + _MARK + _get("fqn") + b"h" + bytes([_TENSOR_NAME]) + _get("offset")
-    between, tail = _get("index"), _SETITEMS + _BUILD
-    for number, chunk in enumerate(chunks):
-        yield named + head + _size(chunk.offsets) + between + _number(number) + tail + _place(chunk)
-        named = b""
-
-
 def _place(one: Chunk | ObjectEntry) -> bytes:
-    return b"".join(
-        (_PLACE[0], _text(one.file), _PLACE[1], _number(one.offset), _PLACE[2], _number(one.length), _PLACE[3])
+    file, offset, length = _GET["relative_path"], _GET["offset"], _GET["length"]
+    return _object(
+        CheckpointStorageInfo, file, _text(one.file), offset, _number(one.offset), length, _number(one.length)
     )
 
 
-# -- opcodes ----------------------------------------------------------------------------------------------------------
+def _object(kind: type, *items: bytes) -> bytes:
+    """An object of a class, with a dict of these keys and values as its state."""
+    return b"".join((_NEW[kind], *items, b"ub"))
+
+
+def _remembered(value: Any, number: int) -> bytes:
+    """Puts a value into the memo, and off the stack."""
+    return _pushed(value) + b"q" + bytes([number]) + b"0"
 
 
 def _pushed(value: Any) -> bytes:
@@ -125,36 +109,6 @@ def _pushed(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return buffer.getvalue()[2:-1]
-
-
-def _put(number: int) -> bytes:
-    return b"q" + bytes([number])
-
-
-def _get(key: Any) -> bytes:
-    return b"h" + bytes([_MEMO[key]])
-
-
-def _dict(items: Iterable[bytes]) -> bytes:
-    return b"".join([_DICT, _MARK, *items, _SETITEMS])
-
-
-def _instance(kind: type, *items: bytes) -> bytes:
-    """An object of a class, with a dict as its state."""
-    return b"".join([_get(kind), b")\x81", _DICT, _MARK, *items, _SETITEMS, _BUILD])
-
-
-def _around(first: str, second: str, kind: type) -> tuple[bytes, bytes, bytes]:
-    """What stands before, between and behind the two values of an object."""
-    return _get(kind) + b")\x81" + _DICT + _MARK + _get(first), _get(second), _SETITEMS + _BUILD
-
-
-_PLACE = (
-    _get(CheckpointStorageInfo) + b")\x81" + _DICT + _MARK + _get("relative_path"),
-    _get("offset"),
-    _get("length"),
-    _SETITEMS + _BUILD,
-)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -170,39 +124,26 @@ def _number(value: int) -> bytes:
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
-_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
-
-
 @functools.lru_cache(maxsize=65536)
 def _size(sizes: tuple[int, ...]) -> bytes:
     """A torch.Size."""
     numbers = b"".join(map(_number, sizes))
-    values = numbers + _TUPLES[len(sizes)] if len(sizes) < 4 else _MARK + numbers + b"t"
-    return _get(torch.Size) + values + b"\x85R"
+    values = numbers + (b")", b"\x85", b"\x86", b"\x87")[len(sizes)] if len(sizes) < 4 else b"(" + numbers + b"t"
+    return _GET[torch.Size] + values + b"\x85R"
 
 
 METADATA = ".metadata"
 
 _OURS = "torch.distributed.checkpoint.metadata"
+_CHUNKS = {"BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"}
 _ALLOWED = {
-    (_OURS, "BytesStorageMetadata"),
-    (_OURS, "ChunkStorageMetadata"),
-    (_OURS, "Metadata"),
-    (_OURS, "MetadataIndex"),
-    (_OURS, "StorageMeta"),
-    (_OURS, "TensorProperties"),
-    (_OURS, "TensorStorageMetadata"),
-    (_OURS, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 writes it
+    _OURS: {*_CHUNKS, "Metadata", "MetadataIndex", "StorageMeta"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", "device"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"PosixPath"},  # as Python 3.13 writes it
 }
 _UNUSED = {(_OURS, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")}
 
@@ -219,10 +160,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             return found
         if name == "getattr" and module in ("builtins", "__builtin__"):  # Python 3.11.2 writes enumerations by name
             return _unused_member
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
         if (module, name) in _UNUSED:
             return _Unused
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in the metadata of a checkpoint")
         if (module, name) not in self._made:
             kind = super().find_class(module, name)
             kind = _Properties if name == "TensorProperties" else kind
@@ -258,16 +199,20 @@ def _unused_member(kind: object, name: object) -> _Unused:
 
 
 def unpickle_metadata(data: bytes) -> Any:
-    """What the bytes of a `.metadata` file hold: made of metadata's own classes, and nothing else is run.
-
-    Raises:
-        pickle.UnpicklingError: for anything else in it. Damaged pickles fail in any other way, too.
+    """What the bytes of a `.metadata` file hold: made of metadata's own classes, and nothing else is run. Raises
+    pickle.UnpicklingError for anything else in it. Damaged pickles fail in any other way, too.
     """
     check_pickle(data)
     return _MetadataUnpickler(data).load()
 
 
-def _load(directory: Path) -> Metadata:
+def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
+    """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
+
+    What is `left_out` need not be there. Raises DamagedCheckpointError for metadata that cannot be read or does not fit
+    the files, or is of a checkpoint of ours that has lost its manifest; CheckpointError for files that are compressed
+    or otherwise transformed.
+    """
     data, path = read_small(directory, METADATA), directory / METADATA
     try:
         metadata = unpickle_metadata(data)
@@ -275,20 +220,6 @@ def _load(directory: Path) -> Metadata:
         raise DamagedCheckpointError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
-    return metadata
-
-
-def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
-    """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
-
-    What is `left_out` need not be there.
-
-    Raises:
-        DamagedCheckpointError: for metadata that cannot be read or does not fit the files, or is of a checkpoint of
-            ours that has lost its manifest.
-        CheckpointError: for files that are compressed or otherwise transformed.
-    """
-    metadata = _load(directory)
     if getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
         raise DamagedCheckpointError(
             f"{directory / MANIFEST} is missing, and with it the checksums of this checkpoint; "
@@ -297,9 +228,9 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
     try:
         return _index(directory, metadata, left_out)
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{directory / METADATA}: {error}") from error
+        raise DamagedCheckpointError(f"{path}: {error}") from error
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{directory / METADATA} is not put together as metadata: {error!r}") from error
+        raise DamagedCheckpointError(f"{path} is not put together as metadata: {error!r}") from error
 
 
 def _index(directory: Path, metadata: Metadata, left_out: Callable[[LeafPath], bool]) -> Index:

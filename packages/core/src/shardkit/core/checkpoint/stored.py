@@ -20,22 +20,6 @@ from shardkit.core.checkpoint.index import Index
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten, walk
 from shardkit.core.checkpoint.torch_files import release_pages
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Checkpoint",
-    "Memory",
-    "Part",
-    "Read",
-    "Slab",
-    "StoredTensor",
-    "bytes_of",
-    "mapped_reader",
-    "memory_of",
-    "paths_of",
-    "row_major_strides",
-    "whole",
-]
-
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat uint8 view."""
@@ -76,10 +60,8 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, put together from parts.
-
-    Raises:
-        CheckpointError: if the parts do not make up the tensor, each element once.
+    """A whole tensor, put together from parts. Raises CheckpointError if the parts do not make up the tensor, each
+    element once.
     """
 
     path: LeafPath
@@ -205,10 +187,12 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     about: Index = field(default_factory=lambda: Index({}, {}, {}))
 
-    def add(self, path: LeafPath, value: Any) -> None:
-        """Puts a leaf in: a stored tensor, or an object."""
+    def add(self, path: LeafPath, value: Any, file: object) -> None:
+        """Puts a leaf in: a stored tensor, a mapped one of a file, or an object."""
         if isinstance(value, StoredTensor):
             self.tensors[path] = value
+        elif isinstance(value, torch.Tensor):
+            self.tensors[path] = whole(path, value, str(file))
         else:
             self.objects[path] = value
 
@@ -239,10 +223,8 @@ def whole(path: tuple[Any, ...], tensor: torch.Tensor, file: str) -> StoredTenso
 
 
 def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Read:
-    """Reads ranges of a mapped tensor whose first element is number `start` of the whole.
-
-    Raises:
-        CheckpointError: for anything but a plain dense tensor in memory.
+    """Reads ranges of a mapped tensor whose first element is number `start` of the whole. Raises CheckpointError for
+    anything but a plain dense tensor in memory.
     """
     _check_plain(name, tensor, file)
     memory, first = tensor.detach(), tensor.storage_offset()

@@ -12,8 +12,6 @@ from shardkit.core.checkpoint.errors import CheckpointError, printable
 from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint
 
-__all__ = ["note", "progress", "run_conversion", "say", "status_of"]
-
 Progress = Callable[[int], object]
 """Is told how many bytes were done."""
 

@@ -28,21 +28,6 @@ import torch
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.pickled import check_pickle
 
-__all__ = [
-    "ALIGNMENT",
-    "Archive",
-    "Layout",
-    "Window",
-    "archive_of",
-    "layout_in",
-    "load_torch_bytes",
-    "load_torch_file",
-    "release_pages",
-    "storages_in",
-    "trim_heap",
-    "values_in",
-]
-
 ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
 
@@ -149,9 +134,7 @@ class Window:
 
 def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int, int]:
     """Where the values of the one tensor lie that bytes [offset, offset + length) of a file hold: (offset, bytes).
-
-    Raises:
-        DamagedCheckpointError: if these bytes are no such archive, or one of several tensors.
+    Raises DamagedCheckpointError if these bytes are no such archive, or one of several tensors.
     """
     found = storages_in(file, offset, length, name)
     if len(found) != 1:
@@ -204,10 +187,8 @@ class Layout:
 def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str) -> Layout:
     """The layout of the one tensor whose archive is bytes [offset, offset + length) of a file.
 
-    `nbytes` are those of its storage, in which the tensor must lie; `name` is for messages.
-
-    Raises:
-        DamagedCheckpointError: for anything but a plain tensor that lies in its storage.
+    `nbytes` are those of its storage, in which the tensor must lie; `name` is for messages. Raises
+    DamagedCheckpointError for anything but a plain tensor that lies in its storage.
     """
     where = f"{name}: bytes {offset} to {offset + length}"
     try:
@@ -289,16 +270,14 @@ _MAX_EXPANDED = 2**25
 
 
 def load_torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
-    """The object in a file written by torch.save. Its tensors are mapped: values are read when they are used.
+    """The object in a file written by torch.save. Its tensors are mapped: values are read when they are used. Raises
+    DamagedCheckpointError for a file that is no such file, is truncated, compressed, or claims more than it has;
+    CheckpointError for a missing one, and for one that asks for anything that is not allowed.
 
     Args:
         path: of the file.
         allowed: classes and functions that it may use beside tensors and plain containers, as
             `torch.serialization.safe_globals` takes them.
-
-    Raises:
-        DamagedCheckpointError: for a file that is no such file, is truncated, compressed, or claims more than it has.
-        CheckpointError: for a missing one, and for one that asks for anything that is not allowed.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist, or is not a file")

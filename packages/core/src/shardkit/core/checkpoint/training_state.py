@@ -28,8 +28,6 @@ from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
 from shardkit.core.placements import Owned
 from shardkit.core.whole_state import NUMBERS
 
-__all__ = ["Captured", "OptimizerNames", "TrainingState", "get_rng_state", "set_rng_state"]
-
 
 def get_rng_state() -> dict[str, Any]:
     """All generators, as tensors and plain values."""
@@ -112,10 +110,8 @@ class OptimizerNames:
         return {"state": state, "param_groups": groups}
 
     def target(self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor to read one entry into: the live one, else a new one that lies as its parameter does.
-
-        Raises:
-            CheckpointError: if the parameter is unknown, or the entry has a shape of its own.
+        """The tensor to read one entry into: the live one, else a new one that lies as its parameter does. Raises
+        CheckpointError if the parameter is unknown, or the entry has a shape of its own.
         """
         if name not in self._by_name:
             raise CheckpointError(f"optimizer.state.{name}: the optimizer holds no parameter of this name")
@@ -159,10 +155,8 @@ class OptimizerNames:
         }
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Gives each optimizer its part of what `state_dict` gave, as read.
-
-        Raises:
-            CheckpointError: for parameters that are in no stored group, or in several.
+        """Gives each optimizer its part of what `state_dict` gave, as read. Raises CheckpointError for parameters that
+        are in no stored group, or in several.
         """
         state, groups = stored.get("state", {}), stored.get("param_groups", [])
         loads, number = [], 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,28 +13,47 @@ from typing import Self
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 
-__all__ = ["DIGEST_BYTES", "VerifiedFile", "checksum", "checksums", "open_inside", "read_small", "verify"]
-
-DIGEST_BYTES = 16
+_DIGEST_BYTES = 16
 
 
 def checksum(block: bytes | bytearray | memoryview) -> str:
     """128 bits of SHA-256, in hex."""
-    return hashlib.sha256(block).digest()[:DIGEST_BYTES].hex()
+    return hashlib.sha256(block).digest()[:_DIGEST_BYTES].hex()
 
 
-def checksums(data: memoryview) -> Iterator[str]:
-    """The checksum of each block of a file's bytes."""
-    for start in range(0, len(data), BLOCK_BYTES):
-        yield checksum(data[start : start + BLOCK_BYTES])
+class BlockSums:
+    """The checksums of a file's blocks, from its bytes as they come."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._sums: list[str] = []
+        self._hash = hashlib.sha256()
+
+    def add(self, data: bytes | memoryview) -> None:
+        """The next bytes."""
+        view = memoryview(data)
+        while view:
+            part = view[: BLOCK_BYTES - self.nbytes % BLOCK_BYTES]
+            self._hash.update(part)
+            self.nbytes += len(part)
+            view = view[len(part) :]
+            if self.nbytes % BLOCK_BYTES == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._sums.append(self._hash.digest()[:_DIGEST_BYTES].hex())
+        self._hash = hashlib.sha256()
+
+    def finish(self) -> tuple[str, ...]:
+        """All of them; nothing follows."""
+        if self.nbytes % BLOCK_BYTES:
+            self._end_block()
+        return tuple(self._sums)
 
 
 def open_inside(directory: Path, name: str) -> int:
-    """A descriptor of a regular file right inside `directory`; links are not followed.
-
-    Raises:
-        DamagedCheckpointError: if it is missing, or no regular file.
-        CheckpointError: if it cannot be opened.
+    """A descriptor of a regular file right inside `directory`; links are not followed. Raises DamagedCheckpointError if
+    it is missing, or no regular file; CheckpointError if it cannot be opened.
     """
     path = directory / name
     try:
@@ -58,10 +77,8 @@ def read_small(directory: Path, name: str) -> bytes:
 
 
 class VerifiedFile:
-    """Reads ranges of one file. A block that is only needed in part is kept until another one is.
-
-    Raises:
-        DamagedCheckpointError: here and in `read_into`, with the path and where: wrong size, wrong checksum, missing.
+    """Reads ranges of one file. A block that is only needed in part is kept until another one is. Raises
+    DamagedCheckpointError here and in `read_into`, with the path and where: wrong size, wrong checksum, missing.
     """
 
     def __init__(self, directory: Path, file: File) -> None:

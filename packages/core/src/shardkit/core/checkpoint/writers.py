@@ -1,9 +1,11 @@
-"""Writes checkpoints offline, by one process: those of torch.distributed.checkpoint, and files of torch.save."""
+"""Writers of every format, offline and by one process: torch.distributed.checkpoint, torch.save, safetensors."""
 
 from __future__ import annotations
 
-import hashlib
 import io
+import json
+import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,63 +13,68 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.commit import data_file, write_index
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.index import BLOCK_BYTES, Chunk, File, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, LeafPath, flatten, name_of, unflatten
+from shardkit.core.checkpoint.leaves import At, LeafPath, encode_path, flatten, name_of, unflatten
+from shardkit.core.checkpoint.saving import chunk_after, data_file, write_index
+from shardkit.core.checkpoint.sources import HF_INDEX, OBJECTS_NOTE, PATHS_NOTE, SAFETENSORS_DTYPES
 from shardkit.core.checkpoint.stored import Checkpoint, Slab, StoredTensor, memory_of
 from shardkit.core.checkpoint.torch_files import archive_of, storages_in
-from shardkit.core.checkpoint.verified_file import DIGEST_BYTES
+from shardkit.core.checkpoint.verified_file import BlockSums
 
-__all__ = ["Content", "DataFile", "DcpWriter", "Place", "TorchWriter", "objects_for_stock"]
+
+class Writer(ABC):
+    """One format. Lays its files out in `begin`, or takes up what an earlier attempt has written.
+
+    Attributes:
+        file: is there once all files are laid out.
+    """
+
+    file: Path
+
+    @abstractmethod
+    def begin(self, records: dict[str, Any]) -> None:
+        """Starts; `records` has what `write` returned for tensors that are written already."""
+
+    @abstractmethod
+    def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
+        """Writes one tensor; returns what it takes to go on behind it, as JSON."""
+
+    def finish(self) -> None:  # noqa: B027 (most formats are complete then)
+        """Completes the files, once every tensor is written."""
+
+    def kept(self, value: Any) -> Any:
+        """An object as the format gives it back."""
+        return value
 
 
 class DataFile:
     """Grows at its end; with `sealed`, knows the checksums of its blocks."""
 
     def __init__(self, path: Path, end: int, *, sealed: bool) -> None:
-        self.path, self._sealed = path, sealed
-        self._hash, self._in_block = hashlib.sha256(), 0
-        self._blocks: list[str] = []
-        self.end = end
+        self.path, self.end = path, end
+        self._sums = BlockSums() if sealed else None
         with path.open("ab") as file:
             file.truncate(end)
-        if sealed and end:
+        if self._sums is not None and end:
             with path.open("rb") as file:
                 while data := file.read(BLOCK_BYTES):
-                    self._note(memoryview(data))
+                    self._sums.add(data)
 
     def append(self, data: bytes | memoryview) -> None:
         """Writes at the end."""
-        view = memoryview(data)
-        if self._sealed:
-            self._note(view)
+        if self._sums is not None:
+            self._sums.add(data)
         with self.path.open("ab") as file:  # not kept open: an attempt that fails leaves nothing to be flushed later
-            file.write(view)
-        self.end += len(view)
-
-    def _note(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            part = view[done : done + BLOCK_BYTES - self._in_block]
-            self._hash.update(part)
-            self._in_block += len(part)
-            done += len(part)
-            if self._in_block == BLOCK_BYTES:
-                self._end_block()
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._hash.digest()[:DIGEST_BYTES].hex())
-        self._hash, self._in_block = hashlib.sha256(), 0
+            file.write(data)
+        self.end += len(data)
 
     def finish(self) -> File:
         """Nothing follows."""
-        if self._in_block:
-            self._end_block()
-        return File(self.path.name, self.end, tuple(self._blocks) if self._sealed else None)
+        return File(self.path.name, self.end, None if self._sums is None else self._sums.finish())
 
 
-class DcpWriter:
+class DcpWriter(Writer):
     """Tensors cut by rows into the files of `ranks`, as `fully_shard` cuts them, and the metadata at the end.
 
     What was written before an interruption stays: a tensor is taken up again by its record.
@@ -95,13 +102,7 @@ class DcpWriter:
         self._chunks: dict[str, list[Chunk]] = {}
         self.file = directory / data_file(0)
 
-    @staticmethod
-    def kept(value: Any) -> Any:
-        """An object as it is read back."""
-        return value
-
     def begin(self, records: dict[str, Any]) -> None:
-        """Takes up what is recorded as written; what lies behind it is dropped."""
         ends = [0] * self._ranks
         for name, record in records.items():
             self._chunks[name] = [
@@ -114,7 +115,6 @@ class DcpWriter:
         ]
 
     def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
-        """Writes one tensor; returns its record."""
         stored = self._checkpoint.tensors[path]
         rows = -(-stored.rows // self._ranks)
         chunks: list[Chunk] = []
@@ -135,7 +135,6 @@ class DcpWriter:
         return {"ends": [file.end for file in self._files], "chunks": described}
 
     def finish(self) -> None:
-        """Writes the objects, the metadata and, if it is to be sealed, the manifest."""
         objects = {}
         for path, data in self._objects.items():
             objects[name_of(path)] = ObjectEntry(path, data_file(0), self._files[0].end, len(data))
@@ -156,17 +155,14 @@ def _begun(file: DataFile, stored: StoredTensor, first: int, stop: int) -> Chunk
     """Rows [first, stop), of which everything before the values is written."""
     sizes = (stop - first, *stored.shape[1:]) if stored.shape else ()
     offsets = (first, *[0] * (len(stored.shape) - 1)) if stored.shape else ()
-    archive = archive_of(stored.dtype, sizes)
-    start = archive.place(file.end)
-    file.append(bytes(start - file.end) + archive.head)
-    return Chunk(file.path.name, start, archive.length, offsets, sizes, start + len(archive.head))
+    chunk = chunk_after(file.end, file.path.name, stored.dtype, offsets, sizes)
+    file.append(bytes(chunk.offset - file.end) + archive_of(stored.dtype, sizes).head)
+    return chunk
 
 
 def objects_for_stock(checkpoint: Checkpoint) -> dict[LeafPath, bytes]:
-    """The objects of a checkpoint, taken apart as torch.distributed.checkpoint takes them apart.
-
-    Raises:
-        CheckpointError: for tensors that it cannot hold where they are, and for two values of one name.
+    """The objects of a checkpoint, taken apart as torch.distributed.checkpoint takes them apart. Raises CheckpointError
+    for tensors that it cannot hold where they are, and for two values of one name.
     """
     _check_keys(checkpoint)
     whole = _whole_objects(checkpoint.objects)
@@ -252,18 +248,32 @@ class Content:
         self.places[path] = Place(0, stored.numel, whole)
 
 
-class TorchWriter:
-    """`checkpoint.pt` with everything, or the files of several ranks, whose parts `content` says.
+class _PlacedWriter(Writer):
+    """Lays its files out before there are values; each tensor then goes to where it lies in them."""
 
-    Attributes:
-        file: the one that is laid out last.
-    """
+    def __init__(self) -> None:
+        self._places: dict[LeafPath, list[tuple[Path, int, int, int]]] = {}
+        """By tensor: file, first and last element there, and the byte at which the first one goes."""
+
+    def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
+        for low, high, values in slabs:
+            for file, first, last, offset in self._places.get(path, ()):
+                start, stop = max(low, first), min(high, last)
+                if start < stop:
+                    with file.open("r+b") as opened:
+                        opened.seek(offset + (start - first) * values.element_size())
+                        opened.write(memory_of(values[start - low : stop - low]))
+        return {}
+
+
+class TorchWriter(_PlacedWriter):
+    """`checkpoint.pt` with everything, or the files of several ranks, whose parts `content` says."""
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, names: Iterable[str] = ("checkpoint.pt",)) -> None:
+        super().__init__()
         self._files = [directory / name for name in names]
         self.file = self._files[0]
         self._checkpoint = checkpoint
-        self._targets: list[dict[LeafPath, tuple[Place, int]]] = []
 
     def content(self, number: int) -> Content:
         """What a file holds: the same at every call."""
@@ -278,54 +288,25 @@ class TorchWriter:
         return leaf if isinstance(leaf, torch.Tensor) else None
 
     def begin(self, records: dict[str, Any]) -> None:
-        """Lays the files out, unless they are there with records in them."""
-        if not records:
-            for number in reversed(range(len(self._files))):  # the first one last: with it all are there
-                self._lay_out(self._files[number], self.content(number))
-        self._targets = [self._found(file, self.content(number)) for number, file in enumerate(self._files)]
+        for number in reversed(range(len(self._files))):  # the first one last: with it all are there
+            file, content = self._files[number], self.content(number)
+            tree = self._checkpoint.nested(content.leaves)
+            if not records:
+                with torch.serialization.skip_data():
+                    torch.save(tree, file)
+            offsets = self._offsets(file, tree)
+            for path, place in content.places.items():
+                at = offsets[_storage(place.memory)] + place.first * place.memory.element_size()
+                if place.start < place.stop:
+                    self._places.setdefault(path, []).append((file, place.start, place.stop, at))
+            with file.open("r+b") as opened:
+                for memory, first, last, value in content.padding if not records else ():
+                    opened.seek(offsets[_storage(memory)] + first * memory.element_size())
+                    opened.write(memory_of(torch.full((last - first,), value, dtype=memory.dtype)))
 
-    def _lay_out(self, file: Path, content: Content) -> None:
-        with torch.serialization.skip_data():
-            torch.save(self._checkpoint.nested(content.leaves), file)
-        offsets = self._offsets(file, content)
-        with file.open("r+b") as opened:
-            for memory, first, last, value in content.padding:
-                opened.seek(offsets[_storage(memory)] + first * memory.element_size())
-                opened.write(memory_of(torch.full((last - first,), value, dtype=memory.dtype)))
-
-    def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
-        """Writes one tensor into every file that has a part of it; returns its record."""
-        here = [(file, *found[path]) for file, found in zip(self._files, self._targets, strict=True) if path in found]
-        for low, high, values in slabs:
-            for file, place, offset in here:
-                start, stop = max(low, place.start), min(high, place.stop)
-                if start < stop:
-                    with file.open("r+b") as opened:
-                        opened.seek(offset + (start - place.start) * values.element_size())
-                        opened.write(memory_of(values[start - low : stop - low]))
-        return {}
-
-    def finish(self) -> None:
-        """The files are complete once every tensor is written."""
-
-    @staticmethod
-    def kept(value: Any) -> Any:
-        """An object as it is read back."""
-        return value
-
-    def _found(self, file: Path, content: Content) -> dict[LeafPath, tuple[Place, int]]:
-        """Each place with the byte of the file at which it begins."""
-        offsets = self._offsets(file, content)
-        return {
-            path: (place, offsets[_storage(place.memory)] + place.first * place.memory.element_size())
-            for path, place in content.places.items()
-            if place.start < place.stop
-        }
-
-    def _offsets(self, file: Path, content: Content) -> dict[Any, int]:
+    def _offsets(self, file: Path, tree: Any) -> dict[Any, int]:
         """Byte in the file of each storage. torch.save numbers storages in the order in which it meets them."""
-        found = self._memory_below(self._checkpoint.nested(content.leaves))
-        storages = dict.fromkeys(_storage(tensor) for tensor in found)
+        storages = dict.fromkeys(_storage(tensor) for tensor in self._memory_below(tree))
         with file.open("rb") as opened:
             places = storages_in(opened, 0, file.stat().st_size, str(file))
         return {storage: places[str(number)][0] for number, storage in enumerate(storages)}
@@ -342,3 +323,98 @@ class TorchWriter:
 def _storage(tensor: torch.Tensor) -> Any:
     """Tells storages apart; those without bytes, of which each is in one tensor here, by that."""
     return tensor.untyped_storage().data_ptr() or ("empty", id(tensor))
+
+
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+
+
+class SafetensorsWriter(_PlacedWriter):
+    """`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index as Hugging Face has it.
+
+    Paths and objects, where there are some, are JSON in the metadata of the first file. Raises CheckpointError for
+    dtypes that safetensors has not, and objects that JSON has no place for.
+
+    Args:
+        directory: gets the files.
+        checkpoint: what they hold.
+        file_bytes: values in a file at most, but for a tensor that is larger by itself; None for one file.
+    """
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint, file_bytes: int | None = None) -> None:
+        super().__init__()
+        groups: list[list[StoredTensor]] = [[]]
+        filled = 0
+        for path, one in checkpoint.tensors.items():
+            if one.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(
+                    f"'{name_of(path)}' has dtype {one.dtype}, which safetensors has not; write a file of torch.save"
+                )
+            if file_bytes is not None and groups[-1] and filled + one.nbytes > file_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(replace(one, path=path))
+            filled += one.nbytes
+        count, notes = len(groups), _notes(checkpoint)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        self._heads: dict[Path, tuple[bytes, int]] = {}
+        for name, group in zip(names if count > 1 else ["model.safetensors"], groups, strict=True):
+            self._lay_out(directory / name, group, {"format": "pt"} if self._heads else notes)
+        self.file = next(iter(self._heads))
+
+    def _lay_out(self, file: Path, group: list[StoredTensor], notes: dict[str, str]) -> None:
+        header: dict[str, Any] = {"__metadata__": notes}
+        end = 0
+        for one in group:
+            at, end = end, end + one.nbytes
+            header[one.name] = {"dtype": _DTYPE_NAMES[one.dtype], "shape": one.shape, "data_offsets": [at, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        self._heads[file] = struct.pack("<Q", len(text)) + text, end
+        for one in group:
+            self._places[one.path] = [(file, 0, one.numel, 8 + len(text) + header[one.name]["data_offsets"][0])]
+
+    def begin(self, records: dict[str, Any]) -> None:
+        for file, (head, nbytes) in reversed(self._heads.items()):  # the first one last: then all are there
+            if not records:
+                with file.open("wb") as opened:
+                    opened.write(head)
+                    opened.truncate(len(head) + nbytes)
+
+    def finish(self) -> None:
+        if len(self._heads) > 1:
+            names = {name_of(path): file.name for path, [(file, *_)] in self._places.items()}
+            index = {"metadata": {"total_size": sum(n for _, n in self._heads.values())}, "weight_map": names}
+            (self.file.parent / HF_INDEX).write_text(json.dumps(index, indent=2))
+
+    def kept(self, value: Any) -> Any:
+        return _as_json(value)
+
+
+def _notes(checkpoint: Checkpoint) -> dict[str, str]:
+    notes = {"format": "pt"}
+    for path in (*checkpoint.tensors, *checkpoint.objects):
+        odd = [part for part in path if type(part) not in (str, int, At)]
+        if odd:
+            raise CheckpointError(f"'{name_of(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
+    if any(len(path) > 1 or path[0] != name_of(path) for path in checkpoint.tensors):
+        notes[PATHS_NOTE] = json.dumps({name_of(path): encode_path(path) for path in checkpoint.tensors})
+    for path, value in checkpoint.objects.items():
+        try:
+            kept = repr(json.loads(json.dumps(value))) == repr(_as_json(value))
+        except (TypeError, ValueError):
+            kept = False
+        if not kept:
+            raise CheckpointError(
+                f"'{name_of(path)}' is {value!r:.60}, and safetensors holds no objects but what JSON has; convert "
+                "to dcp or full"
+            )
+    if checkpoint.objects:
+        notes[OBJECTS_NOTE] = json.dumps([[encode_path(path), value] for path, value in checkpoint.objects.items()])
+    return notes
+
+
+def _as_json(value: Any) -> Any:
+    """With lists for tuples, which JSON has not."""
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return {key: _as_json(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from shardkit.commands.migrate import parse
+from shardkit.core.checkpoint.conversion import refuse_existing
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.terminal import run_conversion, status_of
@@ -18,7 +19,6 @@ from shardkit.legacy_fsdp_compat.migrate.conversion import (
     SHARDED,
     convert,
     open_checkpoint,
-    refuse_existing,
     shapes_of_checkpoint,
     shapes_of_file,
 )
@@ -37,8 +37,6 @@ from shardkit.legacy_fsdp_compat.migrate.wrapping import (
     wrapping_of_config,
     wrapping_of_file,
 )
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,34 +11,21 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint import conversion as core_conversion
-from shardkit.core.checkpoint.conversion import REPORT, Converted, Writer, refuse_existing
+from shardkit.core.checkpoint.conversion import Converted
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.reading import checkpoint_of
-from shardkit.core.checkpoint.safetensors_files import SafetensorsWriter, read_safetensors
+from shardkit.core.checkpoint.sources import read_safetensors
 from shardkit.core.checkpoint.stock_metadata import METADATA
-from shardkit.core.checkpoint.stored import Checkpoint, whole
-from shardkit.core.checkpoint.writers import DcpWriter, TorchWriter, objects_for_stock
+from shardkit.core.checkpoint.stored import Checkpoint
+from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter, Writer, objects_for_stock
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
 from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, LocalWriter, Ranks, ShardedWriter
 from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
-from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Shapes, check_shapes
-
-__all__ = [
-    "FORMATS",
-    "LOCAL",
-    "Migration",
-    "REPORT",
-    "SHARDED",
-    "convert",
-    "open_checkpoint",
-    "refuse_existing",
-    "shapes_of_checkpoint",
-    "shapes_of_file",
-]
+from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Shapes, check_shapes, json_of
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
@@ -113,7 +100,7 @@ def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoi
         return _rank_files([path], shapes, left_out)
     checkpoint = Checkpoint("FULL", [str(path)])
     for key, leaf in leaves.items():
-        checkpoint.add(key, whole(key, leaf, str(path)) if isinstance(leaf, torch.Tensor) else leaf)
+        checkpoint.add(key, leaf, path)
     return checkpoint
 
 
@@ -138,7 +125,10 @@ def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
     """
     path = Path(path)
     if path.suffix == ".json":
-        return _shapes_of_json(path)
+        found = json_of(path)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
+        return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
     checkpoint = open_checkpoint(path)
     return shapes_of_checkpoint(checkpoint) | _ties(path, _base_of_model(checkpoint))
 
@@ -153,16 +143,6 @@ def shapes_of_checkpoint(checkpoint: Checkpoint) -> dict[str, tuple[int, ...] | 
 def _base_of_model(checkpoint: Checkpoint) -> LeafPath:
     below = [key for key in ("model", "state_dict") if any(one[0] == key for one in checkpoint.tensors)]
     return (below[0],) if below else ()
-
-
-def _shapes_of_json(path: Path) -> dict[str, tuple[int, ...] | str]:
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
-    return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
 
 
 def _ties(path: Path, base: LeafPath) -> dict[str, str]:
@@ -180,9 +160,7 @@ def _ties(path: Path, base: LeafPath) -> dict[str, str]:
     return ties
 
 
-Migration = Converted
-
-FORMATS: dict[str, Callable[[Path, Checkpoint], Writer]] = {
+FORMATS: dict[str, Callable[..., Writer]] = {
     "dcp": lambda directory, checkpoint: DcpWriter(directory, checkpoint, objects_for_stock(checkpoint)),
     "safetensors": SafetensorsWriter,
     "full": TorchWriter,
@@ -214,35 +192,27 @@ def convert(
     Raises:
         CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
     """
-    shapes = ranks.wrapping.known.given if isinstance(ranks, LocalRanks) else None
-    make = _writer_for(to, ranks)
+    shapes, make, described = None, FORMATS.get(to), "one"
+    if to == SHARDED and isinstance(ranks, Ranks):
+        make, described = partial(ShardedWriter, ranks=ranks), f"{ranks.count} of {sorted(ranks.parameters)}"
+    elif to == LOCAL and isinstance(ranks, LocalRanks):
+        make, described = (
+            partial(LocalWriter, ranks=ranks),
+            f"{ranks.count} of {json.dumps(ranks.wrapping.as_config())}",
+        )
+        shapes = ranks.wrapping.known.given
+    elif make is None or ranks is not None:
+        raise CheckpointError(
+            f"unknown format '{to}' for {type(ranks).__name__}, expected one of {', '.join(FORMATS)}, '{SHARDED}' with "
+            f"Ranks to write it for, or '{LOCAL}' with LocalRanks"
+        )
     return core_conversion.convert(
         checkpoint,
         Path(target),
-        lambda directory: make(directory, checkpoint),
-        f"{to} for {_described(ranks)}",
+        partial(make, checkpoint=checkpoint),
+        f"{to} for {described}",
         read_back=lambda directory: open_checkpoint(directory, shapes),
         report=to,
         durable=False,  # what was lost with the power is made anew from the source
         progress=progress,
     )
-
-
-def _writer_for(to: str, ranks: Ranks | LocalRanks | None) -> Callable[[Path, Checkpoint], Writer]:
-    if to in FORMATS and ranks is None:
-        return FORMATS[to]
-    if to == SHARDED and isinstance(ranks, Ranks):
-        return partial(ShardedWriter, ranks=ranks)
-    if to == LOCAL and isinstance(ranks, LocalRanks):
-        return partial(LocalWriter, ranks=ranks)
-    raise CheckpointError(
-        f"unknown format '{to}' for {type(ranks).__name__}, expected one of {', '.join(FORMATS)}, '{SHARDED}' with "
-        f"Ranks to write it for, or '{LOCAL}' with LocalRanks"
-    )
-
-
-def _described(ranks: Ranks | LocalRanks | None) -> str:
-    """Tells what an attempt was for from what another one is."""
-    if isinstance(ranks, LocalRanks):
-        return f"{ranks.count} of {json.dumps(ranks.wrapping.as_config())}"
-    return f"{ranks.count} of {sorted(ranks.parameters)}" if ranks is not None else "one"

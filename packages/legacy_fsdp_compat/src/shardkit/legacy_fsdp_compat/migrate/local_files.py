@@ -17,13 +17,11 @@ import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of, whole
+from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, Interval
 from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
 from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Wrapping, alignment_of, flat_key
-
-__all__ = ["Cut", "add_optimizer", "found_config", "is_local", "local_checkpoint", "optimizer_bases"]
 
 _GROUPS, _STATE = "param_groups", "state"
 
@@ -47,17 +45,9 @@ class Cut:
     lengths: tuple[int, ...]
 
 
-def optimizer_bases(files: list[RankFile]) -> list[LeafPath]:
-    """Where optimizers are: what holds "param_groups"."""
-    found = (path[: path.index(_GROUPS)] for file in files for path in file.leaves if _GROUPS in path)
-    return list(dict.fromkeys(found))
-
-
 def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, units: list[list[Cut]]) -> None:
-    """Adds the state of the optimizer at `base`; `units` has the parameters behind each of its numbers.
-
-    Raises:
-        CheckpointError: for numbers that do not tell which parameter is which, and for state that does not fit.
+    """Adds the state of the optimizer at `base`; `units` has the parameters behind each of its numbers. Raises
+    CheckpointError for numbers that do not tell which parameter is which, and for state that does not fit.
     """
     mine = [path for file in files for path in file.leaves if path[: len(base)] == base]
     mine = [path for path in dict.fromkeys(mine) if path[len(base)] in (_GROUPS, _STATE)]
@@ -69,7 +59,7 @@ def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath,
     _check_groups(groups, units, files[0])
     named = [{**one, "params": [cut.name for number in one["params"] for cut in units[number]]} for one in groups]
     for path, value in paths_of(named, (*base, _GROUPS)):
-        _put(checkpoint, path, value, files[0])
+        checkpoint.add(path, value, files[0].path)
     entries = [path for path in mine if len(path) == len(base) + 3 and path[len(base)] == _STATE]
     for path in entries:
         _add_state(checkpoint, files, path, units[path[-2]])
@@ -95,13 +85,6 @@ def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: Ra
         )
 
 
-def _put(checkpoint: Checkpoint, path: LeafPath, value: Any, file: RankFile) -> None:
-    if isinstance(value, torch.Tensor):
-        checkpoint.tensors[path] = whole(path, value, str(file.path))
-    else:
-        checkpoint.objects[path] = value
-
-
 def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, cuts: list[Cut]) -> None:
     """One value of one numbered parameter, for each parameter that this is."""
     found = [file.leaves[where] for file in files if where in file.leaves]
@@ -115,7 +98,7 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, c
     for cut in cuts:
         target = (*where[:-2], cut.name, where[-1])
         if not is_cut:
-            _put(checkpoint, target, found[0], next(file for file in files if where in file.leaves))
+            checkpoint.add(target, found[0], next(file.path for file in files if where in file.leaves))
             continue
         parts = tuple(part for file in files for part in _part(cut, file, where))
         checkpoint.tensors[target] = StoredTensor(target, found[0].dtype, cut.shape, parts)
@@ -198,10 +181,8 @@ def is_local(files: Sequence[RankFile]) -> bool:
 
 def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Checkpoint:
     """A LOCAL checkpoint of one file a rank, with the ranks' own `optimizer.state_dict()` if it is there. Each dict
-    with flat tensors is a model; the optimizer is taken for that of the first.
-
-    Raises:
-        CheckpointError: without shapes, or where they do not fit the files.
+    with flat tensors is a model; the optimizer is taken for that of the first. Raises CheckpointError without
+    shapes, or where they do not fit the files.
     """
     if shapes is None:
         raise CheckpointError(
@@ -213,8 +194,9 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
     models = [_model(checkpoint, files, base, shapes) for base in bases]
     known, first = models[0]
     checkpoint.config = found_config(files, next(iter(bases)), known, {cut.name for unit in first for cut in unit})
-    optimizers = optimizer_bases(files)
-    of_optimizers = tuple((*base, key) for base in optimizers for key in ("state", "param_groups"))
+    of_groups = (path for file in files for path in file.leaves if _GROUPS in path)
+    optimizers = dict.fromkeys(path[: path.index(_GROUPS)] for path in of_groups)
+    of_optimizers = tuple((*base, key) for base in optimizers for key in (_STATE, _GROUPS))
     for path in dict.fromkeys(path for file in files for path in file.leaves):
         if path[:-1] not in bases and not any(path[: len(one)] == one for one in of_optimizers):
             add_leaf(checkpoint, files, path)
@@ -374,13 +356,12 @@ def _flat_unit(
 
 
 def _from_flat(flat: StoredTensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> StoredTensor:
+    def shifted(read: Read) -> Read:
+        return lambda low, high: read(low + start, high + start)
+
     parts = [
-        Part(max(start, one.start) - start, min(stop, one.stop) - start, _shifted(one.read, start), one.file)
+        Part(max(start, one.start) - start, min(stop, one.stop) - start, shifted(one.read), one.file)
         for one in flat.parts
         if max(start, one.start) < min(stop, one.stop)
     ]
     return StoredTensor((name,), flat.dtype, shape, tuple(parts))
-
-
-def _shifted(read: Read, by: int) -> Read:
-    return lambda low, high: read(low + by, high + by)

@@ -24,21 +24,22 @@ from shardkit.legacy_fsdp_compat.ignored import Ignored, resolve_ignored
 from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, with_members
 from shardkit.legacy_fsdp_compat.units import WRAPPED, clean_name
 
-__all__ = ["model_of", "parameters_of_model", "shapes_of_model", "shapes_of_module", "users_code", "wrapping_of_model"]
-
 users_code = partial(users_code_raising, error=CheckpointError)
 
 _KNOWN = [name for name in inspect.signature(FullyShardedDataParallel).parameters if name != "module"]
 _OF_ALL = ("auto_wrap_policy", "ignored_modules", "ignored_states", "use_orig_params")
 
 
-def shapes_of_module(model: nn.Module) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of the parameters and buffers of a model, in order; of a tied one its first name.
+def shapes_of_model(model: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
+    """Shapes of the parameters and buffers of a model, or of what `model_of` builds, in order; of a tied one its first
+    name.
 
     Raises:
         CheckpointError: for a model that is wrapped already, parameters that have no shape yet, and a state_dict that
             raises.
     """
+    if isinstance(model, str):
+        model, _ = model_of(model)
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     _check_built(model, named)
     clean = {clean_name(name): tensor for name, tensor in named.items()}
@@ -78,10 +79,8 @@ class _Arguments:
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any]) -> _Arguments:
-        """What `FullyShardedDataParallel(model, **given)` is told.
-
-        Raises:
-            CheckpointError: for names that FSDP does not have, and for values that it would not take.
+        """What `FullyShardedDataParallel(model, **given)` is told. Raises CheckpointError for names that FSDP does not
+        have, and for values that it would not take.
         """
         _check_names(given, _KNOWN, "the model")
         flag, policy = given.get("use_orig_params", False), given.get("auto_wrap_policy")
@@ -123,9 +122,7 @@ def _mixed_precision(given: Mapping[str, Any], where: str) -> MixedPrecision | N
 
 def parameters_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> set[str]:
     """Names of what FSDP would shard of a model with these arguments, also of tied parameters: all but the ignored.
-
-    Raises:
-        CheckpointError: for arguments that FSDP would not take.
+    Raises CheckpointError for arguments that FSDP would not take.
     """
     return _not_ignored(model, _Arguments.of(model, arguments).ignored)
 
@@ -147,7 +144,7 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
         CheckpointError: for arguments that FSDP would not take, and a wrapping that it cannot have.
     """
     checked = _Arguments.of(model, arguments)
-    shapes = shapes_of_module(model)
+    shapes = shapes_of_model(model)
     names = {module: clean_name(f"{name}.").rstrip(".") for name, module in model.named_modules()}
     wrapped = _wrapped(model, checked)
     units = {name: (_param_dtype(wrapped[module], name),) for module, name in names.items() if module in wrapped}
@@ -219,10 +216,8 @@ _EXPECTED = "expected a torch.nn.Module, or a pair of one and a dict with the ar
 
 def model_of(factory: str) -> tuple[nn.Module, dict[str, Any] | None]:
     """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, perhaps none; None
-    if it returns the model alone. It is called on the meta device, so nothing is allocated.
-
-    Raises:
-        CheckpointError: if that cannot be imported, raises, or gives no module.
+    if it returns the model alone. It is called on the meta device, so nothing is allocated. Raises CheckpointError if
+    that cannot be imported, raises, or gives no module.
     """
     option = f"--model {factory}"
     build = _function(factory, option)
@@ -254,8 +249,3 @@ def _function(factory: str, option: str) -> Callable[[], Any]:
 
 def _described(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"something of type {type(value).__name__}"
-
-
-def shapes_of_model(factory: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of the parameters and buffers of a model, or of what `model_of` builds; of a tied one its first name."""
-    return shapes_of_module(model_of(factory)[0] if isinstance(factory, str) else factory)

@@ -14,21 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of, whole
+from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, mapped_reader, paths_of, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.legacy_fsdp_compat.migrate.shards import ALLOWED, Box, StoredShards, parts_of, without_mesh
-
-__all__ = [
-    "RankFile",
-    "add_leaf",
-    "leaves_of_file",
-    "read_rank_files",
-    "same_everywhere",
-    "sharded_checkpoint",
-    "stored_shards",
-]
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -48,10 +36,8 @@ class RankFile:
 
 def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
     """Opens the files, without what is left out, and finds out which rank wrote which. Of a hybrid run, whose shard
-    groups hold the same, those of the first group count.
-
-    Raises:
-        CheckpointError: two files of one rank, a missing rank, or files of different steps.
+    groups hold the same, those of the first group count. Raises CheckpointError for two files of one rank, a missing
+    rank, or files of different steps.
     """
     files = [_open(path, number, left_out) for number, path in enumerate(sorted(paths, key=_natural))]
     by_rank: dict[int, RankFile] = {}
@@ -102,10 +88,8 @@ def _natural(path: Path) -> list[Any]:
 
 
 def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
-    """What a file of torch.save holds, by path; its tensors are mapped.
-
-    Raises:
-        CheckpointError: for anything but a dict with something in it.
+    """What a file of torch.save holds, by path; its tensors are mapped. Raises CheckpointError for anything but a dict
+    with something in it.
     """
     value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
@@ -138,7 +122,7 @@ def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
         raise CheckpointError(f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank")
-    numbers = _NUMBER.findall(path.stem)
+    numbers = re.findall(r"\d+", path.stem)
     return RankFile(path, own.pop() if own else int(numbers[-1]) if numbers else number, leaves)
 
 
@@ -164,10 +148,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def stored_shards(name: str, files: list[RankFile], path: LeafPath, notes: list[str] | None = None) -> StoredTensor:
     """A tensor whose boxes, or flat parts, lie in the files. A box that ranks of several groups have, which share
-    nothing else of the tensor, is taken from the first of them; where others differ, that is added to the notes.
-
-    Raises:
-        CheckpointError: files that describe different tensors, or parts that do not make up one.
+    nothing else of the tensor, is taken from the first of them; where others differ, that is added to the notes. Raises
+    CheckpointError for files that describe different tensors, or parts that do not make up one.
     """
     found = [value for file in files if isinstance(value := file.leaves.get(path), StoredShards)]
     if not found:
@@ -191,7 +173,7 @@ def stored_shards(name: str, files: list[RankFile], path: LeafPath, notes: list[
         group = frozenset(rank for _, _, rank in value.boxes)
         for offsets, tensor, _ in value.parts:
             dtype = tensor.dtype
-            box = Box(offsets, tuple(tensor.shape), _read_box(name, tensor, file), str(file.path))
+            box = Box(offsets, tuple(tensor.shape), mapped_reader(name, tensor, 0, str(file.path)), str(file.path))
             known, other = holders.setdefault((offsets, tensor.shape), (group, box))
             if other is box or known & group:
                 boxes.append(box)
@@ -206,17 +188,9 @@ def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor((box.file,), dtype, box.sizes, (Part(0, numel, box.read, box.file),) if numel else ())
 
 
-def _read_box(name: str, tensor: torch.Tensor, file: RankFile) -> Read:
-    if not tensor.numel():
-        return lambda low, high: torch.empty(0, dtype=tensor.dtype)
-    return mapped_reader(name, tensor, 0, str(file.path))
-
-
 def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
-    """A SHARDED checkpoint of one file a rank.
-
-    Raises:
-        CheckpointError: as `stored_shards`, for plain tensors that differ, and for files that are of no ranks.
+    """A SHARDED checkpoint of one file a rank. Raises CheckpointError as `stored_shards`, for plain tensors that
+    differ, and for files that are of no ranks.
     """
     if not any(isinstance(leaf, StoredShards) for file in files for leaf in file.leaves.values()):
         _check_same_keys(files)
@@ -239,11 +213,9 @@ def _check_same_keys(files: list[RankFile]) -> None:
 
 
 def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> None:
-    """Puts what the files have at `path` into the checkpoint.
-
-    Raises:
-        CheckpointError: for a value that is not cut, and differs from rank to rank. Of buffers the first rank's counts
-            then, as in FSDP1's own FULL state dicts, and a note says so.
+    """Puts what the files have at `path` into the checkpoint. Raises CheckpointError for a value that is not cut, and
+    differs from rank to rank. Of buffers the first rank's counts then, as in FSDP1's own FULL state dicts, and a note
+    says so.
     """
     if any(isinstance(file.leaves.get(path), StoredShards) for file in files):
         checkpoint.tensors[path] = stored_shards(name_of(path), files, path, checkpoint.notes)
@@ -256,18 +228,11 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> N
         if not _is_buffer(files, path):
             raise
         checkpoint.notes.append(f"'{name_of(path)}' differs from rank to rank; taken from {holder.path}")
-    if isinstance(value, torch.Tensor):
-        checkpoint.tensors[path] = whole(path, value, str(holder.path))
-    else:
-        checkpoint.objects[path] = value
+    checkpoint.add(path, value, holder.path)
 
 
 def same_everywhere(files: list[RankFile], path: LeafPath) -> None:
-    """Compares what the files have at `path`, to the last byte.
-
-    Raises:
-        CheckpointError: if two of them differ.
-    """
+    """Compares what the files have at `path`, to the last byte. Raises CheckpointError if two of them differ."""
     first, *others = [file for file in files if path in file.leaves]
     for other in others:
         mine, theirs = first.leaves[path], other.leaves[path]

@@ -20,38 +20,44 @@ from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, FlatLayout, r
 from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Wrapping, check_shapes
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
-__all__ = ["LocalRanks", "LocalWriter", "Ranks", "ShardedWriter", "check_count", "parameters_in_groups"]
-
 _STATE = "state"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class _Ranks:
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise CheckpointError(
+                f"rank files for {self.count} rank(s): FSDP1 shards over two and more, and a single rank's state dicts "
+                "are whole; convert to 'full'"
+            )
+
+
+@dataclass(frozen=True)
+class Ranks(_Ranks):
     """The ranks that SHARDED rank files are for.
 
     Attributes:
-        count: how many, at least two.
+        count: how many; fewer than two raise CheckpointError.
         parameters: names of the model's parameters; only these, and what optimizers keep for each of their elements,
             are cut. Nothing in a checkpoint tells them from buffers, of which every rank has all.
-
-    Raises:
-        CheckpointError: for fewer than two ranks.
     """
 
-    count: int
     parameters: Collection[str]
 
-    def __post_init__(self) -> None:
-        check_count(self.count)
 
+@dataclass(frozen=True)
+class LocalRanks(_Ranks):
+    """The ranks that LOCAL rank files are for, and how the model is wrapped on them; `count` as in `Ranks`."""
 
-def check_count(count: int) -> None:
-    """Raises `CheckpointError` for fewer than two ranks."""
-    if count < 2:
-        raise CheckpointError(
-            f"rank files for {count} rank(s): FSDP1 shards over two and more, and a single rank's state dicts are "
-            "whole; convert to 'full'"
-        )
+    wrapping: Wrapping
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """Names of the model's parameters, also of tied ones."""
+        return self.wrapping.parameters
 
 
 def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
@@ -66,13 +72,11 @@ def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
 
 
 class ShardedWriter(TorchWriter):
-    """`rank0.pt` and so on, nested dicts with ShardedTensors.
-
-    Raises:
-        CheckpointError: for optimizer state by number, and for parameters that are not in the checkpoint.
+    """`rank0.pt` and so on, nested dicts with ShardedTensors. Raises CheckpointError for optimizer state by number, and
+    for parameters that are not in the checkpoint.
     """
 
-    def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: Ranks | LocalRanks) -> None:
         super().__init__(directory, checkpoint, [f"rank{rank}.pt" for rank in range(ranks.count)])
         self._count = ranks.count
         self._cut = _what_is_cut(checkpoint, ranks.parameters)
@@ -126,21 +130,6 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Lea
 
 
 @dataclass(frozen=True)
-class LocalRanks:
-    """The ranks that LOCAL rank files are for, and how the model is wrapped on them.
-
-    Raises:
-        CheckpointError: for fewer than two ranks.
-    """
-
-    count: int
-    wrapping: Wrapping
-
-    def __post_init__(self) -> None:
-        check_count(self.count)
-
-
-@dataclass(frozen=True)
 class _Unit:
     """One FSDP module of one model of the checkpoint.
 
@@ -160,15 +149,13 @@ class _Unit:
 class LocalWriter(ShardedWriter):
     """`rank0.pt` and so on as FSDP1's LOCAL_STATE_DICT, optimizer state by name beside it.
 
-    What stock's files hold twice lies once in the file, here as there: with use_orig_params=True a parameter's piece
-    is a view of the flat parameter.
-
-    Raises:
-        CheckpointError: for a checkpoint that the wrapping does not fit, and units of several dtypes.
+    What stock's files hold twice lies once in the file, here as there: with use_orig_params=True a parameter's piece is
+    a view of the flat parameter. Raises CheckpointError for a checkpoint that the wrapping does not fit, and units of
+    several dtypes.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: LocalRanks) -> None:
-        super().__init__(directory, checkpoint, Ranks(ranks.count, ranks.wrapping.parameters))
+        super().__init__(directory, checkpoint, ranks)
         self._wrapping = ranks.wrapping
         check_shapes(checkpoint, ranks.wrapping.known)
         bases = dict.fromkeys(path[:-1] for path in checkpoint.tensors if path[-1] in ranks.wrapping.known.given)

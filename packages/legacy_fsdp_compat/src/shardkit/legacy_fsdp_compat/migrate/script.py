@@ -12,12 +12,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
-
-__all__ = ["Finding", "Rewritten", "main", "rewrite"]
 
 STOCK, OURS, CORE = "torch.distributed.fsdp", "shardkit.legacy_fsdp_compat", "shardkit.core"
 _MODULES = {
@@ -71,11 +70,7 @@ class Rewritten:
 
 
 def rewrite(source: str) -> Rewritten:
-    """Rewrites the source of a script.
-
-    Raises:
-        SyntaxError: for a source that is no Python.
-    """
+    """Rewrites the source of a script. Raises SyntaxError for a source that is no Python."""
     try:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
@@ -100,11 +95,7 @@ def _name_of(node: cst.BaseExpression | None) -> str:
 
 
 def _node_of(name: str) -> cst.Attribute | cst.Name:
-    first, *rest = name.split(".")
-    node: cst.Attribute | cst.Name = cst.Name(first)
-    for part in rest:
-        node = cst.Attribute(node, cst.Name(part))
-    return node
+    return cast(cst.Attribute | cst.Name, cst.parse_expression(name))
 
 
 def _has(module: str, name: str) -> bool:
@@ -176,7 +167,6 @@ class _Rewriter(cst.CSTTransformer):
         self.findings: list[Finding] = []
         self.needed: set[str] = set()
         self._names = names
-        self._in_import = False
 
     def _note(self, node: cst.CSTNode, text: str) -> None:
         line = self.get_metadata(PositionProvider, node).start.line
@@ -185,11 +175,9 @@ class _Rewriter(cst.CSTTransformer):
     # -- imports -------------------------------------------------------------------------------------------------------
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802
-        self._in_import = True
-        return True
+        return False  # nothing in it is a use
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:  # noqa: N802
-        self._in_import = False
         names = []
         for alias in updated_node.names:
             name = _name_of(alias.name)
@@ -203,13 +191,11 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node.with_changes(names=names)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802
-        self._in_import = True
-        return True
+        return False
 
     def leave_ImportFrom(  # noqa: N802
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
     ) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
-        self._in_import = False
         module = _name_of(updated_node.module)
         if module == "torch.distributed" and not isinstance(updated_node.names, cst.ImportStar):
             return self._from_distributed(original_node, updated_node)
@@ -259,13 +245,11 @@ class _Rewriter(cst.CSTTransformer):
     # -- uses ----------------------------------------------------------------------------------------------------------
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802
-        return self._in_import or not _is_stock(self._names.full_name(_name_of(node)))
+        return not _is_stock(self._names.full_name(_name_of(node)))
 
     def leave_Attribute(  # noqa: N802
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        if self._in_import:
-            return updated_node
         name = _name_of(original_node)
         for attribute in name.split(".")[1:] or [original_node.attr.value]:
             if attribute in _ATTRIBUTES and (attribute == original_node.attr.value or _is_stock(name)):

@@ -26,8 +26,6 @@ from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
 
-__all__ = ["ALLOWED", "Box", "StoredShards", "parts_of", "without_mesh"]
-
 
 class _Record:
     """Stands in for a class whose objects are only data."""
@@ -175,11 +173,9 @@ class Box:
 
 
 def parts_of(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Part, ...]:
-    """The parts, in order, that the boxes make up together; boxes without elements do not count.
-
-    Raises:
-        CheckpointError: for a box that is not in the tensor, and for rows that the boxes cover in part or twice. Rows
-            that no box has are for `StoredTensor` to notice.
+    """The parts, in order, that the boxes make up together; boxes without elements do not count. Raises CheckpointError
+    for a box that is not in the tensor, and for rows that the boxes cover in part or twice. Rows that no box has are
+    for `StoredTensor` to notice.
     """
     held = [box for box in boxes if math.prod(box.sizes)]
     for box in held:
@@ -240,10 +236,8 @@ def _reader(shape: tuple[int, ...], boxes: list[Box]) -> Read:
 
 
 def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
-    """A DTensor as the shards that its file has a part of; a replicated one as the plain tensor that it is.
-
-    Raises:
-        CheckpointError: for sums that are not added up yet, and local tensors that the placements do not describe.
+    """A DTensor as the shards that its file has a part of; a replicated one as the plain tensor that it is. Raises
+    CheckpointError for sums that are not added up yet, and local tensors that the placements do not describe.
     """
     local, mesh = local_of(tensor).detach(), tensor.device_mesh
     axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is not Replicate]

@@ -20,20 +20,6 @@ from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, aligned_numel
 
-__all__ = [
-    "ModelShapes",
-    "ParamDtypes",
-    "Shapes",
-    "Wrapping",
-    "alignment_of",
-    "check_shapes",
-    "flat_key",
-    "shapes_of_config",
-    "with_members",
-    "wrapping_of_config",
-    "wrapping_of_file",
-]
-
 Shapes = Mapping[str, tuple[int, ...] | str]
 """Name -> shape of every parameter and buffer of the model, in order; for a tied one the name that comes first."""
 
@@ -56,10 +42,8 @@ class ModelShapes:
 
     @classmethod
     def of(cls, shapes: Shapes) -> ModelShapes:
-        """Reads shapes as a user gives them.
-
-        Raises:
-            CheckpointError: for a tie to a name that is not there, and shapes that are no numbers.
+        """Reads shapes as a user gives them. Raises CheckpointError for a tie to a name that is not there, and shapes
+        that are no numbers.
         """
         own = {name: shape for name, shape in shapes.items() if not isinstance(shape, str)}
         ties = {name: first for name, first in shapes.items() if isinstance(first, str)}
@@ -82,10 +66,8 @@ class ModelShapes:
 
 
 def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
-    """Compares each model in a checkpoint (there may be an "ema" beside it) with the shapes.
-
-    Raises:
-        CheckpointError: for names that one of both lacks, and for other shapes.
+    """Compares each model in a checkpoint (there may be an "ema" beside it) with the shapes. Raises CheckpointError for
+    names that one of both lacks, and for other shapes.
     """
     models: dict[LeafPath, dict[str, tuple[int, ...]]] = {}
     for path in checkpoint.tensors:
@@ -282,21 +264,19 @@ def wrapping_of_file(path: Path) -> Wrapping:
     Raises:
         CheckpointError: for anything else.
     """
-    return wrapping_of_config(_json(path), path)
+    return wrapping_of_config(json_of(path), path)
 
 
 def shapes_of_config(path: Path) -> tuple[Shapes, list[str]]:
     """The shapes that a configuration has, and which of them are parameters: what is known without its units, even
-    where FSDP1 cannot have those.
-
-    Raises:
-        CheckpointError: if it is not a configuration.
+    where FSDP1 cannot have those. Raises CheckpointError if it is not a configuration.
     """
-    shapes, _, buffers, _ = _parts(_json(path), path)
+    shapes, _, buffers, _ = _parts(json_of(path), path)
     return shapes, [name for name in shapes if name not in buffers]
 
 
-def _json(path: Path) -> Any:
+def json_of(path: Path) -> Any:
+    """What a file of JSON holds. Raises CheckpointError for anything else."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -355,10 +335,8 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def with_members(wrapping: Wrapping) -> Wrapping:
-    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter.
-
-    Raises:
-        CheckpointError: if none is left.
+    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter. Raises
+    CheckpointError if none is left.
     """
     units = {unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names}
     if not units:
