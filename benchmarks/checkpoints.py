@@ -36,11 +36,10 @@ from benchmarks.side_by_side.networks import GPT
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
 from shardkit.core.checkpoint.index import BLOCK_BYTES, pack
-from shardkit.core.checkpoint.leaves import Leaves
+from shardkit.core.checkpoint.leaves import Captured, Leaves
 from shardkit.core.checkpoint.plan import Layout, Piece, layouts_digest, make_plan
 from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
 from shardkit.core.checkpoint.stock_metadata import stock_metadata
-from shardkit.core.checkpoint.training_state import Captured
 from tests.support import rank_mesh, run_ranks
 
 Rounds = dict[str, list[float]]

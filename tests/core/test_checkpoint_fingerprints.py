@@ -11,8 +11,7 @@ from torch import nn
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.agreement import Fingerprints, fingerprints
-from shardkit.core.checkpoint.leaves import Leaves
-from shardkit.core.checkpoint.training_state import Captured
+from shardkit.core.checkpoint.leaves import Captured, Leaves
 from tests.support import rank_mesh, run_ranks
 
 

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath, name_of
+from shardkit.core.checkpoint.leaves import Captured, LeafPath, name_of
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.checkpoint.stored import bytes_of
-from shardkit.core.checkpoint.training_state import Captured
 
 T = TypeVar("T")
 
@@ -200,9 +199,7 @@ def digest_of(found: Fingerprints) -> int:
 
 def check_same(everyone: Sequence[Fingerprints]) -> None:
     """Raises CheckpointError if two ranks hold different values of one parameter, or different parameters by one name.
-
-    Args:
-        everyone: what each rank has found, by rank.
+    `everyone` has what each rank has found, by rank.
     """
     looks: dict[LeafPath, dict[str, list[int]]] = {}
     numbers: dict[Box, dict[int, list[int]]] = {}

@@ -34,21 +34,14 @@ _JOURNAL = "journal.jsonl"
 
 @dataclass
 class Converted:
-    """What was done.
+    """What was done."""
 
-    Attributes:
-        target: the directory or file.
-        hashes: sha256 of each tensor's bytes, by name, as read from the source and, if verified, from the output.
-        resumed: how many tensors an earlier attempt had written.
-        nbytes: bytes of all tensors.
-        verified: whether the output was read back.
-    """
-
-    target: Path
+    target: Path  # the directory or file
+    # sha256 of each tensor's bytes, by name, as read from the source and, if verified, from the output
     hashes: dict[str, str] = field(default_factory=dict)
-    resumed: int = 0
-    nbytes: int = 0
-    verified: bool = False
+    resumed: int = 0  # how many tensors an earlier attempt had written
+    nbytes: int = 0  # bytes of all tensors
+    verified: bool = False  # whether the output was read back
 
 
 def convert(

@@ -227,7 +227,7 @@ SAVE_ID = "shardkit-checkpoint"
 
 _FORMAT, _VERSION = "shardkit-checkpoint", 1
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n')
-_SEAL_LENGTH = 100
+_SEAL_LENGTH = 76
 
 DTYPES: dict[str, torch.dtype] = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
@@ -240,10 +240,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def seal(document: dict[str, Any]) -> bytes:
     """A JSON object with its seal."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=True).encode()[:-1]
@@ -252,17 +248,17 @@ def seal(document: dict[str, Any]) -> bytes:
 
 def sealed_as(end: bytes) -> str | None:
     """The seal that a manifest ends with, None if it ends with none; nothing is verified."""
-    found = _SEAL.search(end, max(0, len(end) - _SEAL_LENGTH))
-    return found[1].decode() if found and found.end() == len(end) else None
+    found = _SEAL.fullmatch(end[-_SEAL_LENGTH:])
+    return found[1].decode() if found else None
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
     """The JSON object. Raises DamagedCheckpointError if a byte of it is not what was sealed."""
-    found = _SEAL.search(data, max(0, len(data) - _SEAL_LENGTH))
-    if found is None or found.end() != len(data):
+    sealed = sealed_as(data)
+    if sealed is None:
         raise DamagedCheckpointError(f"{name} ({len(data)} bytes) does not end with a seal: it is truncated or damaged")
-    text = data[: found.start()]
-    if hashlib.sha256(text).hexdigest().encode() != found[1]:
+    text = data[:-_SEAL_LENGTH]
+    if hashlib.sha256(text).hexdigest() != sealed:
         raise DamagedCheckpointError(f"{name} is damaged: its seal does not fit its {len(text)} bytes")
     try:
         document = json.loads(text + b"}")
@@ -369,9 +365,9 @@ def _index(document: dict[str, Any]) -> Index:
 
 
 def _whole(value: Any) -> int:
-    if not _is_number(value):
+    if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} where a whole number should be")
-    return int(value)
+    return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

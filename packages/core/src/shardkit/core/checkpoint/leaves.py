@@ -21,15 +21,10 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 
 @dataclass(frozen=True)
 class At:
-    """A place in a list, or in a tuple of tensors; a plain int in a path is a key of a mapping.
+    """A place in a list, or in a tuple of tensors; a plain int in a path is a key of a mapping."""
 
-    Attributes:
-        at: the number of the item.
-        of: "list" or "tuple".
-    """
-
-    at: int
-    of: str = "list"
+    at: int  # the number of the item
+    of: str = "list"  # "list" or "tuple"
 
     def __str__(self) -> str:
         return str(self.at)
@@ -37,6 +32,9 @@ class At:
 
 LeafPath = tuple[Any, ...]
 """The keys that lead to a leaf: keys of mappings as they are, and an `At` for each place in a list."""
+
+MODEL, OPTIMIZER, SCHEDULER, RNG = "model", "optimizer", "scheduler", "rng"
+"""The first keys of a training run's leaves."""
 
 _SEQUENCES = {"list": list, "tuple": tuple}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -48,6 +46,15 @@ class Leaves:
 
     values: dict[LeafPath, Any] = field(default_factory=dict)
     empties: list[LeafPath] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Leaves that all ranks have, and leaves of this rank alone; `parameters` are paths of the former."""
+
+    shared: Leaves
+    own: Leaves
+    parameters: tuple[LeafPath, ...] = ()
 
 
 def name_of(path: LeafPath) -> str:
@@ -64,31 +71,31 @@ def encode_path(path: LeafPath) -> list[Any]:
     """A path as JSON: a key is a string, one that is a number a list of it; a place in a list is a number, one in a
     tuple {"tuple": number}.
     """
-    return [_encoded(part) for part in path]
 
+    def encoded(part: Any) -> Any:
+        if isinstance(part, At):
+            return part.at if part.of == "list" else {part.of: part.at}
+        return [part] if isinstance(part, int) else part
 
-def _encoded(part: Any) -> Any:
-    if isinstance(part, At):
-        return part.at if part.of == "list" else {part.of: part.at}
-    return [part] if isinstance(part, int) else part
+    return [encoded(part) for part in path]
 
 
 def decode_path(value: Any) -> LeafPath:
     """The path that `encode_path` encoded. Raises ValueError for anything else."""
+
+    def decoded(part: Any) -> str | int | At:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
+            return part[0]
+        at, of = (part.get("tuple"), "tuple") if isinstance(part, dict) and len(part) == 1 else (part, "list")
+        if type(at) is not int or at < 0:
+            raise ValueError(f"part {part!r} of a path")
+        return At(at, of)
+
     if not isinstance(value, list) or not value:
         raise ValueError(f"path {value!r}")
-    return tuple(map(_decoded, value))
-
-
-def _decoded(part: Any) -> str | int | At:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
-        return int(part[0])
-    at, of = (part.get("tuple"), "tuple") if isinstance(part, dict) and len(part) == 1 else (part, "list")
-    if type(at) is not int or at < 0:
-        raise ValueError(f"part {part!r} of a path")
-    return At(at, of)
+    return tuple(map(decoded, value))
 
 
 def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:

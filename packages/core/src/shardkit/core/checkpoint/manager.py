@@ -25,10 +25,10 @@ from shardkit.core.checkpoint.agreement import (
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, StoredCheckpoint, open_index
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index
+from shardkit.core.checkpoint.leaves import Captured
 from shardkit.core.checkpoint.plan import Plan, holding_of, layouts_digest, make_plan, part_of
-from shardkit.core.checkpoint.restoring import restore_state, unexpected_names
 from shardkit.core.checkpoint.saving import Header, Image, Progress, Save
-from shardkit.core.checkpoint.training_state import Captured, TrainingState
+from shardkit.core.checkpoint.training_state import TrainingState, restore_state, unexpected_names
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ class CheckpointManager:
         plan, number, digest, values, error = None, 0, 0, 0, None
         captured: Captured | None = None
         try:
-            number = _checked(step)
+            if not 0 <= (whole := operator.index(step)) < 2**63:
+                raise ValueError(f"step {whole}, expected a number from 0 on")
+            number = whole
             info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
@@ -261,7 +263,8 @@ class CheckpointManager:
         index: Index | None = None
         unexpected: set[str] = set()
         with self._together(what):
-            index = _read_index(path, any_writer=any_writer)
+            step = None if any_writer else int(path.name.removeprefix("step-"))
+            index = open_index(path) if step is None else StoredCheckpoint(path, step).read()
             unexpected = unexpected_names(index, state)
         assert index is not None
         if highest(self._peers, [len(unexpected)]) != [0]:  # fine if some other rank has them: it holds other modules
@@ -277,20 +280,15 @@ class CheckpointManager:
 
     def _candidates(self, step: int | None, source: str | Path | None) -> Sequence[Path]:
         """What to try, newest first, as rank 0 sees it."""
-        found: list[Path] | None = None
+        found = None if source is None else [Path(source).absolute()]
         with self._together("looking for checkpoints"):
-            if self._peers.rank == 0:
-                found = self._found(step, source)
+            if self._peers.rank == 0 and found is None:
+                there = self.checkpoints()
+                found = [one.path for one in reversed(there) if step is None or one.step <= step]
+                if step is not None and (not found or found[0] != self._directory.final(step)):
+                    have = [one.step for one in there]
+                    raise CheckpointError(f"{self._directory.path} has no checkpoint of step {step}, only of {have}")
         return self._peers.from_rank0(found)
-
-    def _found(self, step: int | None, source: str | Path | None) -> list[Path]:
-        if source is not None:
-            return [Path(source).absolute()]
-        found = [one.path for one in reversed(self.checkpoints()) if step is None or one.step <= step]
-        if step is not None and (not found or found[0] != self._directory.final(step)):
-            have = [one.step for one in self.checkpoints()]
-            raise CheckpointError(f"{self._directory.path} has no checkpoint of step {step}, only of {have}")
-        return found
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -313,15 +311,3 @@ class CheckpointManager:
         """Waits for the last save, unless an error is on its way: other ranks may not come to wait then."""
         if kind is None:
             self.wait()
-
-
-def _checked(step: int) -> int:
-    number = operator.index(step)
-    if not 0 <= number < 2**63:
-        raise ValueError(f"step {number}, expected a number from 0 on")
-    return number
-
-
-def _read_index(path: Path, *, any_writer: bool) -> Index:
-    """The index of a checkpoint of this directory, or of any other one."""
-    return open_index(path) if any_writer else StoredCheckpoint(path, int(path.name.removeprefix("step-"))).read()

@@ -26,8 +26,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.checkpoint.leaves import At, LeafPath, Leaves, check_has_values, name_of, object_bytes
-from shardkit.core.checkpoint.training_state import MODEL, OPTIMIZER, Captured
+from shardkit.core.checkpoint.leaves import (
+    MODEL,
+    OPTIMIZER,
+    At,
+    Captured,
+    LeafPath,
+    Leaves,
+    check_has_values,
+    name_of,
+    object_bytes,
+)
 from shardkit.core.placements import is_ours
 from shardkit.core.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
@@ -112,7 +121,12 @@ def boxes_of(path: LeafPath, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, t
     place = _place(tensor.device_mesh)
     if place.number is None:
         return []
-    boxes = _boxes_of_mesh(tuple(tensor.shape), _checked(path, tensor), place.mesh_shape)[place.number]
+    placements = tuple(tensor.placements)
+    if any(not one.is_replicate() and getattr(one, "dim", None) is None and not is_ours(one) for one in placements):
+        raise ValueError(
+            f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
+        )
+    boxes = _boxes_of_mesh(tuple(tensor.shape), placements, place.mesh_shape)[place.number]
     # A piece that is cut between elements is 1-D; its boxes are not.
     return [(offsets, sizes, local[in_local].view(sizes)) for offsets, sizes, in_local in boxes]
 
@@ -132,16 +146,6 @@ def _place(mesh: DeviceMesh) -> _Place:
     shape, coordinate = tuple(mesh.mesh.shape), mesh.get_coordinate()
     number = None if coordinate is None else _linear(coordinate, shape)
     return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
-
-
-def _checked(path: LeafPath, tensor: DTensor) -> tuple[Placement, ...]:
-    placements = tuple(tensor.placements)
-    for placement in placements:
-        if not placement.is_replicate() and getattr(placement, "dim", None) is None and not is_ours(placement):
-            raise ValueError(
-                f"{name_of(path)}: placements {placements}, expected Shard or Replicate; redistribute it first"
-            )
-    return placements
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,39 +181,27 @@ def _boxes_of_mesh(
     )
 
 
-_BY_NAME = (MODEL, OPTIMIZER)
-
-
 @dataclass
 class Plan:
-    """This rank's part of a save.
+    """This rank's part of a save."""
 
-    Attributes:
-        layouts: the tensors that layouts describe, each with its number; empty if the ranks' layouts differ.
-        described, told: pieces of these, and pieces that the other ranks cannot know of.
-        values: the tensors of both, in that order.
-        objects: bytes of values that are no tensors.
-        empties: paths of empty mappings.
-        order: the leaves that this rank tells of, if any object comes before a tensor.
-    """
-
+    # the tensors that layouts describe, each with its number; empty if the ranks' layouts differ
     layouts: list[tuple[int, Layout]] = field(default_factory=list)
+    # described, told: pieces of these, and pieces that the other ranks cannot know of
     described: list[Piece] = field(default_factory=list)
     told: list[Piece] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-    objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)
-    empties: list[LeafPath] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)  # the tensors of both, in that order
+    objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)  # bytes of values that are no tensors
+    empties: list[LeafPath] = field(default_factory=list)  # paths of empty mappings
+    # the leaves that this rank tells of, if any object comes before a tensor
     order: list[LeafPath] = field(default_factory=list)
 
 
 def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
-    """The plan of a rank. Not collective. Raises TypeError, ValueError for state that cannot be stored, by name.
+    """The plan of a (global) rank. Not collective. Raises TypeError, ValueError for state that cannot be stored.
 
-    Args:
-        captured: the state.
-        rank: global.
-        by_layout: whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
-            tells what it writes, and the plain values in `captured` are those that are its to write.
+    `by_layout` says whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
+    tells what it writes, and the plain values in `captured` are those that are its to write.
     """
     plan = Plan()
     told: list[tuple[Piece, torch.Tensor]] = []
@@ -242,7 +234,9 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
 
 def _order(captured: Captured, *, shared: bool) -> list[LeafPath]:
     """Of user and per-rank state, as a run may go through the keys of a dict; tensors first goes without saying."""
-    leaves = {path: value for path, value in captured.shared.values.items() if shared and path[0] not in _BY_NAME}
+    leaves = {
+        path: value for path, value in captured.shared.values.items() if shared and path[0] not in (MODEL, OPTIMIZER)
+    }
     leaves |= captured.own.values
     is_object = [not isinstance(value, torch.Tensor) for value in leaves.values()]
     return [] if is_object == sorted(is_object) else list(leaves)
@@ -334,21 +328,16 @@ def holding_of(leaves: Leaves) -> Holding:
     plain = tuple(
         path for path, value in leaves.values.items() if not isinstance(value, DTensor) and not _is_in_group(path)
     )
-    return Holding(plain, tuple(_groups(leaves)))
+    below: dict[Any, dict[LeafPath, Any]] = {}
+    for path, value in leaves.values.items():
+        if _is_in_group(path):
+            below.setdefault(path[2], {})[path[3:]] = value
+    params = [tuple(group.pop(("params",), ())) for group in below.values()]
+    return Holding(plain, tuple(Group(repr(group), names) for group, names in zip(below.values(), params, strict=True)))
 
 
 def _is_in_group(path: LeafPath) -> bool:
     return path[:2] == _GROUPS and len(path) > 3
-
-
-def _groups(leaves: Leaves) -> Iterator[Group]:
-    found: dict[Any, dict[LeafPath, Any]] = {}
-    for path, value in leaves.values.items():
-        if _is_in_group(path):
-            found.setdefault(path[2], {})[path[3:]] = value
-    for below in found.values():
-        params = tuple(below.pop(("params",), ()))
-        yield Group(repr(below), params)
 
 
 def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:

@@ -85,7 +85,7 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
 
 def read_box(
     directory: Path, index: Index, entry: TensorEntry, offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> Any:
+) -> torch.Tensor:
     """A box of a tensor, as a new CPU tensor."""
     target = torch.empty(sizes, dtype=entry.dtype, device="cpu")
     if target.numel():
@@ -195,15 +195,12 @@ def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoin
 
 
 def _stored(directory: Path, index: Index, entry: TensorEntry) -> StoredTensor:
-    row, rest = math.prod(entry.shape[1:]), entry.shape[1:]
+    row, dims = math.prod(entry.shape[1:]), len(entry.shape)
 
     def read(low: int, high: int) -> torch.Tensor:
-        if not entry.shape:
-            scalar: torch.Tensor = read_box(directory, index, entry, (), ())
-            return scalar.view(1)
         first, stop = low // row, -(-high // row)
-        rows: torch.Tensor = read_box(directory, index, entry, (first, *[0] * len(rest)), (stop - first, *rest))
-        return rows.view(-1)[low - first * row : high - first * row]
+        offsets, sizes = (first, *[0] * dims)[:dims], (stop - first, *entry.shape[1:])[:dims]
+        return read_box(directory, index, entry, offsets, sizes).view(-1)[low - first * row : high - first * row]
 
     files = list(dict.fromkeys(str(directory / chunk.file) for chunk in entry.chunks)) or [str(directory)]
     numel = math.prod(entry.shape)

@@ -117,22 +117,14 @@ class Image:
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's note.
+    """A rank's note."""
 
-    Attributes:
-        nbytes, blocks: size and checksums of its data file; no blocks if it wrote none.
-        told: pieces that lie in it behind those that layouts describe, in order.
-        objects: path, offset and length of each object.
-        empties: paths of empty mappings.
-        order: of the leaves that it tells of, if it is not tensors first.
-    """
-
-    nbytes: int
+    nbytes: int  # nbytes, blocks: size and checksums of its data file; no blocks if it wrote none
     blocks: tuple[str, ...]
-    told: tuple[Piece, ...]
-    objects: tuple[tuple[LeafPath, int, int], ...]
-    empties: tuple[LeafPath, ...]
-    order: tuple[LeafPath, ...] = ()
+    told: tuple[Piece, ...]  # pieces that lie in it behind those that layouts describe, in order
+    objects: tuple[tuple[LeafPath, int, int], ...]  # path, offset and length of each object
+    empties: tuple[LeafPath, ...]  # paths of empty mappings
+    order: tuple[LeafPath, ...] = ()  # of the leaves that it tells of, if it is not tensors first
 
 
 def data_file(rank: int) -> str:
@@ -207,12 +199,6 @@ def read_part(directory: Path, rank: int) -> Part | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is not put together as a note of a rank: {error!r}") from error
-
-
-def remove_notes(directory: Path, ranks: int) -> None:
-    """Removes the notes, which the manifest has taken in."""
-    for rank in range(ranks):
-        (directory / _note(rank)).unlink()
 
 
 @dataclass(frozen=True)
@@ -422,7 +408,8 @@ class Save:
     def _commit(self, temporary: Path) -> None:
         parts = await_parts(temporary, self._header.world_size, self._gone)
         write_index(temporary, build_index(self._header, self._plan.layouts, parts))
-        remove_notes(temporary, self._header.world_size)
+        for rank in range(self._header.world_size):  # the manifest has taken the notes in
+            (temporary / _note(rank)).unlink()
         if self._others is not None:
             self._others.make_way(temporary)
         self._directory.publish(temporary, self.step, self._token)

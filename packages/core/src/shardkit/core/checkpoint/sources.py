@@ -87,16 +87,11 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Source:
-    """Full tensors by name. Those of a file are mapped: a part is read from disk when it is copied from.
+    """Full tensors by name. Those of a file are mapped: a part is read from disk when it is copied from."""
 
-    Attributes:
-        tensors: in order.
-        objects: what is there beside tensors: a module's extra state.
-        fingerprint: equal on two ranks whose sources are the same file, None where only this process can read it.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    objects: dict[str, Any]
+    tensors: dict[str, torch.Tensor]  # in order
+    objects: dict[str, Any]  # what is there beside tensors: a module's extra state
+    # equal on two ranks whose sources are the same file, None where only this process can read it
     fingerprint: str | None = None
 
     @classmethod
@@ -124,7 +119,12 @@ class Source:
                 )
             else:
                 objects[name] = value
-        return cls(tensors, objects, None if file is None else _fingerprint(file, tensors))
+        if file is None:
+            return cls(tensors, objects)
+        # Not of its values: reading them all is what a lazy source avoids.
+        stat, looks = file.stat(), sorted((name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items())
+        seen = repr((stat.st_size, stat.st_mtime_ns, looks))
+        return cls(tensors, objects, hashlib.sha256(seen.encode()).hexdigest())
 
 
 def open_source(source: object) -> Source | None:
@@ -135,13 +135,11 @@ def open_source(source: object) -> Source | None:
 
 
 def open_file(path: Path, key: str | None = None) -> Source:
-    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run. Raises OSError
-    for a file that cannot be opened; ValueError for one of an unknown kind, or that is no dict, or has none under
-    `key`; CheckpointError, ImportError, TypeError as `load_torch_file`, `mapped_safetensors` and `Source.of`.
+    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run.
 
-    Args:
-        path: of a file of torch.save or safetensors.
-        key: of a file of torch.save, under which key of its dict the tensors are; None if they are all that it holds.
+    `key` says under which key of the dict in a file of torch.save the tensors are; None if they are all of it. Raises
+    OSError for a file that cannot be opened; ValueError for one of an unknown kind, or that is no dict, or has none
+    under `key`; CheckpointError, ImportError, TypeError as `load_torch_file`, `mapped_safetensors` and `Source.of`.
     """
     with path.open("rb") as file:
         head = file.read(9)
@@ -162,26 +160,15 @@ def open_file(path: Path, key: str | None = None) -> Source:
     )
 
 
-def _fingerprint(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of a file's size, time and index, not of its values: reading them all is what a lazy source avoids."""
-    stat, looks = path.stat(), sorted((name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items())
-    return hashlib.sha256(repr((stat.st_size, stat.st_mtime_ns, looks)).encode()).hexdigest()
-
-
 def tensors_of_files(
     path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
 ) -> list[StoredTensor]:
-    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file. Raises
-    CheckpointError for anything else, and for tensors that the index names and no file has.
+    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
 
-    Args:
-        path: the file or directory.
-        prefix: goes before the names.
-        key: of a torch.save file, where in its dict the tensors are; None if they are all that it holds.
-        left_out: is told the names of what is there and no tensor.
-
+    `prefix` goes before the names, `key` is that of `open_file`, and `left_out` is told the names of what is no tensor.
     Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
-    files of its directory only.
+    files of its directory only. Raises CheckpointError for anything else, and for tensors that the index names and no
+    file has.
     """
     if key is not None or not path.is_dir():
         source = _opened(path, key)

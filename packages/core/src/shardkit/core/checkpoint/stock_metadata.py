@@ -42,6 +42,7 @@ _TENSOR_NAME = len(_CLASSES) + len(_NAMES)
 _GET: dict[Any, bytes] = {key: b"h" + bytes([number]) for number, key in enumerate((*_CLASSES, *_NAMES))}
 """What pushes a class or name again, which stands in the memo; behind them there the name of the last tensor."""
 _NEW: dict[type, bytes] = {kind: _GET[kind] + b")\x81}(" for kind in _CLASSES}
+_STORAGE, _OFFSET, _LENGTH = _NEW[CheckpointStorageInfo] + _GET["relative_path"], _GET["offset"], _GET["length"]
 
 
 def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
@@ -60,11 +61,9 @@ def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
 
 def _described(index: Index) -> Iterator[bytes]:
     """Names, and what each tensor or object looks like."""
+    head, between = _NEW[ChunkStorageMetadata] + _GET["offsets"], _GET["sizes"]
     for name, entry in index.tensors.items():
-        chunks = [
-            _object(ChunkStorageMetadata, _GET["offsets"], _size(c.offsets), _GET["sizes"], _size(c.sizes))
-            for c in entry.chunks
-        ]
+        chunks = [head + _size(c.offsets) + between + _size(c.sizes) + b"ub" for c in entry.chunks]
         properties = _GET["properties"] + _pushed(TensorProperties(dtype=entry.dtype))
         size = _GET["size"] + _size(entry.shape)
         yield _pushed(name)
@@ -75,21 +74,19 @@ def _described(index: Index) -> Iterator[bytes]:
 
 def _stored(index: Index) -> Iterator[bytes]:
     """Where each chunk and object lies: keys and values."""
-    named = _GET["fqn"] + b"h" + bytes([_TENSOR_NAME]) + _GET["offset"]
+    head = _NEW[MetadataIndex] + _GET["fqn"] + b"h" + bytes([_TENSOR_NAME]) + _GET["offset"]
+    between = _GET["index"]
     for name, entry in index.tensors.items():
         yield _remembered(name, _TENSOR_NAME)  # this pushes nothing: it can stand between items
         for number, chunk in enumerate(entry.chunks):
-            yield _object(MetadataIndex, named, _size(chunk.offsets), _GET["index"], _number(number))
-            yield _place(chunk)
+            yield head + _size(chunk.offsets) + between + _number(number) + b"ub" + _place(chunk)
     for name, one in index.objects.items():
         yield _pushed(MetadataIndex(name)) + _place(one)
 
 
 def _place(one: Chunk | ObjectEntry) -> bytes:
-    file, offset, length = _GET["relative_path"], _GET["offset"], _GET["length"]
-    return _object(
-        CheckpointStorageInfo, file, _text(one.file), offset, _number(one.offset), length, _number(one.length)
-    )
+    file, offset, length = _text(one.file), _number(one.offset), _number(one.length)
+    return b"".join((_STORAGE, file, _OFFSET, offset, _LENGTH, length, b"ub"))
 
 
 def _object(kind: type, *items: bytes) -> bytes:

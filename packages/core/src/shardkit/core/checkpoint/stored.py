@@ -226,7 +226,16 @@ def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Rea
     """Reads ranges of a mapped tensor whose first element is number `start` of the whole. Raises CheckpointError for
     anything but a plain dense tensor in memory.
     """
-    _check_plain(name, tensor, file)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(
+            f"'{name}' in {file} is a {type(tensor).__name__}, which is not converted; load it where it was saved, and "
+            "save it with torch.distributed.checkpoint"
+        )
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise CheckpointError(
+            f"'{name}' in {file} is a tensor of {tensor.layout} on {tensor.device}; only dense tensors in memory are "
+            "converted"
+        )
     memory, first = tensor.detach(), tensor.storage_offset()
 
     def fetch(low: int, high: int) -> torch.Tensor:
@@ -238,23 +247,21 @@ def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Rea
 
 @dataclass(frozen=True)
 class Memory:
-    """A tensor's elements in the order in which they lie in memory.
+    """A tensor's elements in the order in which they lie in memory."""
 
-    Attributes:
-        shape, strides, dtype: of the tensor.
-        fetch: elements [start, stop) of memory, counted from the tensor's first one: 1-D, perhaps a view.
-        done: called when what was fetched is not needed any more.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape, strides, dtype: of the tensor
     strides: tuple[int, ...]
     dtype: torch.dtype
+    # elements [start, stop) of memory, counted from the tensor's first one: 1-D, perhaps a view
     fetch: Callable[[int, int], torch.Tensor]
-    done: Callable[[], None]
+    done: Callable[[], None]  # called when what was fetched is not needed any more
 
     def read(self, low: int, high: int) -> torch.Tensor:
         """Elements [low, high) in row-major order: a copy."""
-        if low >= high or self._is_row_major():
+        expected = row_major_strides(self.shape)
+        if low >= high or all(
+            size < 2 or seen == needed for size, seen, needed in zip(self.shape, self.strides, expected, strict=True)
+        ):
             copy = self.fetch(low, high).clone()
             self.done()
             return copy
@@ -266,12 +273,6 @@ class Memory:
     def row(self) -> int:
         """Elements of one index of dim 0."""
         return math.prod(self.shape[1:])
-
-    def _is_row_major(self) -> bool:
-        expected = row_major_strides(self.shape)
-        return all(
-            size < 2 or seen == needed for size, seen, needed in zip(self.shape, self.strides, expected, strict=True)
-        )
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows in row-major order, fetched in pieces along the dim whose neighbours lie farthest apart in memory: each
@@ -294,17 +295,3 @@ class Memory:
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
-
-
-def _check_plain(name: str, tensor: torch.Tensor, file: str) -> None:
-    kind = type(tensor)
-    if kind not in (torch.Tensor, torch.nn.Parameter):
-        raise CheckpointError(
-            f"'{name}' in {file} is a {kind.__name__}, which is not converted; load it where it was saved, and save it "
-            "with torch.distributed.checkpoint"
-        )
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise CheckpointError(
-            f"'{name}' in {file} is a tensor of {tensor.layout} on {tensor.device}; only dense tensors in memory are "
-            "converted"
-        )

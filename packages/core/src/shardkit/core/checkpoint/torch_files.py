@@ -193,9 +193,7 @@ def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str)
     where = f"{name}: bytes {offset} to {offset + length}"
     try:
         window: IO[bytes] = Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
-        with zipfile.ZipFile(window) as archive:
-            (pickled,) = (one for one in archive.infolist() if one.filename.split("/")[-1] == "data.pkl")
-            data = archive.read(pickled) if pickled.file_size <= length else b""
+        data = _pickle_in(window, length, where)
         check_pickle(data)
         if any(opcode.name == "BUILD" for opcode, _, _ in pickletools.genops(data)):  # it could change our functions
             raise pickle.UnpicklingError("BUILD is not allowed in the description of a plain tensor")
@@ -270,14 +268,12 @@ _MAX_EXPANDED = 2**25
 
 
 def load_torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
-    """The object in a file written by torch.save. Its tensors are mapped: values are read when they are used. Raises
-    DamagedCheckpointError for a file that is no such file, is truncated, compressed, or claims more than it has;
-    CheckpointError for a missing one, and for one that asks for anything that is not allowed.
+    """The object in a file written by torch.save. Its tensors are mapped: values are read when they are used.
 
-    Args:
-        path: of the file.
-        allowed: classes and functions that it may use beside tensors and plain containers, as
-            `torch.serialization.safe_globals` takes them.
+    `allowed` are classes and functions that it may use beside tensors and plain containers, as
+    `torch.serialization.safe_globals` takes them. Raises DamagedCheckpointError for a file that is no such file, is
+    truncated, compressed, or claims more than it has; CheckpointError for a missing one, and for one that asks for
+    anything that is not allowed.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist, or is not a file")

@@ -1,4 +1,4 @@
-"""What a checkpoint is of: the parts of a training run, as leaves under names that do not depend on the ranks.
+"""What a checkpoint is of: a training run as leaves under names that do not depend on the ranks, and back.
 
 Optimizer state goes by the names of parameters, as `get_optimizer_state_dict` has it, without its step: stock fills an
 optimizer that has no state yet by letting it take a step, after which it counts one step more than it took. Here state
@@ -8,15 +8,18 @@ is named as it is, and state that is read is made of the checkpoint's entries.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +27,20 @@ from torch.optim import Optimizer
 
 from shardkit.core.block_steps import target_by_block
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.leaves import LeafPath, Leaves, flatten
+from shardkit.core.checkpoint.index import Index, TensorEntry
+from shardkit.core.checkpoint.leaves import (
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    SCHEDULER,
+    Captured,
+    LeafPath,
+    Leaves,
+    flatten,
+    name_of,
+    unflatten,
+)
+from shardkit.core.checkpoint.reading import read_objects, read_tensors
 from shardkit.core.placements import Owned
 from shardkit.core.whole_state import NUMBERS
 
@@ -109,22 +125,26 @@ class OptimizerNames:
                 groups.append({**group, "params": names})
         return {"state": state, "param_groups": groups}
 
-    def target(self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor to read one entry into: the live one, else a new one that lies as its parameter does. Raises
-        CheckpointError if the parameter is unknown, or the entry has a shape of its own.
+    def target(self, entry: TensorEntry) -> torch.Tensor | None:
+        """The tensor to read an entry of a parameter's state into: the live one, else a new one that lies as the
+        parameter does, or None for an entry deeper down, which can be of any shape: then it is read whole. Raises
+        CheckpointError for an entry with a shape of its own.
         """
-        if name not in self._by_name:
-            raise CheckpointError(f"optimizer.state.{name}: the optimizer holds no parameter of this name")
+        name, key, *deeper = map(str, entry.path[2:])
         optimizer, parameter = self._by_name[name]
+        dtype, shape, owned = entry.dtype, entry.shape, _is_owned(parameter)
+        if deeper:
+            fits = bool(shape) and tuple(parameter.shape) == shape and not owned
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if fits else None
         live = optimizer.state.get(parameter, {}).get(key)
         if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
             return live
         if not shape and (key in NUMBERS or parameter.ndim):
-            return torch.zeros((), dtype=dtype, device="cpu")
+            return None
         if tuple(parameter.shape) == shape:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        if _is_owned(parameter):
-            return torch.empty(shape, dtype=dtype, device="cpu")  # a plain tensor of its owner
+        if owned:
+            return None  # a plain tensor of its owner
         by_block = target_by_block(key, dtype, shape, parameter)
         if by_block is not None:
             return by_block
@@ -132,13 +152,6 @@ class OptimizerNames:
             f"optimizer.state.{name}.{key} has shape {shape}, its parameter {tuple(parameter.shape)}: take a step, "
             "so that the optimizer has state to read into, then restore"
         )
-
-    def nested_target(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same for an entry deeper down, which can be of any shape: then it is read whole."""
-        _, parameter = self._by_name[name]
-        if tuple(parameter.shape) == shape and not _is_owned(parameter):
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype, device="cpu")
 
     @property
     def names(self) -> Collection[str]:
@@ -164,7 +177,11 @@ class OptimizerNames:
             options = []
             for group in optimizer.param_groups:
                 names = [self.name_of[id(parameter)] for parameter in group["params"]]
-                found = _group_of(names, groups, number) if names else _empty_group(group, groups, number)
+                if names:
+                    found = _group_of(names, groups, number)
+                else:  # options of the stored one in its place, its own if that has parameters
+                    stored_group = groups[number] if number < len(groups) else group
+                    found = dict(group if stored_group.get("params") else stored_group)
                 options.append({**found, "params": names})
                 number += 1
             loads.append((optimizer, options))
@@ -211,15 +228,6 @@ def _group_of(names: list[str], groups: list[Any], number: int) -> dict[str, Any
         f"no parameter group of the checkpoint has {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} together "
         f"(group {number} of the optimizers); build the optimizer with the parameter groups that it was saved with"
     )
-
-
-def _empty_group(own: Mapping[str, Any], groups: list[Any], number: int) -> dict[str, Any]:
-    """What a group without parameters gets: the options of the stored one in its place, its own if that has some."""
-    stored = groups[number] if number < len(groups) else own
-    return dict(own if stored.get("params") else stored)
-
-
-MODEL, OPTIMIZER, SCHEDULER, RNG = "model", "optimizer", "scheduler", "rng"
 
 
 @dataclass(frozen=True)
@@ -287,15 +295,178 @@ class TrainingState:
         return Captured(shared, own, parameters)
 
 
-@dataclass(frozen=True)
-class Captured:
-    """Leaves that all ranks have, and leaves of this rank alone; `parameters` are paths of the former."""
-
-    shared: Leaves
-    own: Leaves
-    parameters: tuple[LeafPath, ...] = ()
-
-
 def _add(to: Leaves, more: Leaves) -> None:
     to.values.update(more.values)
     to.empties.extend(more.empties)
+
+
+def restore_state(directory: Path, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
+    """Fills this rank's part of a training state. Not collective.
+
+    Values are read and verified first, then every part of the run gets its own. Raises CheckpointError if checkpoint
+    and state do not fit; DamagedCheckpointError for a damaged file.
+    """
+    targets = _Targets(index)
+    model_state = get_model_state_dict(state.model)
+    targets.model(model_state)
+    names = OptimizerNames.of(state.model, state.optimizers)
+    if state.optimizers:
+        targets.optimizer(names)
+    live = {key: one.state_dict() for key, one in state.stateful()}
+    for key, values in live.items():
+        targets.like((key,), flatten(values, (key,)).values)
+    own_ranks = _ranks_to_read(index, state, rank, world_size)
+    for key, ranks in own_ranks.items():
+        for other in ranks:
+            targets.like((key, str(other)), {})
+    read = targets.read(directory)
+
+    # load_state_dict copies onto itself what was filled in place: hooks of modules see a load like any other.
+    filled = _tree(read, index, (MODEL,))
+    set_model_state_dict(state.model, {name: filled[name] for name in model_state})
+    if state.optimizers:
+        names.load(_tree(read, index, (OPTIMIZER,)))
+    for key, one in state.stateful():
+        one.load_state_dict(_counters_as(live[key], _tree(read, index, (key,))))
+    for key, ranks in own_ranks.items():
+        trees = {other: _tree(read, index, (key, str(other))) for other in ranks}
+        if key == RNG:
+            for tree in trees.values():
+                set_rng_state(tree)
+        elif index.world_size == world_size:
+            state.per_rank[key].load_state_dict(trees[rank])
+        else:
+            state.per_rank[key].load_state_dicts(trees)  # type: ignore[attr-defined]  # _ranks_to_read has looked
+
+
+class _Targets:
+    """Tensors to be filled and objects to be read, by path."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._tensors: dict[LeafPath, torch.Tensor] = {}
+        self._objects: list[str] = []
+
+    def _add(self, path: LeafPath, target: Callable[[TensorEntry], torch.Tensor | None]) -> None:
+        """What is stored at `path`: a tensor into its target, or else into a new one."""
+        entry = self._index.tensors.get(name_of(path))
+        if entry is None:
+            self._objects.append(name_of(path))
+            return
+        found = target(entry)
+        new = torch.empty(entry.shape, dtype=entry.dtype, device="cpu") if found is None else found
+        self._tensors[path] = new
+
+    def model(self, state: Mapping[str, Any]) -> None:
+        """The tensors of the model into themselves; what its modules keep beside them as it was."""
+        known = {*self._index.paths.values(), *self._index.empties}
+        known |= {path[:2] for path in _entries(self._index, (MODEL,))}
+        names = self._index.paths.keys()
+        paths = ((MODEL, name) for name in state)
+        missing = sorted(name_of(path) for path in paths if path not in known and name_of(path) not in names)
+        if missing:
+            listed = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
+            raise CheckpointError(f"the checkpoint does not fit the model: it lacks {listed}")
+        for name, live in state.items():
+            path = (MODEL, name)
+            if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # anything, of any look
+                self.like(path, flatten({name: live}, (MODEL,)).values)
+            elif name_of(path) in self._index.tensors:
+                self._tensors[path] = live  # what does not fit is refused when it is read
+            else:
+                raise CheckpointError(f"{name_of(path)} is a tensor in the model, but not in the checkpoint")
+
+    def like(self, prefix: LeafPath, leaves: Mapping[LeafPath, Any]) -> None:
+        """Everything under `prefix`; into the tensors among `leaves` where there are such of the same look."""
+        stored = _entries(self._index, prefix)
+        if not stored and leaves and prefix not in self._index.empties:
+            raise CheckpointError(f"the checkpoint has nothing under '{name_of(prefix)}', which the state has")
+
+        def target(entry: TensorEntry) -> torch.Tensor | None:
+            live = leaves.get(entry.path)
+            alike = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype) == (entry.shape, entry.dtype)
+            return live if alike or isinstance(live, DTensor) else None
+
+        for path in stored:
+            self._add(path, target)
+
+    def optimizer(self, names: OptimizerNames) -> None:
+        """Everything under "optimizer", into tensors that lie as their parameters do."""
+        stored = _entries(self._index, (OPTIMIZER,))
+        if not stored:
+            raise CheckpointError(
+                "the checkpoint has no optimizer state; restore TrainingState(model) alone to take its weights"
+            )
+        for path in stored:
+            if path[1] != "state" or len(path) < 4:
+                self._add(path, lambda _: None)
+            elif str(path[2]) in names.names:  # else of a parameter that other ranks hold
+                self._add(path, names.target)
+
+    def read(self, directory: Path) -> dict[LeafPath, Any]:
+        """Reads it all: by path, the tensors that were filled, and objects, in the order in which they were saved."""
+        objects = read_objects(directory, self._index, self._objects)
+        read_tensors(directory, self._index, self._tensors.items())
+        return self._index.in_order({**self._tensors, **objects})
+
+
+def unexpected_names(index: Index, state: TrainingState) -> set[str]:
+    """What the checkpoint has of a model that this rank's has not."""
+    known = {name_of((MODEL, name)) for name in get_model_state_dict(state.model)}
+    return {
+        name_of(path)
+        for path in _entries(index, (MODEL,))
+        if name_of(path) not in known and name_of(path[:2]) not in known
+    }
+
+
+def _counters_as(live: Any, tree: Any) -> Any:
+    """What was read, with a Counter wherever the live state has one: a scheduler's milestones are such."""
+    if isinstance(live, Mapping) and isinstance(tree, dict):
+        below = {key: _counters_as(live.get(key), one) for key, one in tree.items()}
+        return Counter(below) if type(live) is Counter else below
+    if isinstance(live, list) and isinstance(tree, list):
+        return [_counters_as(*pair) for pair in itertools.zip_longest(live[: len(tree)], tree)]
+    return tree
+
+
+def _entries(index: Index, prefix: LeafPath) -> list[LeafPath]:
+    size = len(prefix)
+    return [path for path in index.paths.values() if path[:size] == prefix]
+
+
+def _tree(read: Mapping[LeafPath, Any], index: Index, prefix: LeafPath) -> Any:
+    size = len(prefix)
+    empties = [path[size:] for path in index.empties if path[:size] == prefix]
+    return unflatten({path[size:]: value for path, value in read.items() if path[:size] == prefix}, empties)
+
+
+def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: int) -> dict[str, list[int]]:
+    """Whose per-rank state this rank needs, by key. Raises CheckpointError if there is per-rank state of another number
+    of ranks that cannot be shared out.
+    """
+    found: dict[str, list[int]] = {}
+    for key, one in state.per_rank.items():
+        stored = sorted(_ranks_of(index, key))
+        if not stored:
+            raise CheckpointError(f"the checkpoint has nothing under '{key}', which the state has per rank")
+        if index.world_size == world_size:
+            found[key] = [rank]
+        elif hasattr(one, "load_state_dicts"):
+            found[key] = stored
+        else:
+            raise CheckpointError(
+                f"'{key}' was saved by {index.world_size} ranks, each its own, and there are {world_size} now: give "
+                f"{type(one).__name__} a method load_state_dicts(states) that shares out the states of all ranks, or "
+                "restore with as many ranks"
+            )
+        if missing := set(found[key]) - set(stored):
+            raise DamagedCheckpointError(f"'{key}' of rank {min(missing)} is missing in the checkpoint")
+    if state.rng and rank in _ranks_of(index, RNG):
+        found[RNG] = [rank]
+    return found
+
+
+def _ranks_of(index: Index, key: str) -> set[int]:
+    paths = [path for path in (*index.paths.values(), *index.empties) if path[0] == key and len(path) > 1]
+    return {int(path[1]) for path in paths if isinstance(path[1], str) and path[1].isdecimal()}

@@ -24,13 +24,9 @@ from shardkit.core.checkpoint.verified_file import BlockSums
 
 
 class Writer(ABC):
-    """One format. Lays its files out in `begin`, or takes up what an earlier attempt has written.
+    """One format. Lays its files out in `begin`, or takes up what an earlier attempt has written."""
 
-    Attributes:
-        file: is there once all files are laid out.
-    """
-
-    file: Path
+    file: Path  # is there once all files are laid out
 
     @abstractmethod
     def begin(self, records: dict[str, Any]) -> None:
@@ -77,14 +73,9 @@ class DataFile:
 class DcpWriter(Writer):
     """Tensors cut by rows into the files of `ranks`, as `fully_shard` cuts them, and the metadata at the end.
 
-    What was written before an interruption stays: a tensor is taken up again by its record.
-
-    Args:
-        directory: gets the files.
-        checkpoint: its tensors, and its step, world size, info, empty mappings and order.
-        objects: bytes of torch.save, by path.
-        ranks: number of data files.
-        sealed: also write our manifest, with checksums of every file.
+    What was written before an interruption stays: a tensor is taken up again by its record. Of the checkpoint its
+    tensors are written, and what it is `about`; `objects` are bytes of torch.save. `sealed` adds our manifest, with
+    checksums of every file.
     """
 
     def __init__(
@@ -176,13 +167,13 @@ def objects_for_stock(checkpoint: Checkpoint) -> dict[LeafPath, bytes]:
         leaves = flatten(unflatten({**dict.fromkeys(checkpoint.tensors, stand_in), **split}))
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    return {path: _saved(value) for path, value in (*leaves.values.items(), *whole.items()) if value is not stand_in}
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    saved: dict[LeafPath, bytes] = {}
+    for path, value in (*leaves.values.items(), *whole.items()):
+        if value is not stand_in:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            saved[path] = buffer.getvalue()
+    return saved
 
 
 def _check_keys(checkpoint: Checkpoint) -> None:
@@ -229,16 +220,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Content:
-    """What one file holds. Its tensors only have sizes: memory that is never touched is never there.
+    """What one file holds. Its tensors only have sizes: memory that is never touched is never there."""
 
-    Attributes:
-        leaves: by path, what is pickled.
-        places: by path of a tensor of the checkpoint, where the file's part of it goes.
-        padding: memory, first and last element, and what they are filled with.
-    """
-
-    leaves: dict[LeafPath, Any] = field(default_factory=dict)
+    leaves: dict[LeafPath, Any] = field(default_factory=dict)  # by path, what is pickled
+    # by path of a tensor of the checkpoint, where the file's part of it goes
     places: dict[LeafPath, Place] = field(default_factory=dict)
+    # memory, first and last element, and what they are filled with
     padding: list[tuple[torch.Tensor, int, int, float]] = field(default_factory=list)
 
     def add_whole(self, path: LeafPath, stored: StoredTensor) -> None:
@@ -331,13 +318,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 class SafetensorsWriter(_PlacedWriter):
     """`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index as Hugging Face has it.
 
-    Paths and objects, where there are some, are JSON in the metadata of the first file. Raises CheckpointError for
-    dtypes that safetensors has not, and objects that JSON has no place for.
-
-    Args:
-        directory: gets the files.
-        checkpoint: what they hold.
-        file_bytes: values in a file at most, but for a tensor that is larger by itself; None for one file.
+    A file has at most `file_bytes` of values, but for a tensor that is larger by itself; None is for one file. Paths
+    and objects, where there are some, are JSON in the metadata of the first file. Raises CheckpointError for dtypes
+    that safetensors has not, and objects that JSON has no place for.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, file_bytes: int | None = None) -> None:

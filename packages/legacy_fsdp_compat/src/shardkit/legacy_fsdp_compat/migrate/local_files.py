@@ -28,21 +28,13 @@ _GROUPS, _STATE = "param_groups", "state"
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter, and what an optimizer keeps for it, was cut over ranks.
-
-    Attributes:
-        name: of the parameter.
-        shape: of it.
-        pieces: by rank, which of its elements.
-        starts: by rank, where they begin in what the rank's optimizer keeps.
-        lengths: by rank, how long that is: the piece, or the rank's part of a flat tensor.
-    """
+    """How one parameter, and what an optimizer keeps for it, was cut over ranks."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Interval, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    pieces: tuple[Interval, ...]  # by rank, which of its elements
+    starts: tuple[int, ...]  # by rank, where they begin in what the rank's optimizer keeps
+    lengths: tuple[int, ...]  # by rank, how long that is: the piece, or the rank's part of a flat tensor
 
 
 def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, units: list[list[Cut]]) -> None:

@@ -91,7 +91,7 @@ class _Arguments:
                 f"auto_wrap_policy of the model is {policy!r:.80}, expected a policy, such as a ModuleWrapPolicy"
             )
         with users_code("ignored_modules or ignored_states", "expected lists of modules, or of parameters"):
-            ignored = resolve_ignored(model, given.get("ignored_modules"), given.get("ignored_states"), _never)
+            ignored = resolve_ignored(model, given.get("ignored_modules"), given.get("ignored_states"), lambda _: False)
         return cls(policy, _mixed_precision(given, "the model"), flag, ignored)
 
 
@@ -181,7 +181,9 @@ def _wrapped(model: nn.Module, checked: _Arguments) -> dict[nn.Module, Mapping[s
     if checked.auto_wrap_policy is not None:
         ignored = checked.ignored
         with users_code("auto_wrap_policy of the model", "expected a policy that FullyShardedDataParallel takes"):
-            auto_wrap(model, checked.auto_wrap_policy, ignored.modules, ignored.parameters, passed, note, _never)
+            auto_wrap(
+                model, checked.auto_wrap_policy, ignored.modules, ignored.parameters, passed, note, lambda _: False
+            )
     return wrapped
 
 
@@ -205,10 +207,6 @@ def _check_units(model: nn.Module, wrapping: Wrapping) -> None:
                 f"of the FSDP module '{unit}' {frozen} are frozen and the others train, which FSDP1 has only with "
                 "use_orig_params=True"
             )
-
-
-def _never(module: nn.Module) -> bool:
-    return False
 
 
 _EXPECTED = "expected a torch.nn.Module, or a pair of one and a dict with the arguments of FullyShardedDataParallel"

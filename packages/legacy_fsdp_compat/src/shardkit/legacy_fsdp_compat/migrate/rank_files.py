@@ -21,17 +21,11 @@ from shardkit.legacy_fsdp_compat.migrate.shards import ALLOWED, Box, StoredShard
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file.
+    """One rank's file."""
 
-    Attributes:
-        path: of the file.
-        rank: its number among the files, which are in rank order.
-        leaves: what it holds, by path.
-    """
-
-    path: Path
-    rank: int
-    leaves: dict[LeafPath, Any]
+    path: Path  # of the file
+    rank: int  # its number among the files, which are in rank order
+    leaves: dict[LeafPath, Any]  # what it holds, by path
 
 
 def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
@@ -104,17 +98,15 @@ def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
     except Exception as error:  # DTensors that were put together by hand fail in any way
         raise DamagedCheckpointError(f"{path} holds DTensors that are damaged: {error}") from error
     for key, leaf in found.items():
-        _check_leaf(name_of(key), leaf, path)
+        if isinstance(leaf, StoredShards):
+            parts = getattr(leaf, "parts", None)  # a stand-in may lack its values
+            if parts is None or any(
+                len(offsets) != tensor.dim() or len(offsets) != len(leaf.whole) for offsets, tensor, _ in parts
+            ):
+                raise DamagedCheckpointError(
+                    f"'{name_of(key)}' in {path} is a ShardedTensor whose parts do not describe a tensor"
+                )
     return found
-
-
-def _check_leaf(name: str, leaf: Any, path: Path) -> None:
-    """Raises `DamagedCheckpointError` for a stand-in that lacks its values, or has parts that are not in it."""
-    parts = getattr(leaf, "parts", None) if isinstance(leaf, StoredShards) else []
-    if parts is None or any(
-        len(offsets) != tensor.dim() or len(offsets) != len(leaf.whole) for offsets, tensor, _ in parts
-    ):
-        raise DamagedCheckpointError(f"'{name}' in {path} is a ShardedTensor whose parts do not describe a tensor")
 
 
 def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
@@ -193,23 +185,18 @@ def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
     differ, and for files that are of no ranks.
     """
     if not any(isinstance(leaf, StoredShards) for file in files for leaf in file.leaves.values()):
-        _check_same_keys(files)
+        # Files without sharded tensors are of ranks that have everything, or of no ranks: weights and optimizer apart.
+        for other in files[1:]:
+            odd = [name_of(path) for path in files[0].leaves.keys() ^ other.leaves.keys()]
+            if odd:
+                raise CheckpointError(
+                    f"{files[0].path} and {other.path} hold no ShardedTensors or DTensors, and {len(odd)} keys, such "
+                    f"as '{odd[0]}', are in one of them only: they are no files of ranks. Convert each by itself"
+                )
     checkpoint = Checkpoint("SHARDED", [str(file.path) for file in files], len(files))
     for path in dict.fromkeys(path for file in files for path in file.leaves):
         add_leaf(checkpoint, files, path)
     return checkpoint
-
-
-def _check_same_keys(files: list[RankFile]) -> None:
-    """Files without sharded tensors are of ranks that have everything, or of no ranks: weights and optimizer apart."""
-    first, *others = files
-    for other in others:
-        odd = [name_of(path) for path in first.leaves.keys() ^ other.leaves.keys()]
-        if odd:
-            raise CheckpointError(
-                f"{first.path} and {other.path} hold no ShardedTensors or DTensors, and {len(odd)} keys, such as "
-                f"'{odd[0]}', are in one of them only: they are no files of ranks. Convert each by itself"
-            )
 
 
 def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> None:

@@ -131,19 +131,12 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Lea
 
 @dataclass(frozen=True)
 class _Unit:
-    """One FSDP module of one model of the checkpoint.
+    """One FSDP module of one model of the checkpoint."""
 
-    Attributes:
-        base: where the model is.
-        names: of its parameters, in order.
-        layout: of its flat parameter.
-        dtype: of it.
-    """
-
-    base: LeafPath
-    names: list[str]
-    layout: FlatLayout
-    dtype: torch.dtype
+    base: LeafPath  # where the model is
+    names: list[str]  # of its parameters, in order
+    layout: FlatLayout  # of its flat parameter
+    dtype: torch.dtype  # of it
 
 
 class LocalWriter(ShardedWriter):

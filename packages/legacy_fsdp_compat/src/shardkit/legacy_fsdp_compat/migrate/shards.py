@@ -44,17 +44,13 @@ def _stand_in(name: str) -> type:
 class StoredShards(torch.Tensor):
     """Stands in for ShardedTensor. One whose part is a ShardedTensor, as 2-D FSDP1 once wrote, is flattened: what its
     ranks are is what the inner one says, as torch gave the outer one numbers of its own.
-
-    Attributes:
-        parts: this file's parts: (offsets, tensor, rank).
-        boxes: every rank's part, as far as the file tells: (offsets, sizes, rank).
-        whole: shape of the whole.
-        nested: whether there was an inner one, so that other files have parts of which this one does not tell.
     """
 
-    parts: list[tuple[tuple[int, ...], torch.Tensor, int]]
+    parts: list[tuple[tuple[int, ...], torch.Tensor, int]]  # this file's parts: (offsets, tensor, rank)
+    # every rank's part, as far as the file tells: (offsets, sizes, rank)
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    whole: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the whole
+    # whether there was an inner one, so that other files have parts of which this one does not tell
     nested: bool = False
 
     def __setstate__(self, state: Any) -> None:
@@ -153,18 +149,12 @@ ALLOWED: list[Any] = [
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor, in one file.
+    """A box of a tensor, in one file."""
 
-    Attributes:
-        offsets, sizes: where it lies in the tensor.
-        read: elements [low, high) of the *box*, in row-major order: a 1-D copy.
-        file: where they are.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # offsets, sizes: where it lies in the tensor
     sizes: tuple[int, ...]
-    read: Read
-    file: str
+    read: Read  # elements [low, high) of the *box*, in row-major order: a 1-D copy
+    file: str  # where they are
 
     @property
     def row(self) -> int:

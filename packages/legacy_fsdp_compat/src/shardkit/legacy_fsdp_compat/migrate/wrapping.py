@@ -28,17 +28,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Shapes with ties told apart.
+    """Shapes with ties told apart."""
 
-    Attributes:
-        own: name -> shape, in order of the model; of tied parameters the first.
-        ties: further names of tied parameters -> the first one.
-        given: both, in order of the model.
-    """
-
-    own: dict[str, tuple[int, ...]]
-    ties: dict[str, str]
-    given: Shapes
+    own: dict[str, tuple[int, ...]]  # name -> shape, in order of the model; of tied parameters the first
+    ties: dict[str, str]  # further names of tied parameters -> the first one
+    given: Shapes  # both, in order of the model
 
     @classmethod
     def of(cls, shapes: Shapes) -> ModelShapes:
@@ -236,16 +230,14 @@ def _modules_around(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts))]
 
 
-def alignment_of(param_dtype: str | None, dtype: torch.dtype) -> int:
-    """Elements that parameters of `dtype` are aligned to under a `param_dtype`."""
-    return aligned_numel((dtype if param_dtype is None else _dtype(param_dtype)).itemsize)
-
-
-def _dtype(name: object) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+def alignment_of(param_dtype: object, dtype: torch.dtype) -> int:
+    """Elements that parameters of `dtype` are aligned to under a `param_dtype`: a name, or None."""
+    found = dtype if param_dtype is None else getattr(torch, str(param_dtype), None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"param_dtype {name!r} is not a dtype of torch, such as 'bfloat16'; null stands for none")
-    return found
+        raise CheckpointError(
+            f"param_dtype {param_dtype!r} is not a dtype of torch, such as 'bfloat16'; null stands for none"
+        )
+    return aligned_numel(found.itemsize)
 
 
 def wrapping_of_file(path: Path) -> Wrapping:
@@ -319,7 +311,12 @@ def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dic
     modules = dict.fromkeys(module for name in names for module in _modules_around(name))
     found: dict[str, ParamDtypes] = {}
     for pattern, given in units.items():
-        matching = [module for module in modules if _matches(module, pattern)]
+        wanted = pattern.split(".")
+        matching = [
+            module
+            for module in modules
+            if module.count(".") + 1 == len(wanted) and all(map(fnmatch.fnmatchcase, module.split("."), wanted))
+        ]
         if not matching:
             raise CheckpointError(f"{path}: no name of the shapes lies in an FSDP module '{pattern}'")
         dtypes = tuple(given) if isinstance(given, list) and given else (given,)
@@ -327,11 +324,6 @@ def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dic
             alignment_of(name, torch.float32)
         found.update(dict.fromkeys(matching, dtypes))
     return {module: found[module] for module in modules if module in found}
-
-
-def _matches(module: str, pattern: str) -> bool:
-    parts, wanted = module.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def with_members(wrapping: Wrapping) -> Wrapping:
