@@ -29,8 +29,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
-from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
-from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
 from tests.support import run_ranks
 

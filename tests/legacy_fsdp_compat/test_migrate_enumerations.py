@@ -9,7 +9,7 @@ from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 
 from shardkit.core.checkpoint import CheckpointError
 from shardkit.core.checkpoint.torch_files import load_torch_bytes
-from shardkit.legacy_fsdp_compat.migrate.shards import ALLOWED
+from shardkit.legacy_fsdp_compat.migrate.rank_files import ALLOWED
 
 
 class Reduced:

@@ -22,8 +22,7 @@ from shardkit.legacy_fsdp_compat.migrate import (
     wrapping_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.command import main
-from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file
-from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat import both
 from tests.legacy_fsdp_compat.both import CPU, OPTIMIZERS, OURS, STOCK, Block, api, train, whole_state
 from tests.legacy_fsdp_compat.test_migrate import local_moments

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.shards import Box, parts_of
+from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, parts_of
 from shardkit.tp_adapter.extensions import DTensorExtensions
 from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
 from tests.legacy_fsdp_compat.test_tensor_parallel import Pair, adam, batch

@@ -74,8 +74,7 @@ def convert(
     """
     progress = _trimming(progress)
     refuse_existing(target)
-    _check_names(checkpoint)
-    _check_place(checkpoint, target)
+    _check_source(checkpoint, target)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     _check_own(partial)
@@ -164,13 +163,6 @@ def _hashed(
         hashing.result()
 
 
-def _check_place(checkpoint: Checkpoint, target: Path) -> None:
-    """The source is only read, also its directory."""
-    for source in (Path(name).resolve() for name in checkpoint.files):
-        if target.resolve().is_relative_to(source):
-            raise CheckpointError(f"{target} lies in the source {source}; choose a place outside of it")
-
-
 def _check_own(partial: Path) -> None:
     """In a directory that others may write to, they could have made it, to have something else overwritten."""
     seen = partial.lstat()
@@ -202,7 +194,8 @@ def _removed_if_refused(partial: Path, *, only_empty: bool = False) -> Iterator[
         raise
 
 
-def _check_names(checkpoint: Checkpoint) -> None:
+def _check_source(checkpoint: Checkpoint, target: Path) -> None:
+    """Each value has a name of its own, and the target is not in the source, which is only read."""
     seen: dict[str, LeafPath] = {}
     for path in (*checkpoint.tensors, *checkpoint.objects):
         other = seen.setdefault(name_of(path), path)
@@ -210,6 +203,9 @@ def _check_names(checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 f"both {path} and {other} are called '{name_of(path)}', and one would overwrite the other; rename one"
             )
+    for source in (Path(name).resolve() for name in checkpoint.files):
+        if target.resolve().is_relative_to(source):
+            raise CheckpointError(f"{target} lies in the source {source}; choose a place outside of it")
 
 
 def _verify(

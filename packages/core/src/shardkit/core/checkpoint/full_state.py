@@ -470,7 +470,10 @@ def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
         old, slot = state.tensors[name], report.slots[name]
         device = home_of(old) if slot.meta else local_part(old).device
         if id(old) not in fresh:
-            fresh[id(old)] = _like(old, torch.empty(local_part(old).shape, dtype=dtype, device=device))
+            new = torch.empty(local_part(old).shape, dtype=dtype, device=device)
+            new = like_dtensor(new, old) if isinstance(old, DTensor) else new
+            is_parameter = isinstance(old, nn.Parameter)
+            fresh[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
         local = local_part(fresh[id(old)])
         device_type = local.device.type if slot.device_type == "meta" else slot.device_type
         stream.fill(name, local, slot.region, device_type)
@@ -479,10 +482,3 @@ def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
         loaded = [assigned[name] for name in names if name in assigned]
         assigned.update(dict.fromkeys(names, loaded[-1]) if loaded else {})
     module.load_state_dict(assigned, strict=False, assign=True)
-
-
-def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    tensor = like_dtensor(local, old) if isinstance(old, DTensor) else local
-    if isinstance(old, nn.Parameter):
-        return nn.Parameter(tensor, requires_grad=old.requires_grad)
-    return tensor

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,27 +144,16 @@ class _Place:
 def _place(mesh: DeviceMesh) -> _Place:
     """Kept, as a mesh works these out anew each time that it is asked."""
     shape, coordinate = tuple(mesh.mesh.shape), mesh.get_coordinate()
-    number = None if coordinate is None else _linear(coordinate, shape)
+    number = None if coordinate is None else int(np.ravel_multi_index(coordinate, shape))
     return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
 
 
 @functools.lru_cache(maxsize=64)
 def _replicas(placements: tuple[Placement, ...], mesh_shape: Sizes) -> tuple[int, Sizes]:
     """How many ranks hold the same, and the number among these of each rank of the mesh."""
-    replicated = [place.is_replicate() for place in placements]
-    sizes = [size if same else 1 for size, same in zip(mesh_shape, replicated, strict=True)]
-    numbers = tuple(
-        _linear([at if same else 0 for at, same in zip(coordinate, replicated, strict=True)], sizes)
-        for coordinate in itertools.product(*map(range, mesh_shape))
-    )
-    return math.prod(sizes), numbers
-
-
-def _linear(coordinate: Sequence[int], shape: Sequence[int]) -> int:
-    number = 0
-    for at, size in zip(coordinate, shape, strict=True):
-        number = number * size + at
-    return number
+    sizes = [size if place.is_replicate() else 1 for size, place in zip(mesh_shape, placements, strict=True)]
+    numbers = np.broadcast_to(np.arange(math.prod(sizes)).reshape(sizes), mesh_shape)
+    return math.prod(sizes), tuple(numbers.flatten().tolist())
 
 
 @functools.lru_cache(maxsize=4096)

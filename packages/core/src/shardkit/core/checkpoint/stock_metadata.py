@@ -132,9 +132,9 @@ def _size(sizes: tuple[int, ...]) -> bytes:
 METADATA = ".metadata"
 
 _OURS = "torch.distributed.checkpoint.metadata"
-_CHUNKS = {"BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"}
+_OF_TENSORS = {"BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata"}
 _ALLOWED = {
-    _OURS: {*_CHUNKS, "Metadata", "MetadataIndex", "StorageMeta"},
+    _OURS: {*_OF_TENSORS, "Metadata", "MetadataIndex", "StorageMeta"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch": {"Size", "device"},
     "collections": {"OrderedDict"},

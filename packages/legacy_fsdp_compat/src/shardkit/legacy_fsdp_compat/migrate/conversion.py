@@ -22,9 +22,13 @@ from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter, Writer, objects_for_stock
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME
 from shardkit.legacy_fsdp_compat.migrate.local_files import is_local, local_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.rank_files import leaves_of_file, read_rank_files, sharded_checkpoint
+from shardkit.legacy_fsdp_compat.migrate.rank_files import (
+    StoredShards,
+    leaves_of_file,
+    read_rank_files,
+    sharded_checkpoint,
+)
 from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, LocalWriter, Ranks, ShardedWriter
-from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
 from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Shapes, check_shapes, json_of
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,13 @@ from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
 from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, Interval
-from shardkit.legacy_fsdp_compat.migrate.rank_files import RankFile, add_leaf, same_everywhere, stored_shards
-from shardkit.legacy_fsdp_compat.migrate.shards import StoredShards
+from shardkit.legacy_fsdp_compat.migrate.rank_files import (
+    RankFile,
+    StoredShards,
+    add_leaf,
+    same_everywhere,
+    stored_shards,
+)
 from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Wrapping, alignment_of, flat_key
 
 _GROUPS, _STATE = "param_groups", "state"
@@ -81,35 +86,40 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, c
     """One value of one numbered parameter, for each parameter that this is."""
     found = [file.leaves[where] for file in files if where in file.leaves]
     if len(cuts) == 1 and any(isinstance(one, StoredShards) for one in found):  # written by this package, as DTensors
-        target = (*where[:-2], cuts[0].name, where[-1])
-        checkpoint.tensors[target] = stored_shards(name_of(target), files, where)
+        checkpoint.tensors[*where[:-2], cuts[0].name, where[-1]] = stored_shards(files, where)
         return
     is_cut = any(isinstance(one, torch.Tensor) and one.dim() > 0 for one in found)
     if not is_cut:
         same_everywhere(files, where)
     for cut in cuts:
         target = (*where[:-2], cut.name, where[-1])
-        if not is_cut:
+        if is_cut:
+            checkpoint.tensors[target] = _from_cut(files, where, cut, target)
+        else:
             checkpoint.add(target, found[0], next(file.path for file in files if where in file.leaves))
+
+
+def _from_cut(files: list[RankFile], where: LeafPath, cut: Cut, path: LeafPath) -> StoredTensor:
+    """The tensor at `path`, as long as a parameter, whose parts the ranks have at `where`."""
+    parts = []
+    for file in files:
+        low, high = cut.pieces[file.rank]
+        if low == high:
             continue
-        parts = tuple(part for file in files for part in _part(cut, file, where))
-        checkpoint.tensors[target] = StoredTensor(target, found[0].dtype, cut.shape, parts)
-
-
-def _part(cut: Cut, file: RankFile, where: LeafPath) -> Iterator[Part]:
-    """A rank's part of a state that is as long as its parameter: none, or one."""
-    low, high = cut.pieces[file.rank]
-    if low == high:
-        return
-    value, expected = file.leaves.get(where), cut.lengths[file.rank]
-    if type(value) is not torch.Tensor or value.numel() != expected:
-        seen = f"{value.numel()} elements" if type(value) is torch.Tensor else f"a {type(value).__name__}"
-        raise CheckpointError(
-            f"'{name_of(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was the "
-            "optimizer built from model.parameters()?"
-        )
-    read = mapped_reader(name_of(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
-    yield Part(low, high, read, str(file.path))
+        value: Any = file.leaves.get(where)
+        expected = cut.lengths[file.rank]
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not is_plain or value.numel() != expected:
+            seen = f"{value.numel()} elements" if is_plain else f"a {type(value).__name__}"
+            raise CheckpointError(
+                f"'{name_of(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was "
+                "the optimizer built from model.parameters()?"
+            )
+        read = mapped_reader(name_of(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
+        parts.append(Part(low, high, read, str(file.path)))
+    held = (file.leaves.get(where) for file in files)
+    dtype = next(one.dtype for one in held if isinstance(one, torch.Tensor))
+    return StoredTensor(path, dtype, cut.shape, tuple(parts))
 
 
 _CANDIDATES = (None, "bfloat16", "float32", "float64", "float8_e4m3fn")
@@ -214,7 +224,7 @@ def _model(
         )
     cuts = {name: cut for name in shapes.own if (cut := _piece_cut(files, (*base, name), shapes.own[name])) is not None}
     units = [[cut] for cut in cuts.values()]
-    tensors = {name: _from_pieces(files, (*base, name), cut) for name, cut in cuts.items()}
+    tensors = {name: _from_cut(files, (*base, name), cut, (*base, name)) for name, cut in cuts.items()}
     if not cuts:
         flats = [path for path in beside if _is_flat(path)]
         shapes = _with_ties_of_files(checkpoint, files, flats, shapes, here)
@@ -241,7 +251,8 @@ def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTe
     if not listed:
         return
     found = _piece_cut(files, (*base, name), cut.shape)
-    if found is None or not _from_pieces(files, (*base, name), found).same_values(first):
+    path = (*base, name)
+    if found is None or not _from_cut(files, path, found, path).same_values(first):
         raise CheckpointError(
             f"'{name_of((*base, name))}' is tied to '{cut.name}', say the shapes, but {listed[0].path} and the others "
             "hold other values for it: it was a parameter of its own, which has a shape of its own"
@@ -261,7 +272,7 @@ def _with_ties_of_files(
     # What lies in no FSDP module is a buffer, also one that the files lack.
     outside = frozenset(name for name in shapes.given if not name.startswith(prefixes))
     wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), outside | buffers, use_orig_params=False)
-    of_flats = {unit: stored_shards(name_of(path), files, path) for unit, path in names.items()}
+    of_flats = {unit: stored_shards(files, path) for unit, path in names.items()}
     if not wrapping.parted or any(
         wrapping.layout(u, len(files), one.dtype).numel != one.numel for u, one in of_flats.items()
     ):
@@ -302,22 +313,11 @@ def _check_shard_sizes(files: list[RankFile], base: LeafPath, cuts: dict[str, Cu
             )
 
 
-def _from_pieces(files: list[RankFile], path: LeafPath, cut: Cut) -> StoredTensor:
-    name = name_of(path)
-    parts = [
-        Part(low, high, mapped_reader(name, file.leaves[path], low, str(file.path)), str(file.path))
-        for file in files
-        for low, high in [cut.pieces[file.rank]]
-        if low < high
-    ]
-    return StoredTensor(path, files[0].leaves[path].dtype, cut.shape, tuple(parts))
-
-
 def _flat_unit(
     tensors: dict[str, StoredTensor], files: list[RankFile], path: LeafPath, shapes: ModelShapes, buffers: set[str]
 ) -> list[Cut]:
     """One FSDP module of a model with use_orig_params=False: adds its parameters to `tensors`."""
-    flat = stored_shards(name_of(path), files, path)
+    flat = stored_shards(files, path)
     prefix = path[-1].removesuffix(FLAT_NAME)
     others = {one[-1].removesuffix(FLAT_NAME) for file in files for one in file.leaves if _is_flat(one)}
     inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
