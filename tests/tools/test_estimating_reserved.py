@@ -58,5 +58,5 @@ def test_blocks_never_overlap_and_nothing_is_lost(expandable: bool, changes: lis
         assert allocator.reserved >= sum(live.values())
     for key in live:
         allocator.changed(key, 0)
-    free = sum(size for pool in allocator._free.values() for size, _, _ in pool._blocks)
+    free = sum(size for pool in allocator._pools.values() for size, _ in pool.free)
     assert free == allocator.reserved

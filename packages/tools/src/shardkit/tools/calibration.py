@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from shardkit.core import fully_shard
 from shardkit.core.runtime.choice import transport_for
 from shardkit.tools.estimating.timeline import Roofline
-from shardkit.tools.estimating.trace import Operator, TensorPicture
+from shardkit.tools.estimating.trace import Operator, TensorSpec
 from shardkit.tools.machine import Efficiency, Link, Machine, MachineError, threads_of_each
 
 # A CPU without instructions for bfloat16 needs seconds for what takes it milliseconds in float32.
@@ -268,13 +268,13 @@ def _median_seconds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _rows(operator: Operator) -> int:
     """What an index may not reach: the fewest rows of a tensor of numbers."""
-    pictures = [one for one in (*operator.args, *operator.kwargs.values()) if isinstance(one, TensorPicture)]
+    pictures = [one for one in (*operator.args, *operator.kwargs.values()) if isinstance(one, TensorSpec)]
     rows = [min(shape) for shape, _, dtype in pictures if dtype.is_floating_point and shape and min(shape) > 0]
     return max(1, min(rows, default=1))
 
 
 def _real(value: Any, bound: int) -> Any:
-    if isinstance(value, TensorPicture):
+    if isinstance(value, TensorSpec):
         shape, strides, dtype = value
         # Expanded tensors are filled before they are expanded: several of their elements are one in memory.
         dense = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]

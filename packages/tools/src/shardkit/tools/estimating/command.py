@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,11 +30,11 @@ from shardkit.tools.estimating.job import (
 )
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.estimating.result import Estimate, estimate_job
-from shardkit.tools.estimating.tables import DTYPES, changed, count_of, print_estimate, print_sweep, settings_of, sweep
+from shardkit.tools.estimating.tables import Point, print_estimate, print_sweep
 from shardkit.tools.estimating.timeline import OperatorCosts
-from shardkit.tools.files import check_targets, json_text, write_text
+from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
-from shardkit.tools.terminal import terminal
+from shardkit.tools.terminal import progress, terminal
 
 __all__ = ["collecting_new_garbage", "costs_for", "job_of", "machine_of", "run"]
 
@@ -43,6 +45,17 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": muon,
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
 }
+_DTYPES = {"own": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_RESHARD = {"default": None, "true": True, "false": False}
+
+# What can be swept -> the values that it takes when the command line does not say.
+_SETTINGS = {
+    "world-size": ("8", "16", "32", "64"),
+    "reshard": ("true", "false"),
+    "dtype": ("own", "bfloat16"),
+    "prefetch": ("0", "1", "2"),
+    "micro-batch": ("1", "2", "4"),
+}
 
 
 def run(options: SimpleNamespace) -> int:
@@ -51,44 +64,79 @@ def run(options: SimpleNamespace) -> int:
         sys.stdout.write(json_text(machine_named(options.show_machine), indent=2))
         return 0
     check_targets(options.json, options.plot)
-    values = settings_of(options.sweep)
+    values = _settings_of(options.sweep)
     mesh, machine, job = mesh_of(options.mesh), machine_of(options), job_of(options)
-    with costs_for(options.machine, machine) as costs:
-        if options.sweep:
-            return _sweep(options, values, job, machine, costs)
-        found = estimate_job(job, mesh, machine, rank=options.rank, costs=costs)
-    print_estimate(found, terminal())
-    if options.plot is not None:
-        write_text(options.plot, plot_page("shardkit estimate", [("the job", found, found.timeline.step)]))
-    if options.json is not None:
-        write_text(options.json, json_text(found.to_json(), indent=2))
-    return 0
 
-
-def _sweep(
-    options: SimpleNamespace,
-    values: Mapping[str, tuple[str, ...]],
-    job: TrainingJob,
-    machine: Machine,
-    costs: OperatorCosts | None,
-) -> int:
     def estimated(settings: Mapping[str, str]) -> Estimate:
-        mesh = mesh_of(settings.get("world-size", options.mesh))
-        chosen = replace(job, policies=changed(job.policies, settings))
+        axes = mesh_of(settings["world-size"]) if "world-size" in settings else mesh
+        chosen = replace(job, policies=_changed(job.policies, settings))
         if "micro-batch" in settings:
-            chosen = with_micro_batch(chosen, count_of("micro-batch", settings["micro-batch"], 1))
-        return estimate_job(chosen, mesh, machine, rank=options.rank, costs=costs)
+            chosen = with_micro_batch(chosen, _count_of("micro-batch", settings["micro-batch"], 1))
+        return estimate_job(chosen, axes, machine, rank=options.rank, costs=costs)
 
-    with collecting_new_garbage():
-        points = sweep(values, estimated)
-    print_sweep(points, terminal())
+    with costs_for(options.machine, machine) as costs:
+        if values:
+            points = _sweep(values, estimated)
+            print_sweep(points, terminal())
+            found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
+            ways = [(p.name, p.estimate, p.estimate.timeline.step) for p in points if p.estimate is not None]
+        else:
+            one = estimated({})
+            print_estimate(one, terminal())
+            found, ways = one.to_json(), [("the job", one, one.timeline.step)]
     if options.json is not None:
-        found = [{"settings": dict(p.settings), "estimate": p.estimate and p.estimate.to_json()} for p in points]
         write_text(options.json, json_text(found, indent=2))
-    ways = [(p.name, p.estimate, p.estimate.timeline.step) for p in points if p.estimate is not None]
     if options.plot is not None and ways:
-        write_text(options.plot, plot_page("shardkit estimate --sweep", ways))
-    return 0 if any(point.estimate for point in points) else 1
+        write_text(options.plot, plot_page(f"shardkit estimate{' --sweep' if values else ''}", ways))
+    return 0 if ways else 1
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def _settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """`world-size=8,64`, or names alone (`dtype,prefetch`) for the usual values.
+
+    Raises:
+        EstimateError: for settings that there are not.
+    """
+    chosen: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, given, values = text.partition("=")
+        for one in [name] if given else name.split(","):
+            if one not in _SETTINGS:
+                expected = ", ".join(_SETTINGS)
+                raise EstimateError(f"'{one}' cannot be swept; expected {expected}, with or without =VALUES")
+            chosen[one] = tuple(values.split(",")) if given else _SETTINGS[one]
+    return chosen
+
+
+def _sweep(values: Mapping[str, Sequence[str]], estimated: Callable[[Mapping[str, str]], Estimate]) -> list[Point]:
+    """Estimates every combination of the values; one that fails says why in the table and does not end the others."""
+    points = []
+    total = math.prod(map(len, values.values()))
+    with collecting_new_garbage(), progress("estimating") as done:
+        for number, combination in enumerate(itertools.product(*values.values())):
+            done(number, total)
+            settings = dict(zip(values, combination, strict=True))
+            try:
+                points.append(Point(settings, estimated(settings)))
+            except InputError as error:
+                points.append(Point(settings, None, str(error)))
+    return points
+
+
+@contextmanager
+def collecting_new_garbage() -> Iterator[None]:
+    """Collections of cycles pass over what is there now: imported modules, which take longer than all estimates."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# -- what options name -------------------------------------------------------------------------------------------------
 
 
 def job_of(options: SimpleNamespace) -> TrainingJob:
@@ -98,9 +146,7 @@ def job_of(options: SimpleNamespace) -> TrainingJob:
         EstimateError: if they tell none, or one that cannot be made.
     """
     optimizer, policies = _optimizer(options.optimizer), _policies(options)
-    precision = Precision(
-        DTYPES[options.param_dtype or "own"], DTYPES[options.optimizer_dtype or "own"], options.master_weights
-    )
+    parameters, state = (_DTYPES[text or "own"] for text in (options.param_dtype, options.optimizer_dtype))
     batch, sequence = options.batch or 1, options.sequence or 2048
     if options.hf_config is not None:
         own = options.dtype == "own"
@@ -116,7 +162,7 @@ def job_of(options: SimpleNamespace) -> TrainingJob:
         job = _job_named(options.model, inputs, optimizer, policies)
     if options.tp_plan:
         job = replace(job, tensor_parallel=_function(options.tp_plan, "--tp-plan"))
-    return replace(job, precision=precision)
+    return replace(job, precision=Precision(parameters, state, options.master_weights))
 
 
 def _job_named(
@@ -162,11 +208,9 @@ def _function(name: str, option: str) -> Callable[..., Any]:
 
 
 def _optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
-    if name in _OPTIMIZERS:
-        return _OPTIMIZERS[name]
-    if ":" not in name:
+    if name not in _OPTIMIZERS and ":" not in name:
         raise EstimateError(f"there is no optimizer '{name}'; expected {', '.join(_OPTIMIZERS)} or pkg.module:function")
-    return _function(name, "--optimizer")
+    return _OPTIMIZERS.get(name) or _function(name, "--optimizer")
 
 
 def _policies(options: SimpleNamespace) -> Policies | None:
@@ -179,18 +223,34 @@ def _policies(options: SimpleNamespace) -> Policies | None:
     if options.wrap is not None:
         told["wrap"] = tuple(name for name in options.wrap.split(",") if name)
     texts = {"reshard": options.reshard, "dtype": options.dtype, "reduce-dtype": options.reduce_dtype}
-    policies = changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
+    policies = _changed(Policies(**told), {name: text for name, text in texts.items() if text is not None})
     return policies if told or any(texts.values()) else None
 
 
-@contextmanager
-def collecting_new_garbage() -> Iterator[None]:
-    """Collections of cycles pass over what is there now: imported modules, which take longer than all estimates."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
+    """The policies with settings that are given as texts.
+
+    Raises:
+        EstimateError: for a text that is no such setting.
+    """
+    changes: dict[str, Any] = {}
+    if (text := settings.get("reshard")) is not None:
+        changes["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _count_of("reshard", text, 1)
+    for setting, name in (("dtype", "param_dtype"), ("reduce-dtype", "reduce_dtype")):
+        if (text := settings.get(setting)) is not None:
+            if text not in _DTYPES:
+                raise EstimateError(f"'{text}' is not a dtype to compute in; expected {', '.join(_DTYPES)}")
+            changes[name] = _DTYPES[text]
+    if "prefetch" in settings:
+        changes["prefetch_depth"] = _count_of("prefetch", settings["prefetch"], 0)
+    return replace(policies, **changes)
+
+
+def _count_of(name: str, text: str, least: int) -> int:
+    """A whole number from `least` on."""
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise EstimateError(f"{name} is '{text}'; expected a whole number from {least} on")
+    return int(text)
 
 
 def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:

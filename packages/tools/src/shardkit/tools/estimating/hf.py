@@ -18,7 +18,7 @@ from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, MakeOptimizer, Policies, TrainingJob
 from shardkit.tools.files import read_json
 
-__all__ = ["COLUMNS", "ROWS", "config_of", "cut_projections", "job_from_config"]
+__all__ = ["COLUMNS", "ROWS", "cut_projections", "job_from_config"]
 
 # Projections whose output features are cut, and those that take what these give, by their names in most models.
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -37,7 +37,7 @@ def job_from_config(
     Raises:
         EstimateError: without transformers, for a file that is no config, and one that transformers cannot build.
     """
-    config = config_of(path)
+    config = _config(path)
     config.use_cache = False
     dtype = getattr(config, "dtype", None)
     if policies.param_dtype is None and not own_dtype and dtype in (torch.bfloat16, torch.float16):
@@ -49,12 +49,8 @@ def job_from_config(
     return TrainingJob(model, inputs, optimizer, policies=policies, tensor_parallel=cut_projections)
 
 
-def config_of(path: Path) -> Any:
-    """What transformers makes of a config.json. Nothing is downloaded, and no code that a config names is run.
-
-    Raises:
-        EstimateError: as `job_from_config`.
-    """
+def _config(path: Path) -> Any:
+    """What transformers makes of a config.json. Nothing is downloaded, and no code that a config names is run."""
     settings = read_json(path, dict[str, Any], "a Hugging Face config", EstimateError)
     if not isinstance(settings.get("model_type"), str):
         raise EstimateError(f'{path} is not a Hugging Face config: it has no "model_type"')
@@ -125,31 +121,22 @@ def cut_projections(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         EstimateError: if no layer has them, or heads or features cannot be dealt out evenly.
     """
-    blocks = [(fqn, block) for fqn, block in model.named_modules() if all(_has(block, n) for n in (*COLUMNS, *ROWS))]
+    modules = model.named_modules(remove_duplicate=False)
+    linear = {fqn: module for fqn, module in modules if isinstance(module, nn.Linear)}
+    prefixes = {block: f"{fqn}." if fqn else "" for fqn, block in model.named_modules()}
+    blocks = [block for block, fqn in prefixes.items() if all(fqn + name in linear for name in (*COLUMNS, *ROWS))]
     if not blocks:
         raise EstimateError(f"no layer of the model has the projections {', '.join((*COLUMNS, *ROWS))}; give --tp-plan")
-    for fqn, block in blocks:
+    for block in blocks:
         head_dim = block.get_submodule("self_attn").head_dim
-        _check(fqn, block, head_dim if isinstance(head_dim, int) else 1, mesh.size())
+        for name in COLUMNS:
+            unit = head_dim if isinstance(head_dim, int) and name.startswith("self_attn.") else 1
+            units, fqn = linear[prefixes[block] + name].out_features // unit, prefixes[block] + name
+            if units % mesh.size():
+                raise EstimateError(
+                    f"'{fqn}' has {units} {'heads' if unit > 1 else 'features'}, which {mesh.size()} ranks of the axis "
+                    "'tp' cannot share evenly; use a size that divides them"
+                )
         styles: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in COLUMNS}
         styles |= {name: RowwiseParallel() for name in ROWS}
         parallelize_module(block, mesh, styles, src_data_rank=None)  # nothing is sent: there is no data
-
-
-def _has(block: nn.Module, name: str) -> bool:
-    inner: nn.Module | None = block
-    for part in name.split("."):
-        inner = getattr(inner, part, None)
-    return isinstance(inner, nn.Linear)
-
-
-def _check(fqn: str, block: nn.Module, head_dim: int, ranks: int) -> None:
-    for name in COLUMNS:
-        projection = block.get_submodule(name)
-        assert isinstance(projection, nn.Linear)
-        unit = head_dim if name.startswith("self_attn.") else 1
-        if projection.out_features // unit % ranks:
-            raise EstimateError(
-                f"'{fqn}.{name}' has {projection.out_features // unit} {'heads' if unit > 1 else 'features'}, which "
-                f"{ranks} ranks of the axis 'tp' cannot share evenly; use a size that divides them"
-            )

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +31,17 @@ from shardkit.core.users_code import users_code
 from shardkit.tools.files import InputError
 from shardkit.tools.torch_compat import FakeTensors
 
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+TensorParallel: TypeAlias = Callable[[nn.Module, DeviceMesh], object]
+Step: TypeAlias = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
+
+
+class EstimateError(InputError):
+    """A model, an input or a setting that cannot be estimated; the message says what was seen and what to do."""
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -45,34 +57,16 @@ class Precision:
     optimizer: torch.dtype | None = None
     master_weights: bool = False
 
-    def cast(self, model: nn.Module) -> nn.Module:
-        """The model, its parameters and buffers of floating point in the dtype."""
-        return model if self.parameters is None else model.to(self.parameters)
-
-    def optimizer_of(
-        self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        """The optimizer that `make` makes, with its state in the dtype, and on copies in float32 if wanted."""
-        if self.optimizer is None and not self.master_weights:
-            return make(parameters)
-        return _PreciseOptimizer(parameters, make, self.optimizer, self.master_weights)
-
 
 class _PreciseOptimizer(torch.optim.Optimizer):
     """Steps each parameter by itself: its state is cast up for the step and down again, one parameter at a time."""
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        state_dtype: torch.dtype | None,
-        master_weights: bool,
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, precision: Precision) -> None:
         own = [one for one in parameters if one.requires_grad]
         super().__init__(own, {})
-        weights = [nn.Parameter(one.detach().float()) for one in own] if master_weights else own
+        weights = [nn.Parameter(one.detach().float()) for one in own] if precision.master_weights else own
         self._steppers = [(one, weight, make([weight])) for one, weight in zip(own, weights, strict=True)]
-        self._state_dtype = state_dtype
+        self._state_dtype = precision.optimizer
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -92,6 +86,12 @@ class _PreciseOptimizer(torch.optim.Optimizer):
                 own.copy_(weight)
                 weight.grad = None
                 self.state[own]["master_weight"] = weight
+
+
+def _cast(state: dict[str, Any], dtype: torch.dtype) -> None:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
+            state[name] = value.to(dtype)
 
 
 class _Together(torch.optim.Optimizer):
@@ -123,14 +123,7 @@ def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return _Together([torch.optim.Muon(owned[True]), torch.optim.AdamW(owned[False])])
 
 
-def _cast(state: dict[str, Any], dtype: torch.dtype) -> None:
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
-            state[name] = value.to(dtype)
-
-
-class EstimateError(InputError):
-    """A model, an input or a setting that cannot be estimated; the message says what was seen and what to do."""
+# -- policies ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,13 +179,10 @@ def _repeated(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> list[tu
     """The outermost modules of a class that occurs several times in one list, with parameters of their own."""
     found: list[tuple[str, nn.Module]] = []
     for fqn, module in [("", model), *modules]:
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        inside = any(f"{fqn}.".startswith(f"{block}.") for block, _ in found)
+        if inside or not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
-        if any(fqn.startswith(f"{block}.") or fqn == block for block, _ in found):
-            continue
-        children = [
-            (name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None
-        ]
+        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
         counts = Counter(type(child) for _, child in children)
         prefix = f"{fqn}." if fqn else ""
         found += [(prefix + name, child) for name, child in children if counts[type(child)] > 1]
@@ -234,9 +224,7 @@ def _recompute(block: nn.Module) -> None:
     block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-TensorParallel: TypeAlias = Callable[[nn.Module, DeviceMesh], object]
-Step: TypeAlias = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,7 +238,7 @@ class TrainingJob:
         optimizer: makes the optimizer of the sharded parameters.
         loss: makes a scalar of the model's output and the micro-batch. By default the mean of squares of all that the
             output holds, or, for token ids, the cross entropy of the next token.
-        step: runs one iteration; `default_step` where it is None.
+        step: runs one iteration, in place of forward and backward of each micro-batch, then a step of the optimizer.
         policies: how `fully_shard` is applied to a model that does not come sharded.
         tensor_parallel: cuts a model that does not come sharded over the axis "tp" of the mesh, in place; called with
             the model and the mesh of that axis. `policies` shard it over the others.
@@ -277,9 +265,15 @@ class TrainingJob:
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
         """The sharded model."""
-        model = self.model(mesh) if self.takes_mesh else self.precision.cast(self.model())
+        model = self.model(mesh) if self.takes_mesh else self.model()
+        if self.precision.parameters is not None and not self.takes_mesh:
+            model = model.to(self.precision.parameters)
         if not any(state_of(module) for module in model.modules()):
-            apply_policies(model, self.policies, self._data_parallel(model, mesh))
+            names = mesh.mesh_dim_names or ()
+            if self.tensor_parallel is not None and "tp" in names:
+                self.tensor_parallel(model, mesh["tp"])
+                mesh = mesh[tuple(name for name in names if name != "tp")]
+            apply_policies(model, self.policies, mesh)
         elif replace(self.policies, accumulate=1) != Policies():
             raise EstimateError(
                 f"the model comes sharded, so {self.policies} has nothing to act on; leave the policies out, or give a "
@@ -288,37 +282,24 @@ class TrainingJob:
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of the sharded model."""
-        return self.precision.optimizer_of(self.optimizer, model.parameters())
-
-    def _data_parallel(self, model: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-        """The axes that remain when the model has been cut over "tp", if there is a plan for that."""
-        names = mesh.mesh_dim_names or ()
-        if self.tensor_parallel is None or "tp" not in names:
-            return mesh
-        self.tensor_parallel(model, mesh["tp"])
-        return mesh[tuple(name for name in names if name != "tp")]
+        """The optimizer of the sharded model, with its state as `precision` says."""
+        if self.precision.optimizer is None and not self.precision.master_weights:
+            return self.optimizer(model.parameters())
+        return _PreciseOptimizer(model.parameters(), self.optimizer, self.precision)
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-        """One iteration on one micro-batch, or on several whose gradients are accumulated."""
+        """One iteration on one micro-batch, or on several whose gradients are accumulated and reduced with the last."""
         if self.step is not None:
             self.step(model, optimizer, batches[0] if len(batches) == 1 else batches)
             return
-        default_step(model, optimizer, batches, self.loss or default_loss)
-
-
-def default_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], loss: Callable[[Any, Any], torch.Tensor]
-) -> None:
-    """Forward and backward of each micro-batch, gradients reduced with the last one, then the optimizer."""
-    for number, batch in enumerate(batches, 1):
-        if isinstance(model, FSDPModule) and len(batches) > 1:
-            model.set_requires_gradient_sync(number == len(batches))
-        value = loss(call(model, batch), batch)
-        value.backward()
-        del value
-    optimizer.step()
-    optimizer.zero_grad()
+        for number, batch in enumerate(batches, 1):
+            if isinstance(model, FSDPModule) and len(batches) > 1:
+                model.set_requires_gradient_sync(number == len(batches))
+            value = (self.loss or default_loss)(call(model, batch), batch)
+            value.backward()
+            del value
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -331,28 +312,26 @@ def call(model: nn.Module, batch: Any) -> Any:
 def default_loss(output: Any, batch: Any) -> torch.Tensor:
     """Cross entropy of the next token where token ids go in and logits come out, else the mean square."""
     output = getattr(output, "logits", output)
-    tokens = _first_tensor(batch)
-    if isinstance(output, torch.Tensor):
-        if tokens.dtype == torch.int64 and output.shape[:-1] == tokens.shape and output.dim() == 3:
-            # As transformers and torchtitan do: the next tokens move, as a part of the logits would be a copy of them.
-            following = F.pad(tokens[:, 1:], (0, 1), value=-100)
-            return F.cross_entropy(output.flatten(0, 1).float(), following.flatten())
-        return output.float().square().mean()
-    tensors = tensors_with_grad(output)
-    return torch.stack([one.float().square().mean() for one in tensors]).sum()
-
-
-def _first_tensor(batch: Any) -> torch.Tensor:
     values = list(batch.values()) if isinstance(batch, dict) else batch
-    first = values[0] if isinstance(values, tuple | list) else values
-    if not isinstance(first, torch.Tensor):
-        raise EstimateError(f"a micro-batch begins with a {type(first).__name__}; expected a tensor, or give a loss")
-    return first
+    tokens = values[0] if isinstance(values, tuple | list) else values
+    if not isinstance(tokens, torch.Tensor):
+        raise EstimateError(f"a micro-batch begins with a {type(tokens).__name__}; expected a tensor, or give a loss")
+    if not isinstance(output, torch.Tensor):
+        return torch.stack([one.float().square().mean() for one in tensors_with_grad(output)]).sum()
+    if tokens.dtype == torch.int64 and output.shape[:-1] == tokens.shape and output.dim() == 3:
+        # As transformers and torchtitan do: the next tokens move, as a part of the logits would be a copy of them.
+        following = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        return F.cross_entropy(output.flatten(0, 1).float(), following.flatten())
+    return output.float().square().mean()
 
 
 def with_micro_batch(job: TrainingJob, size: int) -> TrainingJob:
     """The same job, whose micro-batches hold `size` samples: dim 0 of every tensor that its inputs make."""
-    return replace(job, inputs=_Resized(job.inputs, size))
+    return replace(job, inputs=partial(_resized, job.inputs, size))
+
+
+def _resized(inputs: Callable[[], Any], size: int) -> Any:
+    return map_tensors(lambda one: one.new_zeros((size, *one.shape[1:])) if one.dim() else one, inputs())
 
 
 def micro_batch_of(job: TrainingJob) -> int:
@@ -368,14 +347,3 @@ def micro_batch_of(job: TrainingJob) -> int:
             "the inputs hold no tensor with a dim for samples; say what a micro-batch is (--micro-batch)"
         )
     return int(sizes[0])
-
-
-class _Resized:
-    def __init__(self, inputs: Callable[[], Any], size: int) -> None:
-        self._inputs, self._size = inputs, size
-
-    def __call__(self) -> Any:
-        return map_tensors(self._resized, self._inputs())
-
-    def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_zeros((self._size, *tensor.shape[1:])) if tensor.dim() else tensor

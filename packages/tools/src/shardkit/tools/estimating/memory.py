@@ -30,6 +30,7 @@ class Ledger:
 
     def __init__(self, write: Callable[[Held, int], None]) -> None:
         self._write = write
+        # By id: one Python object stands for a storage as long as that lives.
         self._entries: dict[int, _Entry] = {}
         self._unsharded: dict[str, list[_Entry]] = {}
 
@@ -46,13 +47,12 @@ class Ledger:
     def see(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> Held:
         """A tensor that an operator returned; a storage that is known already keeps its category."""
         storage = tensor.untyped_storage()
-        key = id(storage)  # one Python object stands for a storage as long as that lives
+        key = id(storage)
         entry = self._entries.get(key)
         if entry is None:
-            held = Held(category, block)
-            entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), held)
+            entry = _Entry(weakref.ref(storage, lambda _: self._drop(key)), storage.nbytes(), Held(category, block))
             self._entries[key] = entry
-            self._write(held, entry.nbytes)
+            self._write(entry.held, entry.nbytes)
         return entry.held
 
     def assign(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> None:
@@ -68,22 +68,21 @@ class Ledger:
 
     def unsharded_changed(self, fqn: str, nbytes: int, block: int | None) -> None:
         """A storage of `nbytes` of an unsharded parameter was given memory, or lost it, behind the operators' back."""
-        known = [entry for entry in self._unsharded.get(fqn, []) if entry.storage() is not None]
-        changed = [entry for entry in known if self._measure(entry)]
+        known = []
+        changed = False
+        for entry in self._unsharded.get(fqn, []):
+            storage = entry.storage()
+            if storage is None:
+                continue
+            known.append(entry)
+            if storage.nbytes() != entry.nbytes:
+                changed, entry.nbytes = True, storage.nbytes()
+                self._write(entry.held, entry.nbytes)
         if not changed:
             new = next(e for e in reversed(self._entries.values()) if e.nbytes == nbytes and e not in known)
             new.held.category, new.held.block = "unsharded_parameters", block
             known.append(new)
         self._unsharded[fqn] = known
-
-    def _measure(self, entry: _Entry) -> bool:
-        storage = entry.storage()
-        assert storage is not None
-        if storage.nbytes() == entry.nbytes:
-            return False
-        entry.nbytes = storage.nbytes()
-        self._write(entry.held, entry.nbytes)
-        return True
 
     def _drop(self, key: int) -> None:
         self._write(self._entries.pop(key).held, 0)
@@ -132,78 +131,30 @@ def memory_of(trace: Trace, expandable: bool = False) -> Memory:
     sizes: dict[Held, int] = {}
     levels = dict.fromkeys(CATEGORIES, 0)
     gathers, computation = CachingAllocator(expandable), CachingAllocator(expandable)
-    over_time = []
-    total = 0
-    for held, nbytes in trace.held:
+
+    def change(held: Held, nbytes: int) -> int:
+        """Gives a storage another size; how much more that is."""
+        more = nbytes - sizes.get(held, 0)
         sizes[held] = nbytes
-        total += nbytes
-        levels[held.category] += nbytes
+        levels[held.category] += more
         (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), nbytes)
-    idle, peak = total, Peak(total, dict(levels), "", "between")
-    over_time.append((0, tuple(levels.values())))
+        return more
+
+    total = idle = sum(change(*one) for one in trace.held)
+    peak = Peak(idle, dict(levels), "", "between")
+    over_time = [(0, tuple(levels.values()))]
     stale = False
     for index, step in enumerate(trace.steps):
-        if not isinstance(step, Changed):
-            if stale:
-                over_time.append((index, tuple(levels.values())))
+        if isinstance(step, Changed):
+            more = change(step.held, step.nbytes)
+            total += more
+            stale = stale or bool(more)
+            if total > peak.bytes:
+                peak = Peak(total, dict(levels), step.fqn, step.phase)
+        elif stale:
+            over_time.append((index, tuple(levels.values())))
             stale = False
-            continue
-        held, change = step.held, step.nbytes - sizes.get(step.held, 0)
-        sizes[held] = step.nbytes
-        total += change
-        levels[held.category] += change
-        stale = stale or bool(change)
-        (gathers if held.category == "unsharded_parameters" else computation).changed(id(held), step.nbytes)
-        if total > peak.bytes:
-            peak = Peak(total, dict(levels), step.fqn, step.phase)
     return Memory(idle, peak, gathers.reserved + computation.reserved, over_time)
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """Part of a segment, from `address` on; `before` and `after` are its neighbours there."""
-
-    address: int
-    size: int
-    small: bool
-    free: bool = False
-    before: Block | None = None
-    after: Block | None = None
-
-
-class FreeBlocks:
-    """The free blocks of one pool, smallest first, of equal ones that with the lowest address."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[int, int, Block]] = []
-
-    def add(self, block: Block) -> None:
-        bisect.insort(self._blocks, (block.size, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        del self._blocks[bisect.bisect_left(self._blocks, (block.size, block.address, block))]
-
-    def best_fit(self, size: int, last: Block | None = None) -> Block | None:
-        """Takes the smallest block of at least `size`; `last` only if there is no other."""
-        place = bisect.bisect_left(self._blocks, (size, 0))
-        if place + 1 < len(self._blocks) and self._blocks[place][2] is last:
-            place += 1
-        return self._blocks.pop(place)[2] if place < len(self._blocks) else None
-
-
-def joined(block: Block, free: FreeBlocks) -> Block:
-    """A block that is freed, in one with its free neighbours; the caller adds it to the free ones."""
-    for neighbour in (block.before, block.after):
-        if neighbour is not None and neighbour.free:
-            free.remove(neighbour)
-            first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
-            first.size += second.size
-            first.after = second.after
-            if second.after is not None:
-                second.after.before = first
-            block = first
-    block.free = True
-    return block
 
 
 _MIB = 2**20
@@ -213,6 +164,33 @@ _SMALL_SEGMENT = 2 * _MIB
 _LARGE = 10 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _LARGE_ROUNDING = 2 * _MIB
+
+
+class _Pool:
+    """Addresses of one pool: its free blocks, smallest first, of equal ones that with the lowest address."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.free: list[tuple[int, int]] = []
+        self.sizes: dict[int, int] = {}  # of the free blocks, by where they begin
+        self.begins: dict[int, int] = {}  # by where they end
+
+    def put(self, address: int, size: int) -> None:
+        """Frees a block, as one with its free neighbours."""
+        if (before := self.begins.get(address)) is not None:
+            size += self.take(before)
+            address = before
+        if address + size in self.sizes:
+            size += self.take(address + size)
+        bisect.insort(self.free, (size, address))
+        self.sizes[address], self.begins[address + size] = size, address
+
+    def take(self, address: int) -> int:
+        """Takes the free block at an address; its size."""
+        size = self.sizes.pop(address)
+        del self.begins[address + size]
+        del self.free[bisect.bisect_left(self.free, (size, address))]
+        return size
 
 
 class CachingAllocator:
@@ -227,61 +205,41 @@ class CachingAllocator:
     def __init__(self, expandable: bool = False) -> None:
         self.reserved = 0
         self._expandable = expandable
-        self._blocks: dict[int, Block] = {}
-        self._free = {True: FreeBlocks(), False: FreeBlocks()}
-        self._last: dict[bool, Block | None] = {True: None, False: None}
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._blocks: dict[int, tuple[_Pool, int, int]] = {}
 
     def changed(self, key: int, nbytes: int) -> None:
         """A storage has `nbytes` of memory now."""
-        block = self._blocks.pop(key, None)
-        if block is not None:
-            self._release(block)
+        if key in self._blocks:
+            pool, *block = self._blocks.pop(key)
+            pool.put(*block)
         if nbytes:
             self._blocks[key] = self._take(-(-nbytes // _ROUNDING) * _ROUNDING)
 
-    def _take(self, size: int) -> Block:
+    def _take(self, size: int) -> tuple[_Pool, int, int]:
         small = size <= _SMALL
-        last = self._last[small]
-        block = self._free[small].best_fit(size, last)
-        if block is None:
-            block = self._grown(size, small, last) if self._expandable else self._segment(size, small)
-        block.free = False
-        rest = block.size - size
-        if rest >= (_ROUNDING if small or self._expandable else _SMALL + 1):
-            other = Block(block.address + size, rest, small, True, block, block.after)
-            if block.after is not None:
-                block.after.before = other
-            block.after, block.size = other, size
-            self._freed(other)
-        return block
+        pool = self._pools[small]
+        place = bisect.bisect_left(pool.free, (size, 0))
+        # What lies at the end of an expandable segment is used last.
+        if self._expandable and place + 1 < len(pool.free) and sum(pool.free[place]) == pool.end:
+            place += 1
+        address = pool.free[place][1] if place < len(pool.free) else self._grown(pool, size, small)
+        found = pool.take(address)
+        if found - size >= (_ROUNDING if small or self._expandable else _SMALL + 1):
+            pool.put(address + size, found - size)
+            found = size
+        return pool, address, found
 
-    def _segment(self, size: int, small: bool) -> Block:
-        nbytes = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        if size >= _LARGE:
-            nbytes = -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
-        self.reserved += nbytes
-        return Block(self.reserved - nbytes, nbytes, small)
-
-    def _grown(self, size: int, small: bool, last: Block | None) -> Block:
-        """The last block of a pool with more pages behind it, if it is free; else a block of new pages behind it."""
+    def _grown(self, pool: _Pool, size: int, small: bool) -> int:
+        """Makes a free block of at least `size`: a segment, or more pages behind the last one; its address."""
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        if last is not None and last.free:
-            self._free[small].remove(last)
-            block = last
+        if self._expandable:
+            begin = pool.begins.get(pool.end, pool.end)
+            nbytes = -(-(size - (pool.end - begin)) // page) * page
         else:
-            block = Block(0 if last is None else last.address + last.size, 0, small, before=last)
-            if last is not None:
-                last.after = block
-        nbytes = -(-(size - block.size) // page) * page
-        block.size += nbytes
+            pool.end += 1  # segments do not touch
+            begin, nbytes = pool.end, page if size < _LARGE else -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
         self.reserved += nbytes
-        self._last[small] = block
-        return block
-
-    def _freed(self, block: Block) -> None:
-        self._free[block.small].add(block)
-        if self._expandable and block.after is None:
-            self._last[block.small] = block
-
-    def _release(self, block: Block) -> None:
-        self._freed(joined(block, self._free[block.small]))
+        pool.end += nbytes
+        pool.put(pool.end - nbytes, nbytes)
+        return begin

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -33,7 +34,6 @@ from shardkit.tools.estimating.trace import (
     Ran,
     Trace,
     Transfer,
-    dtensors_among,
     neighbourhood,
 )
 from shardkit.tools.torch_compat import (
@@ -86,25 +86,14 @@ class Whereabouts:
         """Takes the FQNs of the modules of `model`."""
         self._names = {id(module): fqn for fqn, module in model.named_modules()}
 
-    @property
-    def fqn(self) -> str:
-        """The module that runs; "" for the model itself and outside of it."""
-        if self._running:
-            return self._running[-1]
-        return self._backward if in_backward() else ""
-
-    @property
-    def phase(self) -> Phase:
-        """What the rank is doing."""
+    def here(self) -> tuple[str, Phase]:
+        """The module that runs ("" for the model itself and outside of it), and what the rank is doing."""
+        backward = in_backward()
         if self._running:  # with closures the optimizer's step runs forward and backward
-            return "backward" if in_backward() else "forward"
-        if in_backward():
-            return "backward"
-        return "optimizer" if self._stepping else self.set_phase
-
-    def here(self) -> tuple[str, str]:
-        """(FQN, phase)."""
-        return self.fqn, self.phase
+            return self._running[-1], "backward" if backward else "forward"
+        if backward:
+            return self._backward, "backward"
+        return "", "optimizer" if self._stepping else self.set_phase
 
     def _step(self, begins: bool) -> None:
         self._stepping += 1 if begins else -1  # an optimizer may step others
@@ -116,9 +105,8 @@ class Whereabouts:
         if not in_backward():
             self._backward = ""  # the next backward begins outside of all modules, with the loss
             self.entered(fqn)
-        if not in_backward() and torch.is_grad_enabled():
             around = self._running[-1] if self._running else ""
-            for tensor in tensors_with_grad(args):
+            for tensor in tensors_with_grad(args) if torch.is_grad_enabled() else ():
                 tensor.register_hook(lambda _: self._left_backward(fqn, around))
         self._running.append(fqn)
 
@@ -128,10 +116,9 @@ class Whereabouts:
             return
         self._running.pop()
         self.after_forward(module, fqn)
-        if torch.is_grad_enabled():
-            for tensor in tensors_with_grad(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: self._entered_backward(fqn))
+        for tensor in tensors_with_grad(output) if torch.is_grad_enabled() else ():
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._entered_backward(fqn))
 
     def _entered_backward(self, fqn: str) -> None:
         self.entered(fqn)
@@ -159,6 +146,7 @@ _MADE_IN: dict[str, Category] = {
 # Kinds of storages that core's communication allocates.
 _BUFFERS = ("packed", "reduce_input", "outbox", "residual")
 
+# Collectives of the model itself, by the names of their operators.
 _COMMUNICATION: dict[str, Collective] = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -171,6 +159,18 @@ _COMMUNICATION: dict[str, Collective] = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
+}
+
+# And those of core, by the events that they begin and end with.
+_STARTED: dict[type, Collective] = {
+    events.GatherStarted: "all-gather",
+    events.ReduceStarted: "reduce-scatter",
+    events.AllReduceStarted: "all-reduce",
+}
+_FINISHED: dict[type, Collective] = {
+    events.GatherFinished: "all-gather",
+    events.ReduceFinished: "reduce-scatter",
+    events.AllReduceFinished: "all-reduce",
 }
 
 
@@ -202,24 +202,22 @@ class Observer(OperatorMode):
         self._operators = Operators()
         self._inside: int | None = None
         self._launched = 0
-        self._waiting: dict[tuple[type, str], deque[int]] = {}
+        self._waiting: dict[tuple[Collective, str], deque[int]] = defaultdict(deque)
         self._functional: dict[int, int] = {}
         self._own_all_reduces = 0
         self._hooked: set[int] = set()
         self._kept: list[torch.Tensor] = []
-        self._subscription: events.Subscription | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> Observer:
-        self.where.__enter__()
-        self._subscription = events.subscribe(self._on_event)
+        self._open.enter_context(self.where)
+        self._open.enter_context(events.subscribe(self._on_event))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        assert self._subscription is not None
-        self._subscription.close()
-        self.where.__exit__()
+        self._open.close()
 
     def start(self) -> None:
         """From now on everything counts."""
@@ -290,7 +288,7 @@ class Observer(OperatorMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if any(one not in _WITHOUT_OPERATORS for one in types):
-            if tensors := dtensors_among((*args, *kwargs.values())):
+            if tensors := sum(isinstance(one, DTensor) for one in tensors_in((args, kwargs))):
                 self.trace.steps.append(Dispatched(tensors, *self.where.here()))
             return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
         if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
@@ -298,7 +296,7 @@ class Observer(OperatorMode):
                 return function(*args, **kwargs)
         if function is READ_VALUE:
             return self._read_value(args[0])
-        if self.repeated is not None and self.where.phase == "optimizer":
+        if self.repeated is not None and self.where.here()[1] == "optimizer":
             self._come_to_owner(args)
         try:
             out = self._fake.run(function, args, kwargs)
@@ -345,13 +343,16 @@ class Observer(OperatorMode):
         if name == "allreduce_" and self._own_all_reduces:  # core's, which its event has told
             self._own_all_reduces -= 1
             return
-        tensors = list(tensors_in(args))
-        group = _group_of(args)
+        tensors, group = tensors_in(args), _group_of(args)
         if group is None or not tensors:
             return
-        outs = list(tensors_in(out)) or tensors
+        outs = tensors_in(out) or tensors
         nbytes = max(sum(t.numel() * t.itemsize for t in some) for some in (tensors, outs))
-        number = self._launch(_COMMUNICATION.get(name, "other"), fqn, phase, nbytes, None, tensors[0].dtype, group)
+        collective = _COMMUNICATION.get(name, "other")
+        # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
+        halves, ranks = 2 if collective == "all-reduce" else 1, group.size()
+        wire_bytes = halves * (ranks - 1) * nbytes // ranks
+        number = self._launch(collective, fqn, nbytes, wire_bytes, tensors[0].dtype, group)
         if function.namespace == "_c10d_functional":
             self._functional[id(outs[0])] = number
         else:
@@ -359,55 +360,40 @@ class Observer(OperatorMode):
 
     # -- core's events -------------------------------------------------------------------------------------------------
 
-    def _on_event(self, event: events.Event) -> None:
-        if isinstance(event, events.StorageAllocated | events.StorageFreed):
+    def _on_event(self, event: Any) -> None:
+        kind = type(event)
+        if kind in _STARTED:
+            of_core = {"of_core": True, "compressed": event.transport == "compressed"}
+            self._own_all_reduces += kind is events.AllReduceStarted
+            described = event.fqn, event.bytes, event.wire_bytes, event.dtype, event.group
+            self._waiting[_STARTED[kind], event.fqn].append(self._launch(_STARTED[kind], *described, **of_core))
+        elif kind in _FINISHED:
+            if waiting := self._waiting[_FINISHED[kind], event.fqn]:
+                self.trace.steps.append(Awaited(waiting.popleft(), *self.where.here()))
+        elif kind in (events.StorageAllocated, events.StorageFreed):
             if event.kind == "unsharded":
                 self.ledger.unsharded_changed(event.fqn, event.bytes, self._block_of(event.fqn))
-            elif isinstance(event, events.StorageAllocated) and event.kind in _BUFFERS:
+            elif kind is events.StorageAllocated and event.kind in _BUFFERS:
                 self.ledger.assign_newest(event.bytes, "communication")
-        elif isinstance(event, events.GatherStarted):
-            self._began("all-gather", events.GatherFinished, event)
-        elif isinstance(event, events.ReduceStarted):
-            self._began("reduce-scatter", events.ReduceFinished, event)
-        elif isinstance(event, events.AllReduceStarted):
-            self._own_all_reduces += 1
-            self._began("all-reduce", events.AllReduceFinished, event)
-        elif isinstance(event, events.GatherFinished | events.ReduceFinished | events.AllReduceFinished):
-            waiting = self._waiting.get((type(event), event.fqn))
-            if waiting:
-                fqn, phase = self.where.here()
-                self.trace.steps.append(Awaited(waiting.popleft(), fqn, phase))
-
-    def _began(self, what: Collective, finished: type, event: Any) -> None:
-        sent = (event.bytes, event.wire_bytes, event.dtype, event.group)
-        compressed = event.transport == "compressed"
-        number = self._launch(what, event.fqn, self.where.phase, *sent, of_core=True, compressed=compressed)
-        self._waiting.setdefault((finished, event.fqn), deque()).append(number)
 
     def _launch(
         self,
-        what: Collective,
+        collective: Collective,
         fqn: str,
-        phase: str,
         nbytes: int,
-        wire_bytes: int | None,
+        wire_bytes: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup,
         *,
         of_core: bool = False,
         compressed: bool = False,
     ) -> int:
-        around = neighbourhood(group, self._ranks_per_host)
-        if wire_bytes is None:
-            # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
-            halves = 2 if what == "all-reduce" else 1
-            wire_bytes = halves * (around.ranks - 1) * nbytes // around.ranks
+        ranks, hosts, local = neighbourhood(group, self._ranks_per_host)
         inside, self._inside = self._inside, None
         if inside is None:  # nobody has announced it; peers get equal parts
-            inside = round(wire_bytes * around.local_share)
-        ranks, hosts = around.ranks, around.hosts
-        sizes = (nbytes, wire_bytes, inside, dtype, ranks, hosts)
-        transfer = Transfer(what, fqn, phase, *sizes, of_core, compressed, group.group_name)
+            inside = round(wire_bytes * (len(local) / max(1, ranks - 1)))
+        sizes = nbytes, wire_bytes, inside, dtype, ranks, hosts
+        transfer = Transfer(collective, fqn, self.where.here()[1], *sizes, of_core, compressed, group.group_name)
         self._launched += 1
         self.trace.steps.append(Launched(self._launched, transfer))
         return self._launched

@@ -65,10 +65,12 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
     """
     found = repetition_of(job) if machine.transport == "nccl" else None
     if found is not None:
-        # More where more groups are under way at a time.
+        # More where more groups are under way at a time, by the depth or about so many as the budget has room for.
         replicated = len([name for name in axes if name != "tp"]) > 1
         short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * replicated
-        while short < _within_budget(job, found, axes) + 3:
+        block, dtype = next(found.model.get_submodule(found.fqn).children()), job.policies.param_dtype
+        nbytes = sum(one.numel() * (dtype or one.dtype).itemsize for one in block.parameters()) // axes.get("tp", 1)
+        while short < (job.policies.prefetch_budget or 0) // max(1, nbytes) + 3:
             short *= 2
         while 2 * short <= found.count and (shorter := _shortened(job, found, short)) is not None:
             try:
@@ -80,13 +82,6 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
                 return whole
             short *= 2
     return simulate(job, axes, rank, machine)
-
-
-def _within_budget(job: TrainingJob, found: Repetition, axes: Mapping[str, int]) -> int:
-    """About how many blocks may be unsharded at a time by the budget, 0 if there is none."""
-    dtype, block = job.policies.param_dtype, next(found.model.get_submodule(found.fqn).children())
-    nbytes = sum(one.numel() * (dtype or one.dtype).itemsize for one in block.parameters()) // axes.get("tp", 1)
-    return (job.policies.prefetch_budget or 0) // max(1, nbytes)
 
 
 # -- finding repeated blocks -------------------------------------------------------------------------------------------
@@ -130,9 +125,8 @@ def _found(job: TrainingJob) -> Repetition | None:
             call(model, batch)
         parts = _Parts(observer.trace, fqn, count)
         seen = [parts.described(part) for part in parts.all if 0 < part.block < count - 1]
-        if len(seen) != count - 2 or any(one != seen[0] for one in seen):
-            return None
-        return Repetition(fqn, count, model)
+        alike = len(seen) == count - 2 and all(one == seen[0] for one in seen)
+        return Repetition(fqn, count, model) if alike else None
 
 
 def _look_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
@@ -216,78 +210,6 @@ class _Part:
     steps: list[Step] = field(default_factory=list)
 
 
-class _Parts:
-    """A trace in parts, one for each time that it comes to another block; and names for what is in it."""
-
-    def __init__(self, trace: Trace, repeated: str, count: int) -> None:
-        self.count = count
-        self._prefix = f"{repeated}."
-        self.names: dict[Held | int, _Name] = {}
-        self.known: dict[_Name, Held] = {}
-        self._moved: dict[tuple[str, int], str] = {}
-        numbers: Counter[tuple[int, int]] = Counter()
-
-        def name(one: Held | int, run: int, block: int) -> None:
-            number = numbers[run, block]
-            numbers[run, block] += 1
-            self.names[one] = (run, block if block >= 0 else None, number)
-            if isinstance(one, Held):
-                self.known[self.names[one]] = one
-
-        self.held: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for held, nbytes in trace.held:
-            run, block = -1 - CATEGORIES.index(held.category), -1 if held.block is None else held.block
-            name(held, run, block)
-            self.held[run, block].append(nbytes)
-        self.all = _parted(trace.steps)
-        for part in self.all:
-            for step in part.steps:
-                if isinstance(step, Changed) and step.held not in self.names:
-                    name(step.held, part.run, part.block)
-                elif isinstance(step, Launched):
-                    name(step.number, part.run, part.block)
-
-    def reference(self, one: Held | int, block: int) -> _Name:
-        """A name as it is seen from a block: with the distance of the block that it belongs to."""
-        run, own, number = self.names[one]
-        return run, None if own is None else own - block, number
-
-    def place(self, fqn: str) -> int:
-        """The block that a name is in; -1 for none."""
-        number = fqn[len(self._prefix) :].partition(".")[0] if fqn.startswith(self._prefix) else ""
-        return int(number) if number.isdigit() else -1
-
-    def moved(self, fqn: str, by: int) -> str:
-        """A name within a block, in the block that is `by` further on; other names stay."""
-        if not by:
-            return fqn
-        known = self._moved.get((fqn, by))
-        if known is None:
-            place = self.place(fqn)
-            rest = fqn[len(f"{self._prefix}{place}") :]
-            known = self._moved[fqn, by] = fqn if place < 0 else f"{self._prefix}{place + by}{rest}"
-        return known
-
-    def described(self, part: _Part) -> list[Any]:
-        """What a part did, as seen from its block: equal for blocks that did the same."""
-        seen: list[Any] = []
-        for step in part.steps:
-            if isinstance(step, Launched):
-                fqn = self.moved(step.transfer.fqn, -part.block)
-                seen.append((self.reference(step.number, part.block), replace(step.transfer, fqn=fqn)))
-            elif isinstance(step, Changed):
-                where = self.moved(step.fqn, -part.block)
-                reference = self.reference(step.held, part.block)
-                seen.append((reference, step.held.category, step.nbytes, where, step.phase))
-            elif isinstance(step, Awaited):
-                number = self.reference(step.number, part.block) if step.number in self.names else None
-                seen.append((number, self.moved(step.fqn, -part.block), step.phase))
-            elif not isinstance(step, Entered):
-                what = step.operator if isinstance(step, Ran) else step.tensors
-                seen.append((what, self.moved(step.fqn, -part.block), step.phase))
-        return seen
-
-
 def _parted(steps: list[Step]) -> list[_Part]:
     """Blocks follow one another, upwards or downwards; a run ends where that turns, or leaves the blocks."""
     found = [_Part(0, -1, True)]
@@ -300,6 +222,87 @@ def _parted(steps: list[Step]) -> list[_Part]:
             found.append(_Part(last.run + turned, step.block, rising or not inside))
         found[-1].steps.append(step)
     return found
+
+
+class _Parts:
+    """A trace in parts, one for each time that it comes to another block; and names for what is in it."""
+
+    def __init__(self, trace: Trace, repeated: str, count: int) -> None:
+        self.count = count
+        self._prefix = f"{repeated}."
+        self.names: dict[Held | int, _Name] = {}
+        self._moved: dict[tuple[str, int], str] = {}
+        numbers: Counter[tuple[int, int]] = Counter()
+
+        def name(one: Held | int, run: int, block: int) -> None:
+            if one not in self.names:
+                self.names[one] = (run, block if block >= 0 else None, numbers[run, block])
+                numbers[run, block] += 1
+
+        self.held: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for held, nbytes in trace.held:
+            run, block = -1 - CATEGORIES.index(held.category), -1 if held.block is None else held.block
+            name(held, run, block)
+            self.held[run, block].append(nbytes)
+        self.all = _parted(trace.steps)
+        for part in self.all:
+            for step in part.steps:
+                if isinstance(step, Changed | Launched):
+                    name(_subject(step), part.run, part.block)
+
+    def place(self, fqn: str) -> int:
+        """The block that a name is in; -1 for none."""
+        number = fqn[len(self._prefix) :].partition(".")[0] if fqn.startswith(self._prefix) else ""
+        return int(number) if number.isdigit() else -1
+
+    def moved(self, step: Step, by: int, about: Any) -> Step:
+        """A step as one that is about another storage or communication, and `by` blocks further on if in a block."""
+        fqn = self._moved_fqn(_fqn(step), by)
+        if isinstance(step, Changed):
+            return Changed(about, step.nbytes, fqn, step.phase)
+        if isinstance(step, Launched):
+            return Launched(about, replace(step.transfer, fqn=fqn))
+        if isinstance(step, Awaited):
+            return Awaited(about, fqn, step.phase)
+        if isinstance(step, Ran) and by:
+            return Ran(step.operator, fqn, step.phase)
+        if isinstance(step, Dispatched) and by:
+            return Dispatched(step.tensors, fqn, step.phase)
+        return step
+
+    def _moved_fqn(self, fqn: str, by: int) -> str:
+        moved = self._moved.get((fqn, by))
+        if moved is None:  # millions of steps share these strings
+            place = self.place(fqn)
+            rest = fqn[len(f"{self._prefix}{place}") :]
+            moved = self._moved[fqn, by] = fqn if place < 0 else f"{self._prefix}{place + by}{rest}"
+        return moved
+
+    def described(self, part: _Part) -> list[Any]:
+        """What a part did, as seen from its block: equal for blocks that did the same.
+
+        Storages and communications have names with the distance of the block that they belong to.
+        """
+        seen: list[Any] = []
+        for step in part.steps:
+            if isinstance(step, Entered):
+                continue
+            run, own, number = self.names.get(_subject(step), (None, None, None))
+            about = run, None if own is None else own - part.block, number
+            category = step.held.category if isinstance(step, Changed) else None
+            seen.append(self.moved(step, -part.block, (about, category)))
+        return seen
+
+
+def _subject(step: Step) -> Any:
+    """The storage or communication that a step is about, if any."""
+    return step.held if isinstance(step, Changed) else getattr(step, "number", None)
+
+
+def _fqn(step: Step) -> str:
+    if isinstance(step, Entered):
+        return ""
+    return step.transfer.fqn if isinstance(step, Launched) else step.fqn
 
 
 def lengthened(recording: Recording, repeated: str, more: int) -> Recording | None:
@@ -340,8 +343,7 @@ def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
     """
     for part in parts.all:
         for step in part.steps:
-            one = step.held if isinstance(step, Changed) else step.number if isinstance(step, Awaited) else None
-            run, own, _ = parts.names.get(one, (0, None, 0)) if one is not None else (0, None, 0)
+            run, own, _ = parts.names.get(_subject(step), (0, None, 0))
             if own is None:
                 continue
             if part.block in (middle, middle + 1):
@@ -360,69 +362,41 @@ class _Longer:
 
     def __init__(self, parts: _Parts, middle: int, more: int) -> None:
         self._parts, self._middle, self._more = parts, middle, more
-        self._copies: dict[_Name, Held] = {}
-        self._numbers: dict[_Name, int] = {}
+        self._made: dict[_Name, Held | int] = {}
 
     def made(self, trace: Trace) -> Trace:
         """The longer trace."""
         longer = Trace()
+        new = range(self._middle + 1, self._middle + 1 + self._more)
         for block, group in itertools.groupby(trace.held, lambda one: one[0].block):
             some = list(group)
-            longer.held += some
-            for place in self._new() if block == self._middle else ():
-                longer.held += [(self._held(held, self._middle, place), nbytes) for held, nbytes in some]
+            place = -1 if block is None else block
+            for to in (self._place(place), *(new if place == self._middle else ())):
+                longer.held += [(self._about(held, place, to), nbytes) for held, nbytes in some]
         for part in self._parts.all:
-            new = list(self._new()) if part.block == self._middle else []
-            places = [self._place(part.block), *new] if part.rising else [*reversed(new), self._place(part.block)]
-            for place in places:
-                longer.steps += [self._moved(step, part.block, place) for step in part.steps]
+            places = [self._place(part.block), *(new if part.block == self._middle else ())]
+            for to in places if part.rising else reversed(places):
+                longer.steps += [self._moved(step, part.block, to) for step in part.steps]
         return longer
-
-    def _new(self) -> range:
-        return range(self._middle + 1, self._middle + 1 + self._more)
 
     def _place(self, block: int) -> int:
         """Where a recorded block is in the longer trace."""
         return block + self._more if block > self._middle else block
 
-    def _target(self, one: Held | int, block: int, place: int) -> _Name:
-        """The name, in the longer trace, of what a step of `block` that has moved to `place` is about."""
+    def _about(self, one: Any, block: int, to: int) -> Any:
+        """What a step of `block` that has moved to `to` is about, if it was about `one`."""
+        if one not in self._parts.names:
+            return 0  # a communication from before the recording
         run, own, number = self._parts.names[one]
-        if own is None:
-            return run, None, number
-        return run, place + own - block if block >= 0 else self._place(own), number
+        if own is not None:
+            own = to + own - block if block >= 0 else self._place(own)
+        new = Held(one.category, own) if isinstance(one, Held) else len(self._made) + 1
+        return self._made.setdefault((run, own, number), new)
 
-    def _held(self, held: Held, block: int, place: int) -> Held:
-        run, own, number = name = self._target(held, block, place)
-        if own is None or own <= self._middle:
-            return self._parts.known[name]
-        if own > self._middle + self._more:
-            return self._parts.known[run, own - self._more, number]
-        if name not in self._copies:
-            self._copies[name] = Held(self._parts.known[run, self._middle, number].category, own)
-        return self._copies[name]
-
-    def _number(self, number: int, block: int, place: int) -> int:
-        if number not in self._parts.names:
-            return 0  # launched before the recording
-        return self._numbers.setdefault(self._target(number, block, place), len(self._numbers) + 1)
-
-    def _moved(self, step: Step, block: int, place: int) -> Step:
-        by = place - block if block >= 0 else 0
+    def _moved(self, step: Step, block: int, to: int) -> Step:
         if isinstance(step, Entered):
-            return Entered(place)
-        fqn = step.transfer.fqn if isinstance(step, Launched) else step.fqn
-        if block < 0 and self._parts.place(fqn) > self._middle:  # outside of blocks, but about one of the last
+            return Entered(to)
+        by = to - block if block >= 0 else 0
+        if block < 0 and self._parts.place(_fqn(step)) > self._middle:  # outside of blocks, but about one of the last
             by = self._more
-        fqn = self._parts.moved(fqn, by)
-        if isinstance(step, Changed):
-            return Changed(self._held(step.held, block, place), step.nbytes, fqn, step.phase)
-        if isinstance(step, Launched):
-            return Launched(self._number(step.number, block, place), replace(step.transfer, fqn=fqn))
-        if isinstance(step, Awaited):
-            return Awaited(self._number(step.number, block, place), fqn, step.phase)
-        if not by:
-            return step
-        if isinstance(step, Ran):
-            return Ran(step.operator, fqn, step.phase)
-        return Dispatched(step.tensors, fqn, step.phase)
+        return self._parts.moved(step, by, self._about(_subject(step), block, to))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -16,12 +16,18 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 from shardkit.tools.estimating.job import Policies, TensorParallel, TrainingJob
 from shardkit.tools.estimating.memory import Memory, Peak, memory_of
 from shardkit.tools.estimating.repetition import record
-from shardkit.tools.estimating.simulation import Owners, Recording, axes_of
+from shardkit.tools.estimating.simulation import OwnerShares, Recording, axes_of
 from shardkit.tools.estimating.timeline import OperatorCosts, Roofline, Timeline, replay
 from shardkit.tools.estimating.trace import Transfer
 from shardkit.tools.machine import Machine, preset
 
 SCHEMA = 1
+
+# What an estimate says in JSON.
+_TOLD = (
+    *("axes", "rank", "machine", "policies", "parameters", "peak", "idle_bytes", "reserved_bytes", "fits", "traffic"),
+    *("timeline", "checkpoint", "dtypes", "owners", "notes"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,13 @@ class TrafficRow:
     between: int
     of_core: bool
 
+    def plus(self, other: TrafficRow | None) -> TrafficRow:
+        """This row, with what another one sends."""
+        if other is None:
+            return self
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("calls", "bytes", "inside", "between")}
+        return dataclasses.replace(self, **sums)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -53,36 +66,6 @@ class Checkpoint:
     own: int
     whole: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class OwnerShares:
-    """Placements `Owned` and `Blocks`: bytes of parameters by rank of the shard group, and the optimizer's time.
-
-    Attributes:
-        bytes: of all parameters, by rank.
-        imbalance: most work of a rank on owned matrices over the mean; 1 if there are none.
-        slowest: the rank with most work.
-        optimizer_seconds: the optimizer's predicted time on that rank; on the estimated rank until that is known.
-        largest: FQNs of the parameters that the slowest rank owns.
-    """
-
-    bytes: tuple[int, ...]
-    imbalance: float
-    slowest: int
-    optimizer_seconds: float
-    largest: tuple[str, ...]
-
-
-def _shares(owners: Owners, timeline: Timeline) -> OwnerShares:
-    total, ranks = sum(owners.work), len(owners.bytes)
-    return OwnerShares(
-        owners.bytes,
-        max(owners.work) * ranks / total if total else 1.0,
-        owners.slowest,
-        sum(one.end - one.begin for one in timeline.spans if (one.lane, one.phase) == ("compute", "optimizer")),
-        tuple(fqn for fqn, rank in owners.by_fqn.items() if rank == owners.slowest),
-    )
 
 
 @dataclass(frozen=True)
@@ -136,32 +119,18 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as JSON values; `schema` counts incompatible changes of it."""
-        policies = {
-            name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            for name, value in vars(self.policies).items()
-            if name != "placements"
-        }
-        return {
-            "schema": SCHEMA,
-            "kind": "estimate",
-            "axes": self.axes,
-            "rank": self.rank,
-            "machine": self.machine.to_json(),
-            "policies": policies,
-            "parameters": self.parameters,
-            "peak": dataclasses.asdict(self.peak),
-            "idle_bytes": self.idle_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "fits": self.fits,
-            "traffic": [dataclasses.asdict(row) for row in self.traffic],
-            "timeline": {
-                name: value for name, value in vars(self.timeline).items() if name not in ("spans", "moments")
-            },
-            "checkpoint": dataclasses.asdict(self.checkpoint),
-            "dtypes": self.dtypes,
-            "owners": self.owners and dataclasses.asdict(self.owners),
-            "notes": list(self.notes),
-        }
+        told = {name: getattr(self, name) for name in _TOLD}
+        told["machine"] = self.machine.to_json()  # attributes that were left to their defaults, too
+        told["policies"] = {name: value for name, value in vars(self.policies).items() if name != "placements"}
+        times = vars(self.timeline).items()
+        told["timeline"] = {name: value for name, value in times if name not in ("spans", "moments")}
+        found = msgspec.to_builtins({"schema": SCHEMA, "kind": "estimate", **told}, enc_hook=_dtype_name)
+        assert isinstance(found, dict)
+        return found
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def estimate(
@@ -214,8 +183,7 @@ def estimate_job(
     """`estimate` for a `TrainingJob`."""
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
-    recording = record(job, axes, rank, described)
-    found = assess(recording, axes, rank, job.policies, described, costs)
+    found = assess(record(job, axes, rank, described), axes, rank, job.policies, described, costs)
     if found.owners is None or found.owners.slowest == rank % len(found.owners.bytes):
         return found
     slowest = record(job, axes, found.owners.slowest, described)  # the shard group's ranks come first
@@ -231,10 +199,17 @@ def assess(
     costs: OperatorCosts | None = None,
 ) -> Estimate:
     """What a recording means on a machine."""
-    sizes, timeline = recording.sizes, replay(recording.trace, machine, costs or Roofline(machine))
+    sizes, owners = recording.sizes, recording.owners
+    timeline = replay(recording.trace, machine, costs or Roofline(machine))
+    if owners is not None:
+        stepping = (one.end - one.begin for one in timeline.spans if (one.lane, one.phase) == ("compute", "optimizer"))
+        owners = dataclasses.replace(owners, optimizer_seconds=sum(stepping))
     state = sizes.own_weights + sizes.own_optimizer
     memory = memory_of(recording.trace, machine.expandable_segments)
     tensors = memory.peak.bytes + recording.mapped_bytes if machine.device == "cpu" else memory.reserved
+    own = recording.dtypes["parameters"]
+    reduced = policies.reduce_dtype or (None if GRAD_DTYPE_DECIDES else policies.param_dtype)
+    computed = {"computation": policies.param_dtype, "reduction": reduced}
     return Estimate(
         axes=axes,
         rank=rank,
@@ -244,54 +219,33 @@ def assess(
         peak=memory.peak,
         idle_bytes=memory.idle,
         reserved_bytes=tensors + machine.process_bytes,
-        traffic=_rows(recording.trace.transfers),
+        traffic=_traffic(recording.trace.transfers),
         timeline=timeline,
-        owners=None if recording.owners is None else _shares(recording.owners, timeline),
+        owners=owners,
         checkpoint=Checkpoint(state, sizes.whole_weights + sizes.whole_optimizer, state / machine.storage_bandwidth),
-        dtypes=_dtypes(recording, policies),
-        notes=_notes(recording, policies, machine),
+        dtypes=recording.dtypes | {name: _dtype_name(one) if one else own for name, one in computed.items()},
+        notes=tuple(_notes(recording, policies, machine)),
         memory=memory,
         recording=recording,
     )
 
 
-def _rows(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
-    by_place: dict[tuple[str, str, str, bool], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        by_place[transfer.collective, transfer.fqn, transfer.phase, transfer.of_core].append(transfer)
-    return tuple(
-        TrafficRow(
-            collective,
-            fqn,
-            phase,
-            calls=len(some),
-            bytes=sum(one.bytes for one in some),
-            inside=sum(one.inside for one in some),
-            between=sum(one.between for one in some),
-            of_core=of_core,
-        )
-        for (collective, fqn, phase, of_core), some in by_place.items()
-    )
+def _traffic(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
+    rows: dict[tuple[str, str, str, bool], TrafficRow] = {}
+    for one in transfers:
+        key = one.collective, one.fqn, one.phase, one.of_core
+        sent = 1, one.bytes, one.inside, one.wire_bytes - one.inside
+        rows[key] = TrafficRow(*key[:3], *sent, one.of_core).plus(rows.get(key))
+    return tuple(rows.values())
 
 
-def _dtypes(recording: Recording, policies: Policies) -> dict[str, str]:
-    own = recording.dtypes["parameters"]
-    reduced = policies.reduce_dtype or (None if GRAD_DTYPE_DECIDES else policies.param_dtype)
-    told = {"computation": policies.param_dtype, "reduction": reduced}
-    return recording.dtypes | {
-        name: own if one is None else str(one).removeprefix("torch.") for name, one in told.items()
-    }
-
-
-def _notes(recording: Recording, policies: Policies, machine: Machine) -> tuple[str, ...]:
-    notes = []
+def _notes(recording: Recording, policies: Policies, machine: Machine) -> Iterator[str]:
     if recording.values_read:
         places = ", ".join(recording.values_read)
-        notes.append(f"the data of a tensor was read in {places}; fake tensors have none, so it got 1 (or True)")
+        yield f"the data of a tensor was read in {places}; fake tensors have none, so it got 1 (or True)"
     if machine.device == "cpu":
-        notes.append("resident memory is larger: free memory that the C library's heap keeps is not counted")
-    if machine.device != "cpu":
-        notes.append("operators are those that torch runs on a CPU; kernels of a GPU may save other tensors")
-        if policies.offload:
-            notes.append("CPU offload: shards, their gradients and optimizer state are counted as if on the device")
-    return tuple(notes)
+        yield "resident memory is larger: free memory that the C library's heap keeps is not counted"
+        return
+    yield "operators are those that torch runs on a CPU; kernels of a GPU may save other tensors"
+    if policies.offload:
+        yield "CPU offload: shards, their gradients and optimizer state are counted as if on the device"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core import Owned, events
+from shardkit.core import Owned
 from shardkit.core.ownership import newton_schulz_flops
 from shardkit.core.placements import is_ours, layout_for
 from shardkit.core.runtime.choice import stand_ins
@@ -37,7 +36,7 @@ from shardkit.tools.machine import Machine
 from shardkit.tools.machine import Transport as Kind
 from shardkit.tools.torch_compat import FakeTensors, forget_meshes, join_fake_world
 
-MOST_RANKS = 16_384
+_MOST_RANKS = 16_384
 
 
 def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
@@ -47,15 +46,15 @@ def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
         EstimateError: for no axes, sizes below one, or more ranks than can be simulated.
     """
     axes = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
-    if not axes or any(size < 1 for size in axes.values()) or math.prod(axes.values()) > MOST_RANKS:
+    if not axes or any(size < 1 for size in axes.values()) or math.prod(axes.values()) > _MOST_RANKS:
         raise EstimateError(
-            f"a mesh of {axes} cannot be simulated; expected sizes from 1 on, {MOST_RANKS} ranks at most"
+            f"a mesh of {axes} cannot be simulated; expected sizes from 1 on, {_MOST_RANKS} ranks at most"
         )
     return axes
 
 
 @contextlib.contextmanager
-def fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
+def _fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
     """Within this context the process is `rank` of a world without peers; gives its mesh, on "cpu".
 
     Raises:
@@ -77,48 +76,13 @@ def fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
         forget_meshes()
 
 
-@dataclass(eq=False)
-class _Parcel:
-    memory: torch.Tensor
-    number: int
-
-
-class _Outbox:
-    """Follows core's `Outbox`. Ranks are never in step: a parcel is on its way while the next is filled."""
-
-    def __init__(self) -> None:
-        self._parcels: list[_Parcel] = []
-        self._numbers = itertools.count()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parcels."""
-        return sum(parcel.memory.numel() for parcel in self._parcels)
-
-    def post(self, nbytes: int, label: str) -> None:
-        """Fills a parcel of at least `nbytes`."""
-        nbytes = nbytes or ALIGNMENT
-        number = next(self._numbers)
-        idle = [parcel for parcel in self._parcels if parcel.number < number - 1]
-        fitting = [parcel for parcel in idle if parcel.memory.numel() >= nbytes]
-        if fitting:
-            min(fitting, key=lambda parcel: parcel.memory.numel()).number = number
-            return
-        for parcel in idle:
-            self._parcels.remove(parcel)
-            note_freed(parcel.memory, label, "outbox")
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        note_allocated(memory, label, "outbox")
-        self._parcels.append(_Parcel(memory, number))
-
-
 class SimulatedTransport(Transport):
-    """Stands in for one of core's transports in a process group.
+    """Stands in for one of core's transports in a process group: same plans, memory and events, and nothing is moved.
 
     Args:
         kind: "shared" and "pairwise" as gloo has them on CPU, "nccl" for in-place collectives.
         ranks_per_host: which ranks share a host.
-        announce: called with the bytes that stay inside this host just before each communication starts.
+        announce: called just before a reduction that sends unequal parts, with the bytes that stay inside this host.
     """
 
     def __init__(
@@ -134,22 +98,22 @@ class SimulatedTransport(Transport):
         self.padded = kind == "nccl"
         self.sums_locally = kind != "nccl"
         self.kind = kind
-        self.neighbours = neighbourhood(group, ranks_per_host)
+        self._local = neighbourhood(group, ranks_per_host).local
         self._announce = announce
-        self._outbox = _Outbox()
         self._lent: dict[str, int] = {}
+        # As core's `Outbox`, by the number of the reduction that filled each parcel last.
+        self._parcels: dict[int, torch.Tensor] = {}
+        self._posted = 0
 
     @property
     def outbox_bytes(self) -> int:
         """What this rank's outbox holds, if it is behind its peers as often as not."""
-        return self._outbox.nbytes
+        return sum(parcel.numel() for parcel in self._parcels.values())
 
     @property
     def mapped_bytes(self) -> int:
         """What this rank maps of its peers' memory: their shards and their outboxes, which are like its own."""
-        return sum(self._lent.values()) + (self.world_size - 1) * self._outbox.nbytes
-
-    # -- gathers -------------------------------------------------------------------------------------------------------
+        return sum(self._lent.values()) + (self.world_size - 1) * self.outbox_bytes
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
         packed = None
@@ -159,20 +123,14 @@ class SimulatedTransport(Transport):
         return self._run_gather(plan, packed)
 
     def _run_gather(self, plan: GatherPlan, packed: torch.Tensor | None) -> Program:
-        launched = time.perf_counter()
         if self.kind == "shared":
             own = sum(item.layout.local_numel(self.rank) * item.dtype.itemsize for item in plan.items)
             self._lent[plan.label] = plan.nbytes - own
-        described = (plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.dtype, self.group)
-        self._announce(plan.wire_nbytes * len(self.neighbours.local) // max(1, self.world_size - 1))
-        events.emit(events.GatherStarted(*described))
-        yield ()
-        if packed is not None:
-            note_freed(packed, plan.label, "packed")
-        del packed
-        events.emit(events.GatherFinished(*described, time.perf_counter() - launched))
-
-    # -- reductions ----------------------------------------------------------------------------------------------------
+        with plan.reported(time.perf_counter()):
+            yield ()
+            if packed is not None:
+                note_freed(packed, plan.label, "packed")
+            del packed
 
     def reduce(
         self,
@@ -184,58 +142,52 @@ class SimulatedTransport(Transport):
         postdivide: float | None,
         op: Any,
     ) -> Program:
-        if self.kind == "shared":
-            return self._reduce_shared(plan, grads, output)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
         return self._run_reduction(plan, grads, output, packed)
 
-    def _reduce_shared(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Program:
-        launched = time.perf_counter()
-        itemsize = plan.wire_dtype.itemsize
-        rows = (numel for rank, numel in enumerate(plan.row_numels) if rank != self.rank)
-        self._outbox.post(sum(aligned(numel * itemsize) for numel in rows), plan.label)
-        grads.clear()
-        self._start_reduction(plan)
-        yield ()
-        if plan.wire_dtype != plan.reduce_dtype and output.numel():
-            torch.empty_like(output)  # each peer's terms are cast before they are added
-        self._end_reduction(plan, launched)
-
     def _run_reduction(
         self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, packed: torch.Tensor | None
     ) -> Program:
-        launched = time.perf_counter()
-        rows = [grads[i].to(plan.wire_dtype).contiguous() for i in plan.direct]
-        staging = self._landing_rows(plan)
-        self._start_reduction(plan)
-        yield ()
-        for buffer, kind in ((packed, "packed"), (staging, "reduce_input")):
-            if buffer is not None:
-                note_freed(buffer, plan.label, kind)  # type: ignore[arg-type]
-        del rows, packed, staging, buffer
-        self._end_reduction(plan, launched)
-
-    def _landing_rows(self, plan: ReducePlan) -> torch.Tensor | None:
-        peers = self.world_size - 1 - plan.lands_in_output
-        if self.kind != "pairwise" or peers <= 0 or not plan.output_numel:
-            return None
-        staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
-        note_allocated(staging, plan.label, "reduce_input")
-        return staging
-
-    def _start_reduction(self, plan: ReducePlan) -> None:
-        if self.padded:
-            inside = plan.wire_nbytes * len(self.neighbours.local) // max(1, self.world_size - 1)
+        itemsize, peers = plan.wire_dtype.itemsize, self.world_size - 1 - plan.lands_in_output
+        rows, staging = [], None
+        if self.kind == "shared":
+            self._post([numel * itemsize for place, numel in enumerate(plan.row_numels) if place != self.rank], plan)
+            grads.clear()
         else:
-            inside = sum(plan.row_numels[place] for place in self.neighbours.local) * plan.wire_dtype.itemsize
-        self._announce(inside)
-        events.emit(events.ReduceStarted(*_described(plan)))
+            rows = [grads[i].to(plan.wire_dtype).contiguous() for i in plan.direct]
+        if self.kind == "pairwise" and peers > 0 and plan.output_numel:
+            staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
+            note_allocated(staging, plan.label, "reduce_input")
+        if not self.padded:
+            self._announce(sum(plan.row_numels[place] for place in self._local) * itemsize)
+        with plan.reported(time.perf_counter()):
+            yield ()
+            if packed is not None:
+                note_freed(packed, plan.label, "packed")
+            if staging is not None:
+                note_freed(staging, plan.label, "reduce_input")
+            del rows, packed, staging
+            if self.kind == "shared" and plan.wire_dtype != plan.reduce_dtype and output.numel():
+                torch.empty_like(output)  # each peer's terms are cast before they are added
 
-    def _end_reduction(self, plan: ReducePlan, launched: float) -> None:
-        events.emit(events.ReduceFinished(*_described(plan), time.perf_counter() - launched))
+    def _post(self, sizes: Sequence[int], plan: ReducePlan) -> None:
+        """Fills a parcel with rows. Ranks are never in step: a parcel is on its way while the next is filled."""
+        nbytes = sum(map(aligned, sizes)) or ALIGNMENT
+        idle = {number: parcel for number, parcel in self._parcels.items() if number < self._posted - 1}
+        fitting = [number for number, parcel in idle.items() if parcel.numel() >= nbytes]
+        if fitting:
+            parcel = self._parcels.pop(min(fitting, key=lambda number: idle[number].numel()))
+        else:
+            for number, unused in idle.items():
+                del self._parcels[number]
+                note_freed(unused, plan.label, "outbox")
+            parcel = torch.empty(nbytes, dtype=torch.uint8)
+            note_allocated(parcel, plan.label, "outbox")
+        self._parcels[self._posted] = parcel
+        self._posted += 1
 
 
 class SimulatedNetwork(SimulatedTransport, FlatTransport):
@@ -250,18 +202,6 @@ class SimulatedNetwork(SimulatedTransport, FlatTransport):
     ) -> Sequence[dist.Work]:
         """Nothing to wait for."""
         return ()
-
-
-def simulated(
-    group: dist.ProcessGroup, device: torch.device, kind: Kind, ranks_per_host: int, announce: Callable[[int], None]
-) -> SimulatedTransport:
-    """What stands in for the transport of `kind`; see `SimulatedTransport`."""
-    made = SimulatedTransport if kind == "shared" else SimulatedNetwork
-    return made(group, device, kind, ranks_per_host, announce)
-
-
-def _described(plan: ReducePlan) -> tuple[str, tuple[str, ...], int, int, torch.dtype, dist.ProcessGroup]:
-    return plan.label, plan.fqns, plan.nbytes, plan.wire_nbytes, plan.wire_dtype, plan.transport.group
 
 
 @dataclass(frozen=True)
@@ -284,31 +224,30 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Owners:
-    """How parameters lie on the ranks of the shard group, where `Owned` or `Blocks` decide it for some of them.
+class OwnerShares:
+    """Placements `Owned` and `Blocks`: bytes of parameters by rank of the shard group, and the optimizer's time.
 
     Attributes:
         bytes: of all parameters, by rank.
-        work: of an optimizer step on owned matrices, by rank: FLOPs of one iteration of Newton-Schulz.
-        by_fqn: the owner of each owned parameter.
+        imbalance: most work of a rank on owned matrices over the mean; 1 if there are none.
+        slowest: the rank with most work; of equals that with most bytes, then the lowest.
+        optimizer_seconds: the optimizer's predicted time on that rank; on the estimated rank until that is known.
+        largest: FQNs of the parameters that the slowest rank owns.
     """
 
     bytes: tuple[int, ...]
-    work: tuple[float, ...]
-    by_fqn: dict[str, int]
-
-    @property
-    def slowest(self) -> int:
-        """The rank with most work; of equals that with most bytes, then the lowest."""
-        return max(range(len(self.bytes)), key=lambda rank: (self.work[rank], self.bytes[rank], -rank))
+    imbalance: float
+    slowest: int
+    optimizer_seconds: float
+    largest: tuple[str, ...]
 
 
-def _owners(model: nn.Module) -> Owners | None:
+def _owner_shares(model: nn.Module) -> OwnerShares | None:
     placed = [(fqn, one, one.placements[-1]) for fqn, one in model.named_parameters() if isinstance(one, DTensor)]
     if not any(is_ours(at) for _, _, at in placed):
         return None
     ranks = placed[0][1].device_mesh.size(-1)
-    nbytes, work, by_fqn = [0] * ranks, [0.0] * ranks, {}
+    nbytes, work, by_fqn = [0] * ranks, [0.0] * ranks, {}  # work: FLOPs of one iteration of Newton-Schulz
     for fqn, one, at in placed:
         layout = layout_for(None if isinstance(at, Replicate) else at, tuple(one.shape), ranks)
         for rank in range(ranks):
@@ -316,7 +255,10 @@ def _owners(model: nn.Module) -> Owners | None:
         if isinstance(at, Owned) and at.rank is not None:
             by_fqn[fqn] = at.rank
             work[at.rank] += newton_schulz_flops(torch.empty(one.shape, device="meta"))
-    return Owners(tuple(nbytes), tuple(work), by_fqn)
+    slowest = max(range(ranks), key=lambda rank: (work[rank], nbytes[rank], -rank))
+    imbalance = max(work) * ranks / sum(work) if sum(work) else 1.0
+    largest = tuple(fqn for fqn, rank in by_fqn.items() if rank == slowest)
+    return OwnerShares(tuple(nbytes), imbalance, slowest, 0.0, largest)
 
 
 @dataclass(frozen=True)
@@ -329,7 +271,7 @@ class Recording:
         blocks: the same for each repeated block that the trace tells apart; none if it tells none apart.
         outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
-        owners: where owned parameters and those in blocks lie; None if there are none.
+        owners: where owned parameters and those in blocks lie, without times; None if there are none.
         values_read: where data of tensors was asked for.
         dtypes: of parameters and of the optimizer's state.
     """
@@ -339,7 +281,7 @@ class Recording:
     blocks: list[Sizes]
     mapped_bytes: int
     outbox_bytes: int
-    owners: Owners | None
+    owners: OwnerShares | None
     values_read: tuple[str, ...]
     dtypes: dict[str, str]
 
@@ -363,13 +305,27 @@ def simulate(
         if group not in transports:
             several = neighbourhood(group, machine.ranks_per_host).hosts > 1
             kind: Kind = "pairwise" if several and machine.transport == "shared" else machine.transport
-            transports[group] = simulated(group, device, kind, machine.ranks_per_host, observer.announce)
+            made = SimulatedTransport if kind == "shared" else SimulatedNetwork
+            transports[group] = made(group, device, kind, machine.ranks_per_host, observer.announce)
         return transports[group]
 
-    with fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:
+    with _fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:
         model, optimizer = _run(job, mesh, observer)
         trace = observer.stop()  # before everything is freed
-        return _recorded(model, optimizer, trace, observer, list(transports.values()))
+        blocks: list[Sizes] = []
+        if repeated is not None and not observer.mixed:
+            blocks = [_sizes(block, optimizer) for block in model.get_submodule(repeated).children()]
+        states = _states(optimizer, model.parameters())
+        return Recording(
+            trace=trace,
+            sizes=_sizes(model, optimizer),
+            blocks=blocks,
+            outbox_bytes=sum(one.outbox_bytes for one in transports.values()),
+            mapped_bytes=sum(one.mapped_bytes for one in transports.values()),
+            owners=_owner_shares(model),
+            values_read=tuple(observer.values_read),
+            dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(states)},
+        )
 
 
 def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -393,30 +349,8 @@ def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Mod
     return model, optimizer
 
 
-def _recorded(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trace: Trace,
-    observer: Observer,
-    transports: Sequence[SimulatedTransport],
-) -> Recording:
-    blocks: list[Sizes] = []
-    if observer.repeated is not None and not observer.mixed:
-        blocks = [_sizes(block, optimizer) for block in model.get_submodule(observer.repeated).children()]
-    states = _tensors_of(optimizer, model.parameters())
-    return Recording(
-        trace=trace,
-        sizes=_sizes(model, optimizer),
-        blocks=blocks,
-        outbox_bytes=sum(one.outbox_bytes for one in transports),
-        mapped_bytes=sum(one.mapped_bytes for one in transports),
-        owners=_owners(model),
-        values_read=tuple(observer.values_read),
-        dtypes={"parameters": _dtypes(model.parameters()), "optimizer state": _dtypes(states)},
-    )
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _states(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state of some parameters."""
     values = (value for one in parameters if one in optimizer.state for value in optimizer.state[one].values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -432,12 +366,8 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
     parameters = list(model.parameters())
-    weights = _bytes([*parameters, *model.buffers()])
-    states = _bytes(_tensors_of(optimizer, parameters))
-    return Sizes(sum(parameter.numel() for parameter in parameters), *weights, *states)
-
-
-def _bytes(tensors: list[torch.Tensor]) -> tuple[int, int]:
-    """Of this rank's parts, and of all ranks'."""
-    own = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.itemsize for tensor in own), sum(t.numel() * t.itemsize for t in tensors)
+    sizes = []
+    for tensors in ([*parameters, *model.buffers()], _states(optimizer, parameters)):
+        own = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        sizes += [sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (own, tensors)]
+    return Sizes(sum(parameter.numel() for parameter in parameters), *sizes)

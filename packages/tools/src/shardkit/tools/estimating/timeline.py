@@ -40,19 +40,11 @@ class Roofline:
         return max(moving, operator.flops / (machine.flops_for(operator.dtype or torch.float32) * part))
 
 
-@dataclass(frozen=True)
-class _Protocol:
-    """A way in which NCCL moves bytes, against Simple over a ring: factors of latencies, and of bandwidth."""
-
-    base: float
-    inside: float
-    between: float
-    bandwidth: float
-
-
-# From NCCL 2.10, src/graph/tuning.cc: baseLat, hwLat and the bandwidths of the protocols. LL is for small messages.
-_RINGS = (_Protocol(1.0, 1.0, 1.0, 1.0), _Protocol(3.6 / 8.4, 0.47 / 3.4, 2.7 / 9.6, 1 / 4))
-_TREES = (_Protocol(0.0, 28 / 3.4, 50 / 9.6, 0.9), _Protocol(4.4 / 8.4, 0.52 / 3.4, 5.0 / 9.6, 0.9 / 3.8))
+# Ways in which NCCL moves bytes, against Simple over a ring: factors of the latencies to begin, inside a host and
+# between hosts, and of bandwidth. From NCCL 2.10, src/graph/tuning.cc: baseLat, hwLat and the bandwidths of the
+# protocols. The second of each is LL, for small messages.
+_RINGS = ((1.0, 1.0, 1.0, 1.0), (3.6 / 8.4, 0.47 / 3.4, 2.7 / 9.6, 1 / 4))
+_TREES = ((0.0, 28 / 3.4, 50 / 9.6, 0.9), (4.4 / 8.4, 0.52 / 3.4, 5.0 / 9.6, 0.9 / 3.8))
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
@@ -73,14 +65,14 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
         moving = max(moving, transfer.moved * (hosts - 1) / hosts / (ranks / hosts * link.bandwidth))
     if machine.transport != "nccl":
         return halves * (moving + link.latency * math.ceil(math.log2(ranks)))
-    ways: list[tuple[_Protocol, float, float]] = [(one, ranks - hosts, hosts - 1) for one in _RINGS]
+    ways = [(one, float(ranks - hosts), float(hosts - 1)) for one in _RINGS]
     if halves == 2:
         ways += [(one, ranks / hosts - 1, math.log2(hosts)) for one in _TREES]
     return min(
-        one.base * machine.collective_seconds
-        + halves * (inside * one.inside * machine.inside.latency + between * one.between * link.latency)
-        + halves * moving / one.bandwidth
-        for one, inside, between in ways
+        begin * machine.collective_seconds
+        + halves * (steps * inside * machine.inside.latency + steps_between * between * link.latency)
+        + halves * moving / bandwidth
+        for (begin, inside, between, bandwidth), steps, steps_between in ways
     )
 
 
@@ -142,9 +134,10 @@ class _Lanes:
             self._pending[number] = now, seconds, transfer.fqn
             return
         lane: Lane = "reduction"
-        if transfer.collective in ("all-gather", "all-reduce"):
-            lane = "all-gather" if transfer.collective == "all-gather" else "all-reduce"
-        if lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu":
+        if transfer.collective == "all-gather" or transfer.collective == "all-reduce":
+            lane = transfer.collective
+        follows = lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu"
+        if follows:
             now = self._reduced.get(transfer.fqn, now)  # queued right behind its reduce-scatter
         begin = max(self._lanes[lane], now)
         if self._machine.transport == "nccl":
@@ -153,10 +146,10 @@ class _Lanes:
         self.spans.append(Span(lane, transfer.fqn, transfer.phase, begin, end))
         if lane == "reduction":
             self._reduced[transfer.fqn] = end
-        if lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu":
+        if follows:
             self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs what it brings
-            return
-        self._pending[number] = end, 0.0, transfer.fqn
+        else:
+            self._pending[number] = end, 0.0, transfer.fqn
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
         """When the communication's bytes are there, if one waits from `now` on, and whose they are."""

@@ -6,16 +6,15 @@ structs, which cost a third of what dataclasses do, and which the collector of c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from shardkit.core.tensors import tensors_in
 from shardkit.tools.torch_compat import count_flops, is_view
 
 Collective: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
@@ -68,51 +67,32 @@ class Transfer:
     @property
     def moved(self) -> int:
         """`bytes` as they travel: fewer if they are rounded for the way."""
-        if not self.compressed:
-            return self.bytes
-        return self.wire_bytes * self.ranks // max(1, self.ranks - 1)
-
-    @property
-    def between(self) -> int:
-        """Bytes that this rank sends to other hosts."""
-        return self.wire_bytes - self.inside
+        return self.wire_bytes * self.ranks // max(1, self.ranks - 1) if self.compressed else self.bytes
 
 
-@dataclass(frozen=True)
-class Neighbourhood:
-    """The ranks of a process group, as this rank sees them.
-
-    Attributes:
-        ranks: how many there are.
-        local: which places in the group are other ranks of this rank's host.
-        hosts: how many hosts they are on.
-    """
+class Neighbourhood(NamedTuple):
+    """A process group as this rank sees it: its ranks and hosts, and which places are other ranks of this host."""
 
     ranks: int
-    local: frozenset[int]
     hosts: int
-
-    @property
-    def local_share(self) -> float:
-        """The part of this rank's peers that are on its host."""
-        return len(self.local) / max(1, self.ranks - 1)
-
-    def inside(self, to_peers: Sequence[int]) -> int:
-        """What stays inside the host of the bytes that go to each place of the group."""
-        return sum(to_peers[place] for place in self.local)
+    local: frozenset[int]
 
 
 @lru_cache(maxsize=256)
 def neighbourhood(group: dist.ProcessGroup, ranks_per_host: int) -> Neighbourhood:
     """Which ranks of a group share this rank's host, where hosts hold consecutive ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    here, own = dist.get_rank() // ranks_per_host, dist.get_rank()
-    local = frozenset(i for i, rank in enumerate(ranks) if rank // ranks_per_host == here and rank != own)
-    return Neighbourhood(len(ranks), local, len({rank // ranks_per_host for rank in ranks}))
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+    hosts = [rank // ranks_per_host for rank in ranks]
+    local = {i for i, rank in enumerate(ranks) if hosts[i] == own // ranks_per_host and rank != own}
+    return Neighbourhood(len(ranks), len(set(hosts)), frozenset(local))
 
 
-TensorSpec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype."""
+class TensorSpec(NamedTuple):
+    """All that the time of an operator depends on in a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +115,43 @@ class Operator:
     flops: int
     bytes: int
     attention: bool = False
+
+
+class Operators:
+    """Every operator call that was seen: equal calls are one object."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Operator] = {}
+
+    def of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+        """The operator of a call that has returned `out`."""
+        specs, named = _spec(args), _spec(kwargs)
+        key = function, specs, named
+        operator = self._known.get(key)
+        if operator is None:
+            tensors = tensors_in((args, kwargs))
+            dtype = tensors[0].dtype if tensors else None
+            moved = 0 if is_view(function) else sum(map(_nbytes, (*tensors, *tensors_in(out))))
+            flops = count_flops(function, args, kwargs, out)
+            operator = Operator(function, specs, dict(named), dtype, flops, moved, "attention" in str(function))
+            self._known[key] = operator
+        return operator
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    # An expanded tensor is read again and again from the same few bytes.
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _spec(value: Any) -> Any:
+    """A hashable picture of arguments."""
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_spec, value))
+    if isinstance(value, dict):
+        return tuple((name, _spec(one)) for name, one in value.items())
+    return "generator" if isinstance(value, torch.Generator) else value
 
 
 class Ran(msgspec.Struct, frozen=True, gc=False):
@@ -210,86 +227,3 @@ class Trace:
     def transfers(self) -> list[Transfer]:
         """Every communication, in order."""
         return [step.transfer for step in self.steps if isinstance(step, Launched)]
-
-    @property
-    def operators(self) -> dict[Operator, int]:
-        """Every way that an operator was called, and how often."""
-        counts: dict[Operator, int] = {}
-        for step in self.steps:
-            if isinstance(step, Ran):
-                counts[step.operator] = counts.get(step.operator, 0) + 1
-        return counts
-
-
-class Operators:
-    """Every operator call that was seen: equal calls are one object."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Operator] = {}
-
-    def of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
-        """The operator of a call that has returned `out`."""
-        specs = _spec(args)
-        named = _spec(kwargs)
-        key = (function, specs, named)
-        operator = self._known.get(key)
-        if operator is None:
-            operator = self._known[key] = _operator(function, specs, dict(named), args, kwargs, out)
-        return operator
-
-
-def _operator(
-    function: Any, specs: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> Operator:
-    tensors = list(_tensors((*args, *kwargs.values())))
-    moved = 0 if is_view(function) else sum(map(_nbytes, (*tensors, *_tensors((out,)))))
-    return Operator(
-        function=function,
-        args=specs,
-        kwargs=named,
-        dtype=tensors[0].dtype if tensors else None,
-        flops=count_flops(function, args, kwargs, out),
-        bytes=moved,
-        attention="attention" in str(function),
-    )
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    # An expanded tensor is read again and again from the same few bytes.
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-def _tensors(values: Sequence[Any]) -> Sequence[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
-def dtensors_among(values: Sequence[Any]) -> int:
-    """How many DTensors an operator is given, in lists too."""
-    return sum(
-        dtensors_among(value) if isinstance(value, list | tuple) else isinstance(value, DTensor) for value in values
-    )
-
-
-def _spec(value: Any) -> Any:
-    """A hashable picture of arguments."""
-    if isinstance(value, torch.Tensor):
-        return TensorPicture((tuple(value.shape), value.stride(), value.dtype))
-    if isinstance(value, list | tuple):
-        return tuple(map(_spec, value))
-    if isinstance(value, dict):
-        return tuple((name, _spec(one)) for name, one in value.items())
-    if isinstance(value, torch.Generator):
-        return "generator"
-    return value
-
-
-class TensorPicture(tuple[tuple[int, ...], tuple[int, ...], torch.dtype]):
-    """A `TensorSpec` that is told from other tuples by its class."""
-
-    __slots__ = ()
