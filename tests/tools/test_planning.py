@@ -147,6 +147,18 @@ def few_tokens() -> torch.Tensor:
     return torch.randint(32, (2, 32))
 
 
+def test_of_budgets_that_hold_the_whole_model_one_is_proposed():
+    job = TrainingJob(partial(LlamaShaped, 32, 256, 640, 4, 4, 2), few_tokens)
+    found = [one.candidate for one in propose(job, 2, MACHINE, MACHINE.memory, most_micro_batch=2, count=100)]
+    budgeted = [one.changed(prefetch_budget=None) for one in found if one.policies.prefetch_budget is not None]
+    assert budgeted and len(budgeted) == len(set(budgeted))
+
+
+def test_budgets_of_nothing_are_not_tried():
+    told: list[str] = []
+    assert propose(JOB, 2, MACHINE, 600_000, most_micro_batch=2, tell=told.append) and not told
+
+
 LLAMA = TrainingJob(
     partial(LlamaShaped, 32, 64, 160, 2, 4, 2),
     few_tokens,

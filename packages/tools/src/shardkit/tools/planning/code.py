@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from shardkit.tools.estimating.hf import COLUMNS, ROWS, cut_projections
-from shardkit.tools.estimating.job import Policies, TensorParallel, muon_placements
+from shardkit.tools.estimating.job import muon_placements
 from shardkit.tools.planning.search import Proposal
 
 _RECOMPUTE = '''\
@@ -33,105 +32,80 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
 
 '''
 
+# What the code may use, by the module that it is imported from.
+_NAMES = {
+    "torch": ("nn",),
+    "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
+    "torch.distributed.tensor.parallel": ("ColwiseParallel", "RowwiseParallel", "parallelize_module"),
+    "torch.utils.checkpoint": ("checkpoint",),
+    "shardkit.core": ("fully_shard", "placements_for", "CPUOffloadPolicy", "MixedPrecisionPolicy"),
+}
+
 
 def code_of(proposal: Proposal) -> str:
     """A module with a function `shard(model)`, which makes the mesh and shards the model in place."""
     candidate, policies = proposal.candidate, proposal.candidate.policies
-    device = "cuda" if proposal.estimate.machine.device == "cuda" else "cpu"
-    sizes, names = (tuple(column) for column in zip(*((size, name) for name, size in candidate.axes), strict=True))
-    keywords = ["mesh=mesh", *_keywords(policies)]
-    keywords += ["shard_placement_fn=placements"] if policies.placements is not None else []
-    loop = [f"    for block in {_blocks(proposal)}:"]
-    loop += ["        recompute(block)"] if policies.checkpoint else []
-    reshard = f"reshard_after_forward={policies.reshard_after_forward}"
-    loop.append(f"        fully_shard(block, {', '.join([keywords[0], reshard, *keywords[1:]])})")
+    names, sizes = zip(*candidate.axes, strict=True)
     lines = [
-        _docstring(proposal),
-        *_imports(proposal),
-        "\n",
-        (_RECOMPUTE if policies.checkpoint else "")
-        + (_CUT if _cut_with(proposal) is cut_projections else "")
-        + "def shard(model: nn.Module) -> nn.Module:",
+        "def shard(model: nn.Module) -> nn.Module:",
         f'    """Shards `model` in place; every rank makes micro-batches of {candidate.micro_batch}."""',
-        f"    mesh = init_device_mesh({device!r}, {sizes!r}, mesh_dim_names={names!r})",
-        *_tensor_parallel(proposal),
-        *_placements(policies),
-        *(loop if proposal.blocks else []),
-        f"    fully_shard(model, {', '.join(keywords)})",
-        f"    model.set_prefetch_depth({policies.prefetch_depth})"
-        if policies.prefetch_budget is None
-        else f"    model.set_prefetch_budget({policies.prefetch_budget})",
+        f"    mesh = init_device_mesh({proposal.estimate.machine.device!r}, {sizes!r}, mesh_dim_names={names!r})",
+    ]
+    before = ""
+    theirs: list[Callable[..., Any]] = []  # functions of the user's own
+    if policies.checkpoint:
+        before += _RECOMPUTE
+    if proposal.tensor_parallel is not None and "tp" in names:
+        if proposal.tensor_parallel is cut_projections:
+            before, cut = before + _CUT, "cut"
+        else:
+            theirs.append(proposal.tensor_parallel)
+            cut = proposal.tensor_parallel.__name__
+        lines.append(f'    {cut}(model, mesh["tp"])  # needs shardkit-tp-adapter')
+        if candidate.samplers > 1:
+            lines.append("    # Ranks that differ only in the axis 'tp' need the same samples.")
+        lines.append(f"    mesh = mesh[{', '.join(repr(name) for name in names if name != 'tp')}]")
+    if policies.placements is muon_placements:
+        lines.append("    placements = placements_for(model, torch.optim.Muon)")
+    elif policies.placements is not None:
+        theirs.append(policies.placements)
+        lines.append(f"    placements = {policies.placements.__name__}(model)")
+    keywords = _keywords(proposal)
+    if proposal.blocks:
+        reshard = f"reshard_after_forward={policies.reshard_after_forward}"
+        lines.append(f"    for block in {_blocks(proposal)}:")
+        lines += ["        recompute(block)"] if policies.checkpoint else []
+        lines.append(f"        fully_shard(block, {', '.join(['mesh=mesh', reshard, *keywords])})")
+    ahead = f"budget({policies.prefetch_budget})" if policies.prefetch_budget else f"depth({policies.prefetch_depth})"
+    lines += [
+        f"    fully_shard(model, {', '.join(['mesh=mesh', *keywords])})",
+        f"    model.set_prefetch_{ahead}",
         "    return model",
     ]
-    return "\n".join(lines) + "\n"
+    body = before + "\n".join(lines) + "\n"
+    imports = _imports(body) + [f"from {one.__module__} import {one.__name__}" for one in theirs]
+    if theirs:
+        imports.insert(-len(theirs), "")
+    reasons = "\n".join(f"- {reason}" for reason in proposal.reasons)
+    return f'"""{candidate.describe()}\n\n{reasons}\n"""\n\n' + "\n".join(imports) + f"\n\n\n{body}"
 
 
-def _cut_with(proposal: Proposal) -> TensorParallel | None:
-    """What cuts the model over the axis "tp", if the proposal has one."""
-    return proposal.tensor_parallel if any(name == "tp" for name, _ in proposal.candidate.axes) else None
+def _imports(body: str) -> list[str]:
+    """What the code needs of torch and of shardkit."""
+    used = set(re.findall(r"\w+", body))
+    found = {module: [name for name in names if name in used] for module, names in _NAMES.items()}
+    lines = [f"from {module} import {', '.join(names)}" for module, names in found.items() if names]
+    return [*(["import torch"] if "torch." in body else []), *lines[:-1], "", lines[-1]]
 
 
-def _tensor_parallel(proposal: Proposal) -> list[str]:
-    plan = _cut_with(proposal)
-    if plan is None:
-        return []
-    cut = "cut" if plan is cut_projections else _name_of(plan)[1]
-    lines = [f'    {cut}(model, mesh["tp"])  # needs shardkit-tp-adapter']
-    if proposal.candidate.samplers > 1:
-        lines.append("    # Ranks that differ only in the axis 'tp' need the same samples.")
-    rest = ", ".join(repr(name) for name, _ in proposal.candidate.axes if name != "tp")
-    return [*lines, f"    mesh = mesh[{rest}]"]
-
-
-def _placements(policies: Policies) -> list[str]:
-    if policies.placements is None:
-        return []
-    if policies.placements is muon_placements:
-        return ["    placements = placements_for(model, torch.optim.Muon)"]
-    return [f"    placements = {_name_of(policies.placements)[1]}(model)"]
-
-
-def _name_of(plan: Callable[..., Any]) -> tuple[str, str]:
-    """Module and name to import a user's function by."""
-    return plan.__module__, plan.__name__
-
-
-def _docstring(proposal: Proposal) -> str:
-    text = "\n".join(f"- {reason}" for reason in proposal.reasons)
-    return f'"""{proposal.candidate.describe()}\n\n{text}\n"""\n'
-
-
-def _imports(proposal: Proposal) -> list[str]:
-    policies, plan = proposal.candidate.policies, _cut_with(proposal)
-    core = ["fully_shard"]
-    if policies.offload:
-        core.append("CPUOffloadPolicy")
-    if policies.param_dtype or policies.reduce_dtype:
-        core.append("MixedPrecisionPolicy")
-    suits_muon = policies.placements is muon_placements
-    core += ["placements_for"] if suits_muon else []
-    torch_lines = ["import torch"] if policies.param_dtype or policies.reduce_dtype or suits_muon else []
-    torch_lines.append("from torch import nn")
-    mesh_names = "init_device_mesh" if plan is not cut_projections else "DeviceMesh, init_device_mesh"
-    torch_lines.append(f"from torch.distributed.device_mesh import {mesh_names}")
-    if plan is cut_projections:
-        styles = "ColwiseParallel, RowwiseParallel, parallelize_module"
-        torch_lines.append(f"from torch.distributed.tensor.parallel import {styles}")
-    torch_lines += ["from torch.utils.checkpoint import checkpoint"] if policies.checkpoint else []
-    own = [] if plan is None or plan is cut_projections else ["", "from {} import {}".format(*_name_of(plan))]
-    if policies.placements is not None and not suits_muon:
-        own += [*([] if own else [""]), "from {} import {}".format(*_name_of(policies.placements))]
-    return [*torch_lines, "", f"from shardkit.core import {', '.join(sorted(core, key=str.swapcase))}", *own]
-
-
-def _keywords(policies: Policies) -> list[str]:
-    dtypes: list[tuple[str, torch.dtype | None]] = [
-        ("param_dtype", policies.param_dtype),
-        ("reduce_dtype", policies.reduce_dtype),
-    ]
-    told = ", ".join(f"{name}={dtype}" for name, dtype in dtypes if dtype is not None)
+def _keywords(proposal: Proposal) -> list[str]:
+    """Arguments of every `fully_shard` beside the mesh."""
+    policies = proposal.candidate.policies
+    dtypes = {"param_dtype": policies.param_dtype, "reduce_dtype": policies.reduce_dtype}
+    told = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None)
     keywords = [f"mp_policy=MixedPrecisionPolicy({told})"] if told else []
-    return [*keywords, "offload_policy=CPUOffloadPolicy()"] if policies.offload else keywords
+    keywords += ["offload_policy=CPUOffloadPolicy()"] if policies.offload else []
+    return keywords + (["shard_placement_fn=placements"] if policies.placements is not None else [])
 
 
 def _blocks(proposal: Proposal) -> str:

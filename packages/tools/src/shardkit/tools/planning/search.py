@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import TypeAlias
+from itertools import product
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -33,6 +34,13 @@ Axes: TypeAlias = tuple[tuple[str, int], ...]
 
 # A module outside of the blocks gets a group of its own if it holds this part of all parameters.
 _LARGE_PART = 0.05
+# How many of the best are tried with replicas, with larger micro-batches, with more prefetching, and cut further.
+_REPLICATED, _GROWN, _PREFETCHED, _CUT = 3, 6, 3, 2
+# The part of a step that has to be exposed communication, and of the limit that has to be free, to prefetch more.
+_EXPOSED, _LEAST_FREE = 0.01, 0.02
+# The largest micro-batch, in smallest ones.
+_MOST_TIMES = 8
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,9 @@ class Candidate:
         """Ranks with samples of their own: those that "tp" joins share theirs."""
         return math.prod(size for name, size in self.axes if name != "tp")
 
-    def job(self, job: TrainingJob) -> TrainingJob:
-        """The job, run this way."""
-        return with_micro_batch(replace(job, policies=self.policies), self.micro_batch)
+    def changed(self, **policies: Any) -> Candidate:
+        """The candidate with other policies."""
+        return replace(self, policies=replace(self.policies, **policies))
 
     def describe(self) -> str:
         """The choices in a few words."""
@@ -105,35 +113,6 @@ def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str,
     return [wrap, (*blocks, *outer)] if outer and blocks else [wrap]
 
 
-def candidates(
-    base: Policies, wraps: list[tuple[str, ...] | None], over: list[Axes], micro_batch: int
-) -> list[Candidate]:
-    """Every combination of mesh, wrapping, reshard policy and recomputation."""
-    return [
-        Candidate(axes, replace(base, wrap=wrap, reshard_after_forward=reshard, checkpoint=recompute), micro_batch)
-        for axes in over
-        for wrap in wraps
-        for reshard in (True, False)
-        for recompute in ((True,) if base.checkpoint else (False, True))
-    ]
-
-
-def with_setting(candidate: Candidate, **changes: object) -> Candidate:
-    """The candidate with other policies."""
-    settings: Mapping[str, object] = changes
-    return replace(candidate, policies=replace(candidate.policies, **settings))  # type: ignore[arg-type]
-
-
-_REPLICATED = 3
-_GROWN = 6
-_PREFETCHED = 3
-_EXPOSED = 0.01
-_MOST_TIMES = 8
-_CUT = 2
-_LEAST_FREE = 0.02
-_MIB = 2**20
-
-
 class NothingFits(EstimateError):
     """No candidate stays under the limit."""
 
@@ -171,23 +150,19 @@ class _Search:
         tell: Callable[[str], None],
         progress: Callable[[int], None],
     ) -> None:
-        self.limit = limit
+        self.job, self.machine, self.limit, self.tell = job, machine, limit, tell
         self.known: dict[Candidate, Estimate] = {}
-        self.machine = machine
         self.problem = ""
-        self.job, self._costs, self._progress, self.tell = job, costs, progress, tell
-
-    def run(self, candidate: Candidate) -> Estimate:
-        if candidate not in self.known:
-            self._progress(len(self.known))
-            job = candidate.job(self.job)
-            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
-        return self.known[candidate]
+        self._costs, self._progress = costs, progress
 
     def attempt(self, candidate: Candidate) -> None:
-        """Estimates one that may turn out to be impossible, which is told."""
+        """Estimates one, if that is possible; if not, that is told."""
+        if candidate in self.known:
+            return
+        self._progress(len(self.known))
+        job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
         try:
-            self.run(candidate)
+            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
         except (EstimateError, MachineError) as error:
             self.problem = str(error)
             self.tell(f"gave up {candidate.describe()}: {error}")
@@ -219,14 +194,19 @@ class _Search:
         return candidate.policies.placements is None and least > self.limit
 
     def sample_seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step for each of its samples."""
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
-        return self.run(candidate).timeline.step / samples
-
-    def smallest(self) -> list[Candidate]:
-        return sorted(self.known, key=lambda one: self.known[one].reserved_bytes)
+        return self.known[candidate].timeline.step / samples
 
     def ranked(self) -> list[Candidate]:
-        return sorted(filter(self.fits, self.known), key=self.sample_seconds)
+        """Those that fit, fastest first. Of prefetch budgets that come to the same, the smallest."""
+        distinct: dict[Any, Candidate] = {}
+        for one in sorted(self.known, key=lambda one: (self.sample_seconds(one), one.policies.prefetch_budget or 0)):
+            found, budget = self.known[one], one.policies.prefetch_budget
+            outcome = None if budget is None else (found.timeline.step, found.peak.bytes, found.reserved_bytes)
+            if found.reserved_bytes <= self.limit:
+                distinct.setdefault((one.changed(prefetch_budget=None), outcome), one)
+        return list(distinct.values())
 
 
 def propose(
@@ -261,8 +241,10 @@ def propose(
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
     first, *other = meshes(world_size, machine)
-    for candidate in candidates(job.policies, wrappings(plain, job.policies.wrap), [first], micro_batch):
-        search.attempt(candidate)
+    recomputed = (True,) if job.policies.checkpoint else (False, True)
+    for wrap, reshard, recompute in product(wrappings(plain, job.policies.wrap), (True, False), recomputed):
+        policies = replace(job.policies, wrap=wrap, reshard_after_forward=reshard, checkpoint=recompute)
+        search.attempt(Candidate(first, policies, micro_batch))
     for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:
             replicated = replace(candidate, axes=axes)
@@ -270,7 +252,7 @@ def propose(
                 break
     if not search.known:
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
-    _cut_further(search, job, world_size)
+    _cut_further(search, world_size)
     if not search.ranked():
         raise NothingFits(_closest(search, limit, margin))
     for candidate in search.ranked()[:_GROWN]:
@@ -279,34 +261,13 @@ def propose(
             grown = replace(grown, micro_batch=2 * grown.micro_batch)
     for candidate in search.ranked()[:_PREFETCHED]:
         _prefetch_more(search, candidate)
-    return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
-
-
-def _cut_further(search: _Search, job: TrainingJob, world_size: int) -> None:
-    """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
-    if job.tensor_parallel is None or not tensor_parallel_meshes(world_size, search.machine):
-        return
-    if not entry_points(group=ADAPTERS):
-        search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
-        return
-    for candidate in (search.ranked() or search.smallest())[:_CUT]:
-        for axes in tensor_parallel_meshes(world_size, search.machine):
-            search.attempt(replace(candidate, axes=axes))
-
-
-def _prefetch_more(search: _Search, candidate: Candidate) -> None:
-    """One group more ahead; and a budget of what the limit leaves, which also decides what stays for backward."""
-    found = search.run(candidate)
-    if found.timeline.exposed <= _EXPOSED * found.timeline.step:
-        return
-    search.attempt(with_setting(candidate, prefetch_depth=candidate.policies.prefetch_depth + 1))
-    free = search.limit - found.reserved_bytes
-    while free > _LEAST_FREE * search.limit:
-        budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
-        within = with_setting(candidate, prefetch_budget=budget, prefetch_depth=1, reshard_after_forward=None)
-        if search.fits(within):
-            return
-        free //= 2
+    proposals = []
+    for candidate in search.ranked()[:count]:
+        blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
+        found, seconds, reasons = search.known[candidate], search.sample_seconds(candidate), _reasons(search, candidate)
+        named = candidate, found, blocks, _container(plain, blocks), seconds, tuple(reasons), job.tensor_parallel
+        proposals.append(Proposal(*named))
+    return proposals
 
 
 def _build(job: TrainingJob, machine: Machine) -> nn.Module:
@@ -322,17 +283,32 @@ def _build(job: TrainingJob, machine: Machine) -> nn.Module:
         return job.model()
 
 
-def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Proposal:
-    blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
-    return Proposal(
-        candidate,
-        search.run(candidate),
-        blocks,
-        _container(plain, blocks),
-        search.sample_seconds(candidate),
-        tuple(_reasons(search, candidate)),
-        search.job.tensor_parallel,
-    )
+def _cut_further(search: _Search, world_size: int) -> None:
+    """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
+    cut = tensor_parallel_meshes(world_size, search.machine)
+    if search.job.tensor_parallel is None or not cut:
+        return
+    if not entry_points(group=ADAPTERS):
+        search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
+        return
+    best = search.ranked() or sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
+    for candidate, axes in product(best[:_CUT], cut):
+        search.attempt(replace(candidate, axes=axes))
+
+
+def _prefetch_more(search: _Search, candidate: Candidate) -> None:
+    """One group more ahead; and a budget of what the limit leaves, which also decides what stays for backward."""
+    found = search.known[candidate]
+    if found.timeline.exposed <= _EXPOSED * found.timeline.step:
+        return
+    search.attempt(candidate.changed(prefetch_depth=candidate.policies.prefetch_depth + 1))
+    free = search.limit - found.reserved_bytes
+    while free > _LEAST_FREE * search.limit:
+        budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
+        within = candidate.changed(prefetch_budget=budget, prefetch_depth=1, reshard_after_forward=None)
+        if not budget or search.fits(within):
+            return
+        free //= 2
 
 
 def _container(model: nn.Module, blocks: tuple[str, ...]) -> str | None:
@@ -345,69 +321,56 @@ def _container(model: nn.Module, blocks: tuple[str, ...]) -> str | None:
     return parent if isinstance(module, nn.ModuleList | nn.Sequential) and inside == list(blocks) else None
 
 
-def _reasons(search: _Search, candidate: Candidate) -> list[str]:
+def _reasons(search: _Search, candidate: Candidate) -> Iterator[str]:
     """What each choice saves and costs against the candidate that differs in nothing else."""
-    found = search.run(candidate)
-    line = found.timeline
-    share = found.reserved_bytes / search.limit
-    reasons = [
-        f"takes {show(found.reserved_bytes, 'bytes')}, {share:.0%} of the limit; its peak is {found.peak.place}",
-        f"waits {show(line.exposed, 'seconds')} of a {show(line.step, 'seconds')} step for communication",
-    ]
-    policies = candidate.policies
-    flips = [
-        ("keeping parameters from forward to backward", with_setting(candidate, reshard_after_forward=True))
-        if policies.reshard_after_forward is False
-        else ("resharding after forward", with_setting(candidate, reshard_after_forward=False)),
-        ("recomputing activations", with_setting(candidate, checkpoint=False)) if policies.checkpoint else None,
-        (f"prefetching {policies.prefetch_depth} groups", with_setting(candidate, prefetch_depth=1))
-        if policies.prefetch_depth != 1
-        else None,
-        *_other_ways(search, candidate),
-    ]
-    for what, other in filter(None, flips):
-        if other in search.known and other != candidate:
-            reasons.append(_difference(what, found, search.known[other], search.limit))
-    return reasons
+    found = search.known[candidate]
+    line, share = found.timeline, found.reserved_bytes / search.limit
+    yield f"takes {show(found.reserved_bytes, 'bytes')}, {share:.0%} of the limit; its peak is {found.peak.place}"
+    yield f"waits {show(line.exposed, 'seconds')} of a {show(line.step, 'seconds')} step for communication"
+    for what, other in _other_ways(candidate):
+        if other not in search.known or other == candidate:
+            continue
+        memory = found.reserved_bytes - search.known[other].reserved_bytes
+        seconds = line.step - search.known[other].timeline.step
+        held = (
+            f"{'costs' if memory > 0 else 'saves'} {show(abs(memory), 'bytes')}" if memory else "takes the same memory"
+        )
+        spent = f"{'costs' if seconds > 0 else 'saves'} {show(abs(seconds), 'seconds')} a step"
+        missed = search.known[other].reserved_bytes > search.limit
+        yield f"{what} {held} and {spent}{' (without it the limit is missed)' if missed else ''}"
 
 
-def _other_ways(search: _Search, candidate: Candidate) -> list[tuple[str, Candidate]]:
-    """The candidates without its budget, and without its tensor parallelism."""
-    policies, ways = candidate.policies, []
+def _other_ways(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Each choice of a candidate, and the candidate without it."""
+    policies, world_size = candidate.policies, math.prod(length for _, length in candidate.axes)
+    if policies.reshard_after_forward is False:
+        yield "keeping parameters from forward to backward", candidate.changed(reshard_after_forward=True)
+    else:
+        yield "resharding after forward", candidate.changed(reshard_after_forward=False)
+    if policies.checkpoint:
+        yield "recomputing activations", candidate.changed(checkpoint=False)
+    if policies.prefetch_depth != 1:
+        yield f"prefetching {policies.prefetch_depth} groups", candidate.changed(prefetch_depth=1)
     if policies.prefetch_budget is not None:
         for reshard, what in ((True, "resharding always"), (False, "keeping all parameters for backward")):
-            plain = with_setting(candidate, prefetch_budget=None, reshard_after_forward=reshard)
-            ways.append((f"prefetching within {show(policies.prefetch_budget, 'bytes')}, in place of {what},", plain))
-    if any(name == "tp" for name, _ in candidate.axes):
-        world_size = math.prod(length for _, length in candidate.axes)
+            within = f"prefetching within {show(policies.prefetch_budget, 'bytes')}, in place of {what},"
+            yield within, candidate.changed(prefetch_budget=None, reshard_after_forward=reshard)
+    if candidate.samplers < world_size:
         what = f"tensor parallelism (with 1/{world_size // candidate.samplers} of the samples in a step)"
-        ways.append((what, replace(candidate, axes=(("dp_shard", world_size),))))
-    return ways
-
-
-def _difference(what: str, this: Estimate, other: Estimate, limit: int) -> str:
-    memory = this.reserved_bytes - other.reserved_bytes
-    seconds = this.timeline.step - other.timeline.step
-    texts = [
-        f"{'costs' if memory > 0 else 'saves'} {show(abs(memory), 'bytes')}" if memory else "takes the same memory",
-        f"{'costs' if seconds > 0 else 'saves'} {show(abs(seconds), 'seconds')} a step",
-    ]
-    without = " (without it the limit is missed)" if other.reserved_bytes > limit else ""
-    return f"{what} {' and '.join(texts)}{without}"
+        yield what, replace(candidate, axes=(("dp_shard", world_size),))
 
 
 def _closest(search: _Search, limit: int, margin: float) -> str:
     best = min(search.known, key=lambda one: search.known[one].reserved_bytes)
     found = search.known[best]
     biggest = max(found.peak.by_category, key=lambda name: found.peak.by_category[name])
-    if search.machine.process_bytes < found.peak.by_category[biggest]:
-        part = f"{biggest.replace('_', ' ')} ({show(found.peak.by_category[biggest], 'bytes')})"
+    size, process = found.peak.by_category[biggest], search.machine.process_bytes
+    if process < size:
+        part = f"{biggest.replace('_', ' ')} ({show(size, 'bytes')})"
         smaller = "a smaller micro-batch, " if best.micro_batch > 1 else ""
         advice = f"Use more ranks, {smaller}or shorter sequences"
     else:
-        part = (
-            f"the process without a model ({show(search.machine.process_bytes, 'bytes')}, process_bytes of the machine)"
-        )
+        part = f"the process without a model ({show(process, 'bytes')}, process_bytes of the machine)"
         enough = math.ceil(found.reserved_bytes / (1 - margin) / _MIB)
         advice = f"No way to shard makes that smaller; give at least {enough} MiB"
     return (
@@ -418,8 +381,5 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
 
 def below(limit: int, margin: float) -> str:
     """What may be taken of a limit, in words."""
-    return (
-        f"{show(limit * (1 - margin), 'bytes')} ({show(limit, 'bytes')} less {margin:.0%} for errors)"
-        if margin
-        else show(limit, "bytes")
-    )
+    less = f" ({show(limit, 'bytes')} less {margin:.0%} for errors)" if margin else ""
+    return show(limit * (1 - margin), "bytes") + less
