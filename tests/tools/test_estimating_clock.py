@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from shardkit.tools.estimating.timeline import Roofline, replay, transfer_seconds
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace, Transfer
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Operator, Ran, Trace, Transfer
 from shardkit.tools.machine import Efficiency, Link, Machine, preset
 
 MACHINE = Machine(
@@ -32,8 +33,9 @@ def operator(flops: int, nbytes: int) -> Operator:
     return Operator(None, (), {}, torch.float32, flops, nbytes)
 
 
-def gather(nbytes: int, ranks: int = 2, hosts: int = 1, collective: str = "all-gather") -> Transfer:
-    return Transfer(collective, "block", "forward", nbytes, nbytes, 0, torch.float32, ranks, hosts, of_core=True)
+def gather(nbytes: int, ranks: int = 2, hosts: int = 1, collective: str = "all-gather", **named) -> Transfer:
+    sizes = nbytes, nbytes, 0, torch.float32, ranks, hosts
+    return Transfer(collective, "block", "forward", *sizes, of_core=True, **named)
 
 
 @pytest.mark.parametrize(("flops", "nbytes", "seconds"), [(200, 10, 2.0), (200, 100, 10.0), (0, 50, 5.0), (0, 0, 0.0)])
@@ -79,25 +81,21 @@ def trace(*steps: object) -> Trace:
 
 def test_communication_hides_behind_computation():
     long, short = operator(1000, 0), operator(100, 0)
-    line = replay(
-        trace(Launched(1, gather(100)), Ran(long, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE)
-    )
+    line = replay(trace(gather(100, about=1), Ran(long, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE))
     assert (line.step, line.exposed, line.communication) == (10, 0, 6)
-    line = replay(
-        trace(Launched(1, gather(100)), Ran(short, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE)
-    )
+    line = replay(trace(gather(100, about=1), Ran(short, "a", "f"), Awaited(1, "b", "f")), MACHINE, Roofline(MACHINE))
     assert (line.step, line.exposed, line.exposed_by_fqn) == (6, 5, {"block": 5})
     assert line.compute_by_fqn == {"a": 1}
 
 
 def test_two_gathers_share_a_lane():
-    steps = trace(Launched(1, gather(100)), Launched(2, gather(100)), Awaited(1, "", ""), Awaited(2, "", ""))
+    steps = trace(gather(100, about=1), gather(100, about=2), Awaited(1, "", ""), Awaited(2, "", ""))
     assert replay(steps, MACHINE, Roofline(MACHINE)).step == 12
 
 
 def test_shared_memory_is_copied_by_the_rank_itself():
     machine = MACHINE.replace(device="cpu", transport="shared")
-    steps = trace(Launched(1, gather(100)), Ran(operator(1000, 0), "a", "f"), Awaited(1, "b", "f"))
+    steps = trace(gather(100, about=1), Ran(operator(1000, 0), "a", "f"), Awaited(1, "b", "f"))
     line = replay(steps, machine, Roofline(machine))
     assert (line.step, line.exposed) == (16, 6)
 
@@ -117,5 +115,5 @@ def test_operators_on_dtensors_take_host_time_for_themselves_and_for_each_tensor
 
 
 def test_what_is_rounded_takes_the_time_of_its_bytes_on_the_wire():
-    rounded = replace(gather(100), wire_bytes=20, compressed=True)
+    rounded = structs.replace(gather(100), wire_bytes=20, compressed=True)
     assert transfer_seconds(rounded, MACHINE) == 40 / 2 / 10 + 1

@@ -146,7 +146,7 @@ def memory_of(trace: Trace, expandable: bool = False) -> Memory:
     stale = False
     for index, step in enumerate(trace.steps):
         if isinstance(step, Changed):
-            more = change(step.held, step.nbytes)
+            more = change(step.about, step.nbytes)
             total += more
             stale = stale or bool(more)
             if total > peak.bytes:

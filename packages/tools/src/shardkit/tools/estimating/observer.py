@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -29,11 +30,11 @@ from shardkit.tools.estimating.trace import (
     Dispatched,
     Entered,
     Held,
-    Launched,
     Operators,
     Ran,
     Trace,
     Transfer,
+    block_of,
     neighbourhood,
 )
 from shardkit.tools.torch_compat import (
@@ -51,7 +52,7 @@ Phase: TypeAlias = Literal["building", "inputs", "forward", "backward", "optimiz
 
 
 class Whereabouts:
-    """Follows a model through forward, backward and optimizer steps while it is open.
+    """Follows a model through forward, backward and optimizer steps.
 
     Attributes:
         set_phase: what is going on outside of modules, optimizer and backward.
@@ -66,21 +67,16 @@ class Whereabouts:
         self._names: dict[int, str] = {}
         self._running: list[str] = []
         self._backward = ""
-        self._stepping = 0
-        self._handles: list[RemovableHandle] = []
+        self._stepping = 0  # an optimizer may step others
 
-    def __enter__(self) -> Whereabouts:
-        self._handles = [
+    def follow(self) -> list[RemovableHandle]:
+        """Begins; as contexts, the handles end it."""
+        return [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
-            register_optimizer_step_pre_hook(lambda *_: self._step(True)),
-            register_optimizer_step_post_hook(lambda *_: self._step(False)),
+            register_optimizer_step_pre_hook(lambda *_: self._step(1)),
+            register_optimizer_step_post_hook(lambda *_: self._step(-1)),
         ]
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def name(self, model: nn.Module) -> None:
         """Takes the FQNs of the modules of `model`."""
@@ -95,8 +91,8 @@ class Whereabouts:
             return self._backward, "backward"
         return "", "optimizer" if self._stepping else self.set_phase
 
-    def _step(self, begins: bool) -> None:
-        self._stepping += 1 if begins else -1  # an optimizer may step others
+    def _step(self, deeper: int) -> None:
+        self._stepping += deeper
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         fqn = self._names.get(id(module))
@@ -201,17 +197,17 @@ class Observer(OperatorMode):
         self._ranks_per_host = ranks_per_host
         self._operators = Operators()
         self._inside: int | None = None
-        self._launched = 0
+        self._numbers = itertools.count(1)
         self._waiting: dict[tuple[Collective, str], deque[int]] = defaultdict(deque)
         self._functional: dict[int, int] = {}
         self._own_all_reduces = 0
-        self._hooked: set[int] = set()
-        self._kept: list[torch.Tensor] = []
+        self._watched: dict[int, torch.Tensor] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
-        self._open.enter_context(self.where)
-        self._open.enter_context(events.subscribe(self._on_event))
+        following: list[AbstractContextManager[Any]] = [*self.where.follow(), events.subscribe(self._on_event)]
+        for one in following:
+            self._open.enter_context(one)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -258,8 +254,7 @@ class Observer(OperatorMode):
         """The repeated block that a name belongs to, -1 for none of them; None if no blocks are told apart."""
         if self.repeated is None:
             return None
-        number = fqn.removeprefix(f"{self.repeated}.").partition(".")[0]
-        return int(number) if fqn.startswith(f"{self.repeated}.") and number.isdigit() else -1
+        return block_of(fqn, f"{self.repeated}.")
 
     def _entered(self, fqn: str) -> None:
         block = self._block_of(fqn)
@@ -393,10 +388,10 @@ class Observer(OperatorMode):
         if inside is None:  # nobody has announced it; peers get equal parts
             inside = round(wire_bytes * (len(local) / max(1, ranks - 1)))
         sizes = nbytes, wire_bytes, inside, dtype, ranks, hosts
-        transfer = Transfer(collective, fqn, self.where.here()[1], *sizes, of_core, compressed, group.group_name)
-        self._launched += 1
-        self.trace.steps.append(Launched(self._launched, transfer))
-        return self._launched
+        phase, number = self.where.here()[1], next(self._numbers)
+        named = of_core, compressed, group.group_name, number
+        self.trace.steps.append(Transfer(collective, fqn, phase, *sizes, *named))
+        return number
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -404,12 +399,11 @@ class Observer(OperatorMode):
         if self._last and fqn == self._last and not in_backward():
             self._come_to(-1)
         for name, parameter in module.named_parameters(fqn, recurse=False):
-            if id(parameter) not in self._hooked:
+            if id(parameter) not in self._watched:
                 self._watch_gradient(parameter, name)
 
     def _watch_gradient(self, parameter: torch.Tensor, fqn: str) -> None:
-        self._hooked.add(id(parameter))
-        self._kept.append(parameter)
+        self._watched[id(parameter)] = parameter
         if parameter.requires_grad and parameter.is_leaf:
             parameter.register_post_accumulate_grad_hook(partial(self._has_gradient, self._block_of(fqn)))
 
@@ -419,12 +413,11 @@ class Observer(OperatorMode):
 
 
 def _real_only(args: tuple[Any, ...]) -> bool:
-    """Whether an operator's tensors, if it has any, all have data."""
+    """Whether an operator is given tensors, and all of them have data."""
     real = False
     for value in args:
-        if isinstance(value, FakeTensor) or (
-            isinstance(value, list | tuple) and value and isinstance(value[0], FakeTensor)
-        ):
+        one = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(one, FakeTensor):
             return False
         real = real or isinstance(value, torch.Tensor)
     return real

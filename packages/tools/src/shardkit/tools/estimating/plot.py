@@ -30,18 +30,20 @@ def plot_page(title: str, ways: Sequence[tuple[str, Estimate, float]]) -> str:
             detail.
     """
     name, best, _ = ways[0]
+    peak, line = best.peak, best.timeline
     parts = [f"<h1>{escape(title)}</h1>"]
     if len(ways) > 1:
-        parts += [
-            "<h2>Memory and time of each way</h2>",
-            _note("Less of both is better: the front is filled."),
-            _ways(ways),
-        ]
-    peak = f"Peak of {show(best.peak.bytes, 'bytes')} {best.peak.place}; limit {show(best.machine.memory, 'bytes')}."
-    parts += [f"<h2>Memory over time: {escape(name)}</h2>", _note(peak), _memory(best), _legend()]
-    wait = f"A step of {show(best.timeline.step, 'seconds')}, {show(best.timeline.exposed, 'seconds')} of it waiting."
-    parts += [f"<h2>Streams: {escape(name)}</h2>", _note(wait), _streams(best)]
-    parts += [_note(note) for note in best.notes]
+        parts += _section("Memory and time of each way", "Less of both is better: the front is filled.", _ways(ways))
+    told = f"Peak of {show(peak.bytes, 'bytes')} {peak.place}; limit {show(best.machine.memory, 'bytes')}."
+    names = (
+        f'<span><span style="color:{color}">&#9632;</span> {category.replace("_", " ")}</span>'
+        for color, category in zip(_COLORS, CATEGORIES, strict=True)
+    )
+    legend = f'<p class="filters">{" ".join(names)}</p>'
+    parts += [*_section(f"Memory over time: {name}", told, _memory(best)), legend]
+    told = f"A step of {show(line.step, 'seconds')}, {show(line.exposed, 'seconds')} of it waiting."
+    parts += _section(f"Streams: {name}", told, _streams(best))
+    parts += [f"<p>{escape(note)}</p>" for note in best.notes]
     css = files("shardkit.tools.report").joinpath("assets", "page.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     body = "\n".join(parts)
@@ -54,8 +56,8 @@ def plot_page(title: str, ways: Sequence[tuple[str, Estimate, float]]) -> str:
     )
 
 
-def _note(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+def _section(title: str, told: str, drawing: str) -> list[str]:
+    return [f"<h2>{escape(title)}</h2>", f"<p>{escape(told)}</p>", drawing]
 
 
 def _svg(height: int, body: str) -> str:
@@ -89,14 +91,6 @@ def _memory(estimate: Estimate) -> str:
         below = above
     body.append(_text(4, 14, show(most, "bytes")))
     return _svg(_HEIGHT, "".join(body))
-
-
-def _legend() -> str:
-    names = (
-        f'<span><span style="color:{color}">&#9632;</span> {category.replace("_", " ")}</span>'
-        for color, category in zip(_COLORS, CATEGORIES, strict=True)
-    )
-    return f'<p class="filters">{" ".join(names)}</p>'
 
 
 def _streams(estimate: Estimate) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import nn
 
@@ -27,15 +28,13 @@ from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.simulation import Recording, Sizes, simulate
 from shardkit.tools.estimating.trace import (
     CATEGORIES,
-    Awaited,
     Changed,
-    Dispatched,
     Entered,
     Held,
-    Launched,
-    Ran,
     Step,
     Trace,
+    Transfer,
+    block_of,
 )
 from shardkit.tools.machine import Machine
 from shardkit.tools.torch_compat import FakeTensors
@@ -228,8 +227,8 @@ class _Parts:
     """A trace in parts, one for each time that it comes to another block; and names for what is in it."""
 
     def __init__(self, trace: Trace, repeated: str, count: int) -> None:
-        self.count = count
-        self._prefix = f"{repeated}."
+        self.count, self.before = count, trace.held
+        self.prefix = f"{repeated}."
         self.names: dict[Held | int, _Name] = {}
         self._moved: dict[tuple[str, int], str] = {}
         numbers: Counter[tuple[int, int]] = Counter()
@@ -247,35 +246,23 @@ class _Parts:
         self.all = _parted(trace.steps)
         for part in self.all:
             for step in part.steps:
-                if isinstance(step, Changed | Launched):
-                    name(_subject(step), part.run, part.block)
+                if isinstance(step, Changed | Transfer):
+                    name(step.about, part.run, part.block)
 
-    def place(self, fqn: str) -> int:
-        """The block that a name is in; -1 for none."""
-        number = fqn[len(self._prefix) :].partition(".")[0] if fqn.startswith(self._prefix) else ""
-        return int(number) if number.isdigit() else -1
-
-    def moved(self, step: Step, by: int, about: Any) -> Step:
+    def moved(self, step: Any, by: int, about: Any) -> Step:
         """A step as one that is about another storage or communication, and `by` blocks further on if in a block."""
-        fqn = self._moved_fqn(_fqn(step), by)
-        if isinstance(step, Changed):
-            return Changed(about, step.nbytes, fqn, step.phase)
-        if isinstance(step, Launched):
-            return Launched(about, replace(step.transfer, fqn=fqn))
-        if isinstance(step, Awaited):
-            return Awaited(about, fqn, step.phase)
-        if isinstance(step, Ran) and by:
-            return Ran(step.operator, fqn, step.phase)
-        if isinstance(step, Dispatched) and by:
-            return Dispatched(step.tensors, fqn, step.phase)
-        return step
+        changes = {"about": about} if hasattr(step, "about") else {}
+        if by:
+            changes["fqn"] = self._moved_fqn(step.fqn, by)
+        moved: Step = msgspec.structs.replace(step, **changes) if changes else step
+        return moved
 
     def _moved_fqn(self, fqn: str, by: int) -> str:
         moved = self._moved.get((fqn, by))
         if moved is None:  # millions of steps share these strings
-            place = self.place(fqn)
-            rest = fqn[len(f"{self._prefix}{place}") :]
-            moved = self._moved[fqn, by] = fqn if place < 0 else f"{self._prefix}{place + by}{rest}"
+            place = block_of(fqn, self.prefix)
+            rest = fqn[len(f"{self.prefix}{place}") :]
+            moved = self._moved[fqn, by] = fqn if place < 0 else f"{self.prefix}{place + by}{rest}"
         return moved
 
     def described(self, part: _Part) -> list[Any]:
@@ -287,22 +274,16 @@ class _Parts:
         for step in part.steps:
             if isinstance(step, Entered):
                 continue
-            run, own, number = self.names.get(_subject(step), (None, None, None))
-            about = run, None if own is None else own - part.block, number
-            category = step.held.category if isinstance(step, Changed) else None
-            seen.append(self.moved(step, -part.block, (about, category)))
+            run, own, number = self.names.get(_about(step), (None, None, None))
+            category = step.about.category if isinstance(step, Changed) else None
+            about = run, None if own is None else own - part.block, number, category
+            seen.append(self.moved(step, -part.block, about))
         return seen
 
 
-def _subject(step: Step) -> Any:
+def _about(step: Step) -> Any:
     """The storage or communication that a step is about, if any."""
-    return step.held if isinstance(step, Changed) else getattr(step, "number", None)
-
-
-def _fqn(step: Step) -> str:
-    if isinstance(step, Entered):
-        return ""
-    return step.transfer.fqn if isinstance(step, Launched) else step.fqn
+    return getattr(step, "about", None)
 
 
 def lengthened(recording: Recording, repeated: str, more: int) -> Recording | None:
@@ -316,7 +297,7 @@ def lengthened(recording: Recording, repeated: str, more: int) -> Recording | No
     middle = _middle(parts, recording.blocks)
     if middle is None:
         return None
-    trace = _Longer(parts, middle, more).made(recording.trace)
+    trace = _Longer(parts, middle, more).trace
     return replace(recording, trace=trace, sizes=recording.sizes.plus(recording.blocks[middle], more))
 
 
@@ -343,7 +324,7 @@ def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
     """
     for part in parts.all:
         for step in part.steps:
-            run, own, _ = parts.names.get(_subject(step), (0, None, 0))
+            run, own, _ = parts.names.get(_about(step), (0, None, 0))
             if own is None:
                 continue
             if part.block in (middle, middle + 1):
@@ -358,30 +339,25 @@ def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
 
 
 class _Longer:
-    """Makes a trace with more blocks: `more` copies of what block `middle` did, behind it."""
+    """A trace with more blocks: `more` copies of what block `middle` did, behind it."""
 
     def __init__(self, parts: _Parts, middle: int, more: int) -> None:
         self._parts, self._middle, self._more = parts, middle, more
         self._made: dict[_Name, Held | int] = {}
-
-    def made(self, trace: Trace) -> Trace:
-        """The longer trace."""
-        longer = Trace()
-        new = range(self._middle + 1, self._middle + 1 + self._more)
-        for block, group in itertools.groupby(trace.held, lambda one: one[0].block):
-            some = list(group)
-            place = -1 if block is None else block
-            for to in (self._place(place), *(new if place == self._middle else ())):
-                longer.held += [(self._about(held, place, to), nbytes) for held, nbytes in some]
-        for part in self._parts.all:
-            places = [self._place(part.block), *(new if part.block == self._middle else ())]
+        self.trace = Trace()
+        for own, group in itertools.groupby(parts.before, lambda one: one[0].block):
+            some, block = list(group), -1 if own is None else own
+            for to in self._places(block):
+                self.trace.held += [(self._about(held, block, to), nbytes) for held, nbytes in some]
+        for part in parts.all:
+            places = self._places(part.block)
             for to in places if part.rising else reversed(places):
-                longer.steps += [self._moved(step, part.block, to) for step in part.steps]
-        return longer
+                self.trace.steps += [self._moved(step, part.block, to) for step in part.steps]
 
-    def _place(self, block: int) -> int:
-        """Where a recorded block is in the longer trace."""
-        return block + self._more if block > self._middle else block
+    def _places(self, block: int) -> range:
+        """Where a recorded block is in the longer trace, with its copies."""
+        begin = block + self._more * (block > self._middle)
+        return range(begin, begin + 1 + self._more * (block == self._middle))
 
     def _about(self, one: Any, block: int, to: int) -> Any:
         """What a step of `block` that has moved to `to` is about, if it was about `one`."""
@@ -389,7 +365,7 @@ class _Longer:
             return 0  # a communication from before the recording
         run, own, number = self._parts.names[one]
         if own is not None:
-            own = to + own - block if block >= 0 else self._place(own)
+            own = to + own - block if block >= 0 else self._places(own)[0]
         new = Held(one.category, own) if isinstance(one, Held) else len(self._made) + 1
         return self._made.setdefault((run, own, number), new)
 
@@ -397,6 +373,6 @@ class _Longer:
         if isinstance(step, Entered):
             return Entered(to)
         by = to - block if block >= 0 else 0
-        if block < 0 and self._parts.place(_fqn(step)) > self._middle:  # outside of blocks, but about one of the last
-            by = self._more
-        return self._parts.moved(step, by, self._about(_subject(step), block, to))
+        if block < 0 and block_of(step.fqn, self._parts.prefix) > self._middle:
+            by = self._more  # outside of blocks, but about one of the last
+        return self._parts.moved(step, by, self._about(_about(step), block, to))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,6 @@ class TrafficRow:
     inside: int
     between: int
     of_core: bool
-
-    def plus(self, other: TrafficRow | None) -> TrafficRow:
-        """This row, with what another one sends."""
-        if other is None:
-            return self
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("calls", "bytes", "inside", "between")}
-        return dataclasses.replace(self, **sums)
 
 
 @dataclass(frozen=True)
@@ -231,12 +225,15 @@ def assess(
 
 
 def _traffic(transfers: Iterable[Transfer]) -> tuple[TrafficRow, ...]:
-    rows: dict[tuple[str, str, str, bool], TrafficRow] = {}
+    sums: dict[tuple[str, str, str, bool], tuple[int, ...]] = {}
     for one in transfers:
         key = one.collective, one.fqn, one.phase, one.of_core
         sent = 1, one.bytes, one.inside, one.wire_bytes - one.inside
-        rows[key] = TrafficRow(*key[:3], *sent, one.of_core).plus(rows.get(key))
-    return tuple(rows.values())
+        sums[key] = tuple(map(operator.add, sums.get(key, (0, 0, 0, 0)), sent))
+    return tuple(
+        TrafficRow(collective, fqn, phase, calls, nbytes, inside, between, of_core)
+        for (collective, fqn, phase, of_core), (calls, nbytes, inside, between) in sums.items()
+    )
 
 
 def _notes(recording: Recording, policies: Policies, machine: Machine) -> Iterator[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -204,8 +203,7 @@ class SimulatedNetwork(SimulatedTransport, FlatTransport):
         return ()
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Of a model, or a part of it: elements of its parameters; bytes of weights and of the optimizer's state.
 
     Weights are parameters and buffers; `own` is this rank's part, `whole` that of all ranks.
@@ -219,8 +217,7 @@ class Sizes:
 
     def plus(self, other: Sizes, times: int) -> Sizes:
         """With `times` times as much as `other` has."""
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Sizes(*(own + times * one for own, one in zip(mine, theirs, strict=True)))
+        return Sizes(*(own + times * one for own, one in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)

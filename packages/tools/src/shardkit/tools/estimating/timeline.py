@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from shardkit.tools.estimating.trace import Awaited, Dispatched, Launched, Operator, Ran, Trace, Transfer
+from shardkit.tools.estimating.trace import Awaited, Dispatched, Operator, Ran, Trace, Transfer
 from shardkit.tools.machine import Machine
 
 
@@ -127,11 +127,11 @@ class _Lanes:
         self.communication = 0.0
         self.spans: list[Span] = []
 
-    def launch(self, number: int, transfer: Transfer, now: float) -> None:
+    def launch(self, transfer: Transfer, now: float) -> None:
         seconds = transfer_seconds(transfer, self._machine)
         self.communication += seconds
         if self._machine.transport == "shared" and transfer.of_core:
-            self._pending[number] = now, seconds, transfer.fqn
+            self._pending[transfer.about] = now, seconds, transfer.fqn
             return
         lane: Lane = "reduction"
         if transfer.collective == "all-gather" or transfer.collective == "all-reduce":
@@ -149,7 +149,7 @@ class _Lanes:
         if follows:
             self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs what it brings
         else:
-            self._pending[number] = end, 0.0, transfer.fqn
+            self._pending[transfer.about] = end, 0.0, transfer.fqn
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
         """When the communication's bytes are there, if one waits from `now` on, and whose they are."""
@@ -204,10 +204,10 @@ def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
             if not queued:
                 device += seconds
                 compute[step.fqn] += seconds
-        elif isinstance(step, Launched):
-            lanes.launch(step.number, step.transfer, device)
+        elif isinstance(step, Transfer):
+            lanes.launch(step, device)
         elif isinstance(step, Awaited):
-            wait(*lanes.wait(step.number, device), step.phase)
+            wait(*lanes.wait(step.about, device), step.phase)
         moments.append(device)
     wait(*lanes.settle(device), "backward")
     return Timeline(

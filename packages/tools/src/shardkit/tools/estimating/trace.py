@@ -33,43 +33,6 @@ Category: TypeAlias = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One communication of this rank.
-
-    Attributes:
-        collective: what kind it is.
-        fqn: the parameter group's label, or the module that ran for communication of the model's own.
-        phase: forward, backward, optimizer or between.
-        bytes: of the full tensors that are gathered or reduced.
-        wire_bytes: what this rank sends; `inside` of them to ranks of its own host, the others between hosts.
-        dtype: on the wire.
-        ranks: how many take part.
-        hosts: how many hosts they are on.
-        of_core: whether `fully_shard` made it.
-        compressed: whether a `CompressionPolicy` rounds what travels.
-        group: name of the process group; on a GPU its collectives run one after the other.
-    """
-
-    collective: Collective
-    fqn: str
-    phase: str
-    bytes: int
-    wire_bytes: int
-    inside: int
-    dtype: torch.dtype
-    ranks: int
-    hosts: int
-    of_core: bool
-    compressed: bool = False
-    group: str = ""
-
-    @property
-    def moved(self) -> int:
-        """`bytes` as they travel: fewer if they are rounded for the way."""
-        return self.wire_bytes * self.ranks // max(1, self.ranks - 1) if self.compressed else self.bytes
-
-
 class Neighbourhood(NamedTuple):
     """A process group as this rank sees it: its ranks and hosts, and which places are other ranks of this host."""
 
@@ -170,17 +133,45 @@ class Dispatched(msgspec.Struct, frozen=True, gc=False):
     phase: str
 
 
-class Launched(msgspec.Struct, frozen=True, gc=False):
-    """A communication began; `number` tells it from the others."""
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """A communication of this rank began, among so many ranks on so many hosts.
 
-    number: int
-    transfer: Transfer
+    Attributes:
+        fqn: the parameter group's label, or the module that ran for communication of the model's own.
+        phase: forward, backward, optimizer or between.
+        bytes: of the full tensors that are gathered or reduced.
+        wire_bytes: what this rank sends; `inside` of them to ranks of its own host, the others between hosts.
+        dtype: on the wire.
+        of_core: whether `fully_shard` made it.
+        compressed: whether a `CompressionPolicy` rounds what travels.
+        group: name of the process group; on a GPU its collectives run one after the other.
+        about: a number that tells it from the others.
+    """
+
+    collective: Collective
+    fqn: str
+    phase: str
+    bytes: int
+    wire_bytes: int
+    inside: int
+    dtype: torch.dtype
+    ranks: int
+    hosts: int
+    of_core: bool
+    compressed: bool = False
+    group: str = ""
+    about: int = 0
+
+    @property
+    def moved(self) -> int:
+        """`bytes` as they travel: fewer if they are rounded for the way."""
+        return self.wire_bytes * self.ranks // max(1, self.ranks - 1) if self.compressed else self.bytes
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):
-    """From here on the rank needs what a communication brings."""
+    """From here on the rank needs what the communication with a number brings."""
 
-    number: int
+    about: int
     fqn: str
     phase: str
 
@@ -201,7 +192,7 @@ class Held(msgspec.Struct, eq=False, gc=False):
 class Changed(msgspec.Struct, frozen=True, gc=False):
     """A storage has `nbytes` from here on: it was allocated, resized, or freed."""
 
-    held: Held
+    about: Held
     nbytes: int
     fqn: str
     phase: str
@@ -213,7 +204,13 @@ class Entered(msgspec.Struct, frozen=True, gc=False):
     block: int
 
 
-Step: TypeAlias = Ran | Dispatched | Launched | Awaited | Changed | Entered
+def block_of(fqn: str, prefix: str) -> int:
+    """The repeated block that a name is in, if names in blocks begin with `prefix` and a number; -1 for none."""
+    number = fqn[len(prefix) :].partition(".")[0] if fqn.startswith(prefix) else ""
+    return int(number) if number.isdigit() else -1
+
+
+Step: TypeAlias = Ran | Dispatched | Transfer | Awaited | Changed | Entered
 
 
 @dataclass
@@ -226,4 +223,4 @@ class Trace:
     @property
     def transfers(self) -> list[Transfer]:
         """Every communication, in order."""
-        return [step.transfer for step in self.steps if isinstance(step, Launched)]
+        return [step for step in self.steps if isinstance(step, Transfer)]

@@ -30,25 +30,15 @@ def run(options: SimpleNamespace) -> int:
     machine, job = machine_of(options), job_of(options)
     limit, margin = options.memory or machine.memory, options.margin / 100
     told: list[str] = []
+    named = {name: getattr(options, name) for name in ("micro_batch", "most_micro_batch", "count")}
     try:
         with (
             collecting_new_garbage(),
             costs_for(options.machine, machine) as costs,
             progress("estimating ways to shard") as done,
         ):
-            found = propose(
-                job,
-                int(options.mesh),
-                machine,
-                limit,
-                micro_batch=options.micro_batch,
-                most_micro_batch=options.most_micro_batch,
-                count=options.count,
-                margin=margin,
-                costs=costs,
-                tell=told.append,
-                progress=lambda number: done(number, None),
-            )
+            named |= {"margin": margin, "costs": costs, "tell": told.append, "progress": lambda one: done(one, None)}
+            found = propose(job, int(options.mesh), machine, limit, **named)
     except NothingFits as error:
         print_error(str(error))
         return 1
@@ -69,14 +59,12 @@ def run(options: SimpleNamespace) -> int:
 
 
 def _print(proposals: Sequence[Proposal], limit: str, console: Console) -> None:
-    table = grid(
-        "proposal", "memory", "step", "samples/s", "exposed", title=f"below {limit} a rank, fastest per sample first"
-    )
+    title = f"below {limit} a rank, fastest per sample first"
+    table = grid("proposal", "memory", "step", "samples/s", "exposed", title=title)
     for proposal in proposals:
-        line = proposal.estimate.timeline
-        memory, samples = show(proposal.estimate.reserved_bytes, "bytes"), f"{1 / proposal.sample_seconds:.4g}"
-        times = show(line.step, "seconds"), show(line.exposed, "seconds")
-        table.add_row(proposal.candidate.describe(), memory, times[0], samples, times[1])
+        line, samples = proposal.estimate.timeline, f"{1 / proposal.sample_seconds:.4g}"
+        memory, step = show(proposal.estimate.reserved_bytes, "bytes"), show(line.step, "seconds")
+        table.add_row(proposal.candidate.describe(), memory, step, samples, show(line.exposed, "seconds"))
     console.print(table)
     for reason in proposals[0].reasons:
         console.print(f"the first {reason}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import product
 from typing import Any, TypeAlias
@@ -79,13 +80,13 @@ class Candidate:
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:
     """Sharding over all ranks; and over a few hosts, or one, with replicas: each takes more memory than the last."""
-    found: list[Axes] = []
+    found: list[Axes] = [(("dp_shard", world_size),)]
     together = machine.ranks_per_host
     while together < world_size:
         if world_size % together == 0:
-            found.append((("dp_replicate", world_size // together), ("dp_shard", together)))
+            found.insert(1, (("dp_replicate", world_size // together), ("dp_shard", together)))
         together *= 4
-    return [(("dp_shard", world_size),), *reversed(found)]
+    return found
 
 
 def tensor_parallel_meshes(world_size: int, machine: Machine) -> list[Axes]:
@@ -99,10 +100,10 @@ def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str,
     blocks = [fqn for fqn, _ in blocks_of(model, wrap)]
     inside = {fqn for fqn, _ in model.named_modules() if any(f"{fqn}.".startswith(f"{block}.") for block in blocks)}
     total = sum(parameter.numel() for parameter in model.parameters())
-    owners: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = defaultdict(list)
     for fqn, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(fqn)
+            owners[id(parameter)].append(fqn)
     tied = {fqn for names in owners.values() if len(names) > 1 for fqn in names}
     outer = [
         fqn
@@ -138,31 +139,27 @@ class Proposal:
     tensor_parallel: TensorParallel | None = None
 
 
+@dataclass
 class _Search:
     """Estimates candidates, each once."""
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        machine: Machine,
-        limit: int,
-        costs: OperatorCosts | None,
-        tell: Callable[[str], None],
-        progress: Callable[[int], None],
-    ) -> None:
-        self.job, self.machine, self.limit, self.tell = job, machine, limit, tell
-        self.known: dict[Candidate, Estimate] = {}
-        self.problem = ""
-        self._costs, self._progress = costs, progress
+    job: TrainingJob
+    machine: Machine
+    limit: int
+    costs: OperatorCosts | None
+    tell: Callable[[str], None]
+    progress: Callable[[int], None]
+    known: dict[Candidate, Estimate] = field(default_factory=dict)
+    problem: str = ""
 
     def attempt(self, candidate: Candidate) -> None:
         """Estimates one, if that is possible; if not, that is told."""
         if candidate in self.known:
             return
-        self._progress(len(self.known))
+        self.progress(len(self.known))
         job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
         try:
-            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self._costs)
+            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
         except (EstimateError, MachineError) as error:
             self.problem = str(error)
             self.tell(f"gave up {candidate.describe()}: {error}")
@@ -261,13 +258,7 @@ def propose(
             grown = replace(grown, micro_batch=2 * grown.micro_batch)
     for candidate in search.ranked()[:_PREFETCHED]:
         _prefetch_more(search, candidate)
-    proposals = []
-    for candidate in search.ranked()[:count]:
-        blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
-        found, seconds, reasons = search.known[candidate], search.sample_seconds(candidate), _reasons(search, candidate)
-        named = candidate, found, blocks, _container(plain, blocks), seconds, tuple(reasons), job.tensor_parallel
-        proposals.append(Proposal(*named))
-    return proposals
+    return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
 
 
 def _build(job: TrainingJob, machine: Machine) -> nn.Module:
@@ -311,14 +302,24 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
         free //= 2
 
 
-def _container(model: nn.Module, blocks: tuple[str, ...]) -> str | None:
+def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Proposal:
+    blocks = tuple(fqn for fqn, _ in blocks_of(plain, candidate.policies.wrap))
     parents = {fqn.rpartition(".")[0] for fqn in blocks}
-    if len(parents) != 1:
-        return None
-    (parent,) = parents
-    module = model.get_submodule(parent)
-    inside = [f"{parent}.{name}" if parent else name for name, _ in module.named_children()]
-    return parent if isinstance(module, nn.ModuleList | nn.Sequential) and inside == list(blocks) else None
+    parent = parents.pop() if len(parents) == 1 else None
+    if parent is not None:
+        module, prefix = plain.get_submodule(parent), f"{parent}." if parent else ""
+        inside = [prefix + name for name, _ in module.named_children()]
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or inside != list(blocks):
+            parent = None
+    return Proposal(
+        candidate,
+        search.known[candidate],
+        blocks,
+        parent,
+        search.sample_seconds(candidate),
+        tuple(_reasons(search, candidate)),
+        search.job.tensor_parallel,
+    )
 
 
 def _reasons(search: _Search, candidate: Candidate) -> Iterator[str]:
