@@ -1,5 +1,6 @@
 """The `shardkit` command: one tree, what it prints, and its exit status for input that is good and bad."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.command import main, tree
+from shardkit.tools.machine import Machine
 
 JOB = "tests.tools.test_planning:JOB"
 GPT = ["estimate", "tests.tools.jobs:GPT"]
@@ -141,6 +143,7 @@ def test_a_machine_is_shown_as_it_is_read(tmp_path: Path, capsys: pytest.Capture
     assert main(["estimate", "--show-machine", "a100"]) == 0
     path = tmp_path / "mine.json"
     path.write_text(capsys.readouterr().out)
+    assert json.loads(path.read_text()).keys() == {field.name for field in dataclasses.fields(Machine)}
     assert main(["estimate", "--show-machine", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 

@@ -61,7 +61,7 @@ _SETTINGS = {
 def run(options: SimpleNamespace) -> int:
     """Runs `shardkit estimate`; the exit status is 1 if no point of a sweep can be estimated."""
     if options.show_machine:
-        sys.stdout.write(json_text(machine_named(options.show_machine), indent=2))
+        sys.stdout.write(json_text(machine_named(options.show_machine).to_json(), indent=2))
         return 0
     check_targets(options.json, options.plot)
     values = _settings_of(options.sweep)
