@@ -281,6 +281,7 @@ def divisors(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None
             model = _model(shardkit, mesh=mesh, mp_policy=shardkit.MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
+@pytest.mark.daily(world_size=[3, 4])
 @pytest.mark.parametrize(("world_size", "hsdp"), [(1, False), (2, False), (3, False), (4, True)])
 @pytest.mark.parametrize("dtype", _TOLERANCE)
 def test_gradient_divide_factor(dtype: torch.dtype, world_size: int, hsdp: bool) -> None:

@@ -327,6 +327,7 @@ HELPER_CASES = [
 ]
 
 
+@pytest.mark.daily(world_size=[2, 4])
 @pytest.mark.parametrize(("world_size", "kind", "model", "options"), HELPER_CASES)
 def test_helpers_with_options(world_size: int, kind: str, model: str, options: str) -> None:
     run_ranks(world_size, helpers, kind, model, OPTIONS[options], timeout=120.0)

@@ -59,6 +59,9 @@ def measure_anew(name: str, engine: str) -> Measured:
     return measured.__wrapped__(name, engine)
 
 
+NAMES = [one.name for one in COMPARISONS]
+
+
 def _goals() -> list[Any]:
     lost = {key: pytest.mark.xfail(strict=True, reason=why) for key, why in LOST.items()}
     return [
@@ -75,6 +78,7 @@ def _small_bytes(name: str) -> int:
     return max(sum(size for size in group if size < SMALL_BYTES) for group in sizes)
 
 
+@pytest.mark.daily(name=[name for name in NAMES if f"{name}, copies" not in NAMES])
 @pytest.mark.parametrize(("goal", "name"), _goals())
 def test_ours_takes_no_more_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
     """Every step, the first too; strictly less time where copies cost theirs."""

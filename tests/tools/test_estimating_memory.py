@@ -19,7 +19,13 @@ def cpu(transport: str):
 CASES = [(name, (2, 4, 3, 2)[i % 4]) for i, name in enumerate(JOBS)]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*CASES, ("gpt", 1), ("gpt", 4), ("gpt", 3), ("replicas", 4)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *CASES,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("gpt", 1), ("gpt", 4), ("gpt", 3), ("replicas", 4))),
+    ],
+)
 def test_peak_of_tensor_bytes_and_communication(name: str, world_size: int):
     shared = world_size != 3 and name != "compressed"  # shared memory leaves nothing to compress
     measured = run_ranks(world_size, run_job, name, shared)
