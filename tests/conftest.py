@@ -1,6 +1,7 @@
 """Starts the server that rank processes are forked from, and leaves no process behind. Marks cases for the night."""
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from tests.support.pool import close_pools, start_server
 
@@ -16,8 +17,26 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow what `daily` leaves to the night, before pytest reads `-m`."""
+    """Mark slow what `daily` leaves to the night, before pytest reads `-m`.
+
+    Raises:
+        UsageError: for values that no case has, so that no case would run by day.
+    """
     for item in items:
         for mark in item.iter_markers("daily"):
-            if any(item.callspec.params[name] not in values for name, values in mark.kwargs.items()):
-                item.add_marker("slow")
+            for name, values in mark.kwargs.items():
+                if not any(value in values for value in _cases(item, name)):
+                    raise pytest.UsageError(f"{item.nodeid}: daily({name}={values}), and no case has such a value")
+                if item.callspec.params[name] not in values:
+                    item.add_marker("slow")
+
+
+def _cases(item: pytest.Item, name: str) -> list[object]:
+    """The values of one parameter of a test over all of its cases."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        names = [one.strip() for one in names]
+        if name in names:
+            cases = [ParameterSet.extract_from(case, force_tuple=len(names) == 1) for case in mark.args[1]]
+            return [case.values[names.index(name)] for case in cases]
+    return [item.callspec.params[name]]
