@@ -315,3 +315,20 @@ def test_without_a_process_group(tmp_path: Path):
     assert CheckpointManager(tmp_path).restore(TrainingState(model)).step == 7
     assert torch.equal(model.weight, expected)
     assert json.loads((tmp_path / "step-000007" / "manifest.json").read_text())["world_size"] == 1
+
+
+def _restore_from_here(rank: int, world_size: int, directory: Path) -> int:
+    model = torch.nn.Linear(2, 2)
+    manager = CheckpointManager(directory / "run")
+    manager.save(3, TrainingState(model), blocking=True)
+    os.chdir(directory)
+    if rank:
+        gone = directory / "gone"
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+    return manager.restore(TrainingState(model), source="run/step-000003").step
+
+
+def test_rank_0_finds_a_relative_source(tmp_path: Path):
+    assert run_ranks(2, _restore_from_here, tmp_path, isolated=True) == [3, 3]

@@ -1,8 +1,11 @@
 """Full state dicts into and out of sharded modules, bit by bit, and how many bytes that takes."""
 
+import contextlib
+import gc
 import os
 import re
 import tempfile
+import weakref
 from pathlib import Path
 
 import psutil
@@ -552,5 +555,27 @@ def test_safetensors_pieces(directory):
     }
     for name, tensor in tensors.items():
         assert torch.equal(source.tensors[name], tensor)
-    for piece in (Region((((0, 2), (4, 6)), ((1, 3),))), Region((((3, 4),), ((0, 6),))), Region(((), ((0, 6),)))):
-        assert torch.equal(piece.take(source.tensors["matrix"]), piece.take(tensors["matrix"]))
+    matrix = tensors["matrix"]
+    for piece, expected in (
+        (Region((((0, 2), (4, 6)), ((1, 3),))), matrix[[0, 1, 4, 5], 1:3]),
+        (Region((((3, 4),), ((0, 6),))), matrix[3:4]),
+        (Region(((), ((0, 6),))), matrix[:0]),
+    ):
+        assert torch.equal(piece.take(source.tensors["matrix"]), expected)
+
+
+def _refused_source(rank: int, world_size: int) -> bool:
+    layer = fully_shard(nn.Linear(4, 4))
+    gc.collect()
+    gc.disable()
+    source = {"weight": torch.zeros(9, 9), "bias": torch.zeros(4)}
+    weight = weakref.ref(source["weight"])
+    with contextlib.suppress(RuntimeError):
+        load_full_state_dict(layer, source)
+    del source
+    gc.enable()
+    return weight() is None
+
+
+def test_a_source_that_is_refused_is_let_go_at_once():
+    assert run_ranks(2, _refused_source) == [True, True]

@@ -183,3 +183,23 @@ def _gradients(rank: int, world_size: int) -> None:
 
 def test_data_of_gradients() -> None:
     run_ranks(2, _gradients)
+
+
+@torch.no_grad()
+def _rolled_back(rank: int, world_size: int) -> None:
+    layer = fully_shard(nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    expected = [layer(x) for _ in range(2)]
+    weight, bias = layer.weight, layer.bias
+    layer.weight = nn.Parameter(weight * 0)
+    layer.bias = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"'bias' was replaced by a plain tensor"):
+        layer(x)
+    layer.weight, layer.bias = weight, bias
+    assert torch.equal(layer(x), expected[0])
+    assert layer.weight is weight and layer.bias is bias
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_replacement_that_is_refused_and_taken_back(world_size: int) -> None:
+    run_ranks(world_size, _rolled_back)

@@ -101,6 +101,7 @@ class GroupGather:
 
     def _forget_plans(self) -> None:
         self._plan = None
+        self._items = []
         self._kept_plan = None
         self._buffer_bytes = None
         self._parameter_bytes = None
@@ -146,11 +147,15 @@ class GroupGather:
     def _refresh(self) -> bool:
         if self._columns is not None and self._columns.hold:
             return False
-        changed = [param for param in self.params if param.refresh()]
-        self._columns = _Columns(self.params)
+        self._columns = None
+        try:
+            changed = [param for param in self.params if param.refresh()]
+        except BaseException:  # what came before it was taken over
+            self._forget_plans()
+            raise
         if changed:
             self._forget_plans()
-            self._items = []
+        self._columns = _Columns(self.params)
         return bool(changed)
 
     def _gather_sharded(self) -> Ticket | None:
@@ -317,7 +322,8 @@ def register_unsharded(params: Iterable[FSDPParam]) -> bool:
     for param in params:
         unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
         if unsharded is None or param.subclass is not None:
-            unsharded, made = param.make_unsharded(requires_grad), True
+            before, unsharded = unsharded, param.make_unsharded(requires_grad)
+            made = made or unsharded is not before
         if unsharded.requires_grad != requires_grad:
             unsharded.requires_grad_(requires_grad)
         param.gathered_requires_grad = requires_grad

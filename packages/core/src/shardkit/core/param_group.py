@@ -131,7 +131,6 @@ class FSDPParamGroup(GroupGather):
         assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
         self._forget_plans()
-        self._items = []
         group = FSDPParamGroup(
             [param],
             self.mesh,
@@ -158,7 +157,6 @@ class FSDPParamGroup(GroupGather):
         for param in self.params:
             param.set_mixed_precision(policy)
         self._forget_plans()
-        self._items = []
 
     def _move_to(self, residence: Residence) -> None:
         """Notes where the parameters are now; a prefetch budget hears of it."""

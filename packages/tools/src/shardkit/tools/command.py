@@ -16,9 +16,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +77,7 @@ class _Tree(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         foreign = entry_points(group=_GROUP, name=cmd_name) if own is None else ()
-        return _command_of(*foreign) if len(foreign) == 1 else own
+        return _command_of(tuple(foreign)[-1]) if foreign else own
 
 
 def _command_of(entry: EntryPoint) -> click.Command:
@@ -95,11 +95,11 @@ def _command_of(entry: EntryPoint) -> click.Command:
 
 
 def _run_foreign(entry: EntryPoint, arguments: list[str]) -> int:
-    parser = None
-    with suppress(ModuleNotFoundError):
-        parser = import_module(f"{_GROUP}.{entry.name}")
-    if parser is not None:
-        parser.parse(arguments)
+    parser = f"{_GROUP}.{entry.name}"
+    if find_spec(_GROUP) is not None and find_spec(parser) is not None:
+        parse = getattr(import_module(parser), "parse", None)
+        if parse is not None:
+            parse(arguments)
     status: int = entry.load()(arguments)
     return status
 

@@ -187,11 +187,14 @@ def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[R
         try:
             answer = decide(reports)
         except Exception as error:  # noqa: BLE001 (raised by all ranks together)
-            answer = error
+            answer = error.with_traceback(None)
     agreed = cast("T | Exception", peers.from_rank0(answer))
-    if isinstance(agreed, Exception):
+    if not isinstance(agreed, Exception):
+        return agreed
+    try:
         raise agreed
-    return agreed
+    finally:
+        del agreed, answer  # which hold the traceback, and so all that the callers have, until a garbage collection
 
 
 def _owners(reports: list[Report]) -> dict[str, tuple[int, ...]]:

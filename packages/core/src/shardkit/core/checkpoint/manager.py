@@ -280,9 +280,11 @@ class CheckpointManager:
 
     def _candidates(self, step: int | None, source: str | Path | None) -> Sequence[Path]:
         """What to try, newest first, as rank 0 sees it."""
-        found = None if source is None else [Path(source).absolute()]
+        found: list[Path] | None = None
         with self._together("looking for checkpoints"):
-            if self._peers.rank == 0 and found is None:
+            if self._peers.rank == 0 and source is not None:
+                found = [Path(source).absolute()]
+            elif self._peers.rank == 0:
                 there = self.checkpoints()
                 found = [one.path for one in reversed(there) if step is None or one.step <= step]
                 if step is not None and (not found or found[0] != self._directory.final(step)):

@@ -5,7 +5,7 @@ Stock collects every rank's plan on one rank, removes duplicates there, and send
 that holds a DTensor knows from mesh, placements and shape what all ranks of the mesh hold, and which of several
 replicas writes: number `n` of the state is written by replica `n % replicas`. So it writes its own boxes at once, and
 whoever writes the index computes everybody's. What cannot be known that way is told in the note that each rank leaves
-for the one that commits (`commit.py`): plain tensors, objects, and DTensors whose local tensor has boxes of its own.
+for the one that commits (`saving.py`): plain tensors, objects, and DTensors whose local tensor has boxes of its own.
 
 Ranks need not hold the same modules, as with pipeline parallelism. A plain value is then written by the first rank that
 has it. The parameter groups of an optimizer name the parameters of one rank; a checkpoint's name those of all.

@@ -30,7 +30,7 @@ _KNOWN = [name for name in inspect.signature(FullyShardedDataParallel).parameter
 _OF_ALL = ("auto_wrap_policy", "ignored_modules", "ignored_states", "use_orig_params")
 
 
-def shapes_of_model(model: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
+def shapes_of_model(factory: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
     """Shapes of the parameters and buffers of a model, or of what `model_of` builds, in order; of a tied one its first
     name.
 
@@ -38,8 +38,7 @@ def shapes_of_model(model: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
         CheckpointError: for a model that is wrapped already, parameters that have no shape yet, and a state_dict that
             raises.
     """
-    if isinstance(model, str):
-        model, _ = model_of(model)
+    model = model_of(factory)[0] if isinstance(factory, str) else factory
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     _check_built(model, named)
     clean = {clean_name(name): tensor for name, tensor in named.items()}

@@ -410,7 +410,9 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
         group = frozenset(rank for _, _, rank in value.boxes)
         for offsets, tensor, _ in value.parts:
             dtype = tensor.dtype
-            box = Box(offsets, tuple(tensor.shape), mapped_reader(name, tensor, 0, str(file.path)), str(file.path))
+            # Nobody reads a box without elements, which may be of any kind.
+            read = mapped_reader(name, tensor if tensor.numel() else torch.empty(0), 0, str(file.path))
+            box = Box(offsets, tuple(tensor.shape), read, str(file.path))
             known, other = holders.setdefault((offsets, tensor.shape), (group, box))
             if other is box or known & group:
                 boxes.append(box)

@@ -271,7 +271,9 @@ def json_of(path: Path) -> Any:
     """What a file of JSON holds. Raises CheckpointError for anything else."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
 
 
