@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_commands_are_listed_without_importing_torch():
     for words in ("estimate", "migrate", "checkpoint", "shardkit-tools 0.", "--world-size", "--fail-on", "Exit status"):
         assert words in shown
     for usage in ("checkpoint reshard [-h]", "migrate [-h]", "migrate script [-h]"):
-        assert f"usage: {usage}" in shown
+        assert f"usage: shardkit {usage}" in shown
 
 
 def test_a_hugging_face_config_on_64_ranks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -184,3 +185,11 @@ def test_a_sweep_goes_on_where_the_machine_has_holes(tmp_path: Path, capsys: pyt
     assert main(["estimate", JOB, "--machine", "v100", "--sweep", "dtype", "--json", str(out)]) == 0
     assert "nothing of FLOP/s in bfloat16" in " ".join(capsys.readouterr().out.split())
     assert [one["estimate"] is None for one in json.loads(out.read_text())] == [False, True]
+
+
+def test_a_command_of_a_package_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("shardkit.tools.command.entry_points", lambda **_: EntryPoints())
+    assert main(["migrate", "a", "b"]) == 2
+    assert "migrate' is a command of the package shardkit-legacy-fsdp-compat, which is not" in capsys.readouterr().err

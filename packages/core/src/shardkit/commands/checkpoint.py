@@ -14,15 +14,15 @@ __all__ = ["add_conversion_options", "parse"]
 _DESCRIPTION = """\
 Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
 CheckpointManager or torch.distributed.checkpoint has written; of a directory of several, the newest is meant. Sources
-are only read, and verified where they have checksums; a target appears when it is complete. What an interrupted
-conversion has written is gone on with when it is started again.
+are only read, and verified where they have checksums; a target appears when it is complete. Start an interrupted
+conversion again, and it continues where it stopped.
 """
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; `command` is the subcommand. Takes `sys.argv` for None. Prints help or an error, and exits then."""
     parser = argparse.ArgumentParser(
-        "checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "shardkit checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -188,8 +188,8 @@ def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
     entry = next((entry for entry in entry_points(group=_GROUP) if entry.name == "fsdp1"), None)
     if entry is None:
         raise RuntimeError(
-            "install(fsdp1=True) needs shardkit-legacy-fsdp-compat, which has the FSDP1 API: pip install "
-            "shardkit-legacy-fsdp-compat"
+            "install(fsdp1=True) needs the package shardkit-legacy-fsdp-compat, which has the FSDP1 API; run: pip "
+            "install ./packages/legacy_fsdp_compat in a clone of shardkit"
         )
     # It knows FSDP1 by its class, and ours answers it as a model that is not FSDP1's; so it has to keep torch's class.
     importlib.import_module("torch.distributed.checkpoint.state_dict")

@@ -17,8 +17,8 @@ TARGETS = ("dcp", "safetensors", "full", "sharded", "local")
 _DESCRIPTION = """\
 Converts FSDP1 checkpoints on one machine, without a process group: FULL (one file), SHARDED (a directory of
 torch.distributed.checkpoint, or a file for each rank) and LOCAL (a file for each rank), weights and optimizer state.
-The source is only read. The target appears when it is complete and was read back. An interrupted conversion goes on
-where it stopped when it is started again. `migrate script FILE` rewrites a training script instead.
+The source is only read. The target appears when it is complete and was read back. Start an interrupted conversion
+again, and it continues where it stopped. `migrate script FILE` rewrites a training script instead.
 """
 
 
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if arguments[:1] == ["script"]:
         return _script_parser().parse_args(arguments[1:])
     parser = argparse.ArgumentParser(
-        "migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "shardkit migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", nargs="+", type=Path, help="a file, a directory, or the files of all ranks")
     parser.add_argument("target", type=Path, help="the directory to make")
@@ -46,28 +46,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="with --to sharded and local: for how many. With 'sharded' says --model or --config, else the "
-        "optimizer, what is a parameter, and so is cut. With 'local' say --config, --like or --model how the model is "
-        "wrapped",
+        help="how many files to write, with --to sharded and --to local. For sharded, --model or --config tells which "
+        "values are parameters; without them the optimizer's names do. For local, give --config, --like or --model, "
+        "which tells how the model is wrapped",
     )
     parser.add_argument(
         "--like",
         type=Path,
-        help="with --to local: a directory of LOCAL files, for any number of ranks, of a model wrapped as it shall be",
+        help="a directory of LOCAL files of a model that is wrapped as the new files shall be, for any number of ranks",
     )
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument(
-        "--shapes", type=Path, help="a full checkpoint of the model, or JSON: name -> shape. LOCAL needs it"
+        "--shapes",
+        type=Path,
+        help="shapes of the parameters: a full checkpoint of the model, or JSON: name -> shape. A LOCAL source needs "
+        "this, --model or --config",
     )
     shapes.add_argument(
         "--model",
-        help="instead: MODULE:FUNCTION that builds the model (on the meta device), or returns it and FSDP's arguments. "
-        "This imports MODULE, also from the current directory, and runs its code: name only code that you trust",
+        help="shapes and wrapping: MODULE:FUNCTION that builds the model (on the meta device), or returns it and "
+        "FSDP's arguments. This imports MODULE, also from the current directory, and runs its code: name only code "
+        "that you trust",
     )
     shapes.add_argument(
         "--config",
         type=Path,
-        help="instead: JSON with shapes and wrapping, or the migration.json that a conversion from LOCAL leaves",
+        help="shapes and wrapping: a file of JSON, such as the migration.json that a conversion from LOCAL leaves",
     )
     add_conversion_options(parser)
     return parser.parse_args(arguments)
@@ -75,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _script_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "migrate script",
+        "shardkit migrate script",
         description="Rewrites the imports and calls of an FSDP1 script that map one to one onto this package. Prints a "
         "diff to stdout, and to stderr what a person must decide.",
     )

@@ -32,6 +32,10 @@ _KNOWN = {
     "checkpoint": "inspects, verifies, compares, exports, imports and reshards checkpoints",
     "migrate": "converts checkpoints of FSDP1",
 }
+_OF_PACKAGES = {
+    "checkpoint": ("shardkit-core", "core"),
+    "migrate": ("shardkit-legacy-fsdp-compat", "legacy_fsdp_compat"),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -77,6 +81,12 @@ class _Tree(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         foreign = entry_points(group=_GROUP, name=cmd_name) if own is None else ()
+        if own is None and not foreign and cmd_name in _OF_PACKAGES:
+            name, folder = _OF_PACKAGES[cmd_name]
+            raise click.UsageError(
+                f"'{cmd_name}' is a command of the package {name}, which is not installed; run: pip install "
+                f"./packages/{folder} in a clone of shardkit"
+            )
         return _command_of(tuple(foreign)[-1]) if foreign else own
 
 
@@ -112,7 +122,12 @@ def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> 
 
 @click.command(cls=_Tree, epilog="Exit status: 0 fine, 1 a check failed, 2 bad input, 3 a fault of shardkit.")
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions, help="and torch's"
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Show the versions of shardkit and torch.",
 )
 def tree() -> None:
     """Tools for training with shardkit: before a run, during it and after it."""

@@ -50,9 +50,7 @@ def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, s
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError(
-            f"reading {path} needs the package safetensors; run: pip install 'shardkit-core[safetensors]'"
-        ) from error
+        raise ImportError(f"reading {path} needs the package safetensors; run: pip install safetensors") from error
     try:
         # Any: the package is not annotated.
         opened: Any = safe_open(str(path), framework="pt")

@@ -343,6 +343,12 @@ def main(options: argparse.Namespace) -> int:
     sys.stdout.writelines(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
     for finding in result.findings:
         sys.stderr.write(f"{name}:{finding.line}: {finding.text}\n")
-    if options.write and result.source != source:
+    changed = result.source != source
+    if options.write and changed:
         options.file.write_text(result.source)
+    does = ("changed" if options.write else "would change (--write does)") if changed else "has nothing to change"
+    left = (
+        f"{len(result.findings)} places are left for you to decide" if result.findings else "nothing is left to decide"
+    )
+    sys.stderr.write(f"{name}: {does}; {left}\n")
     return 0

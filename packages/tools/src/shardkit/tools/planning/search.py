@@ -196,9 +196,17 @@ class _Search:
         return self.known[candidate].timeline.step / samples
 
     def ranked(self) -> list[Candidate]:
-        """Those that fit, fastest first. Of prefetch budgets that come to the same, the smallest."""
+        """Those that fit, fastest first, of equal times (to four digits) the one that reserves least memory.
+
+        Of prefetch budgets that come to the same, the smallest.
+        """
         distinct: dict[Any, Candidate] = {}
-        for one in sorted(self.known, key=lambda one: (self.sample_seconds(one), one.policies.prefetch_budget or 0)):
+
+        def rank(one: Candidate) -> tuple[float, int, int]:
+            seconds = float(f"{self.sample_seconds(one):.4g}")
+            return seconds, self.known[one].reserved_bytes, one.policies.prefetch_budget or 0
+
+        for one in sorted(self.known, key=rank):
             found, budget = self.known[one], one.policies.prefetch_budget
             outcome = None if budget is None else (found.timeline.step, found.peak.bytes, found.reserved_bytes)
             if found.reserved_bytes <= self.limit:

@@ -155,7 +155,7 @@ MEASURES: tuple[Measure, ...] = (
         "communication that nothing hid, a step, most of any rank",
         lambda report: max(exposed_by_rank(report).values()),
     ),
-    Measure("exposed_share", "share", "the same as a share of the step", _most(_exposed_share)),
+    Measure("exposed_share", "share", "the same as a share of that rank's mean step", _most(_exposed_share)),
     Measure(
         "skew",
         "seconds",
