@@ -137,9 +137,10 @@ def test_optimizers_that_join_parameters_are_refused_and_others_are_right() -> N
 @pytest.mark.slow
 def test_every_optimizer_of_pytorch_optimizer_is_right_or_refused() -> None:
     found = run_ranks(2, _of_pytorch_optimizer, None, timeout=400)[0]
-    assert {name for name, one in found.items() if one == "refused"} == set(REFUSED), found
+    refused = {*REFUSED, "sara"}  # which changes the rank of one parameter, drawn from all that it holds
+    assert {name for name, one in found.items() if one == "refused"} == refused, found
     assert {name for name, one in found.items() if one == "random"} <= set(RANDOM), found
-    others = [one for name, one in found.items() if name not in REFUSED + RANDOM and not one.startswith("fails")]
+    others = [one for name, one in found.items() if name not in {*refused, *RANDOM} and not one.startswith("fails")]
     assert set(others) == {"same"}, found
     assert len(others) > 80
 
