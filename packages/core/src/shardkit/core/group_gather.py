@@ -98,8 +98,10 @@ class GroupGather:
         shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
+            self._columns = None  # it would keep the memory that the shard lay in
 
     def _forget_plans(self) -> None:
+        self._columns = None
         self._plan = None
         self._items = []
         self._kept_plan = None
@@ -147,7 +149,6 @@ class GroupGather:
     def _refresh(self) -> bool:
         if self._columns is not None and self._columns.hold:
             return False
-        self._columns = None
         try:
             changed = [param for param in self.params if param.refresh()]
         except BaseException:  # what came before it was taken over
@@ -280,7 +281,7 @@ class GroupGather:
 class _Columns:
     """What `FSDPParam.refresh` compares for each parameter, in columns, which loops of C compare for a whole group.
 
-    What a column expects may be out of date: then something differs, and `refresh` looks at each parameter.
+    They are made anew whenever a parameter is another one, or may be. Where something differs `refresh` looks at each.
     """
 
     def __init__(self, params: list[FSDPParam]) -> None:

@@ -58,8 +58,7 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         if (group := reference()) is not None:
             group.check_reduced()
             for param in group.params:
-                if (gradient := param.sharded_param.grad) is not None:
-                    check_gradient(param.fqn, gradient)
+                check_gradient(param.fqn, param.sharded_param.grad)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

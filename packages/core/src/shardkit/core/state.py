@@ -252,6 +252,8 @@ class FSDPState:
         an input that forward returns is no result of it.
         """
         given, self._given = self._given, []
+        if not given:
+            return output
         for original, watched in given:
             move_hooks(watched, original)
         originals = {id(watched): original for original, watched in given}

@@ -75,7 +75,6 @@ __all__ = [
     "like_dtensor",
     "local_of",
     "made_since",
-    "mesh_of",
     "move_hooks",
     "move_post_accumulate_grad_hooks",
     "mark_managed",
@@ -178,9 +177,6 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """`DTensor.to_local()` without the autograd function that it goes through."""
-
-mesh_of: Callable[[torch.Tensor], DeviceMesh] = operator.attrgetter("_spec.mesh")
-"""`DTensor.device_mesh`, for loops over many."""
 
 
 def new_dtensor(

@@ -42,7 +42,6 @@ from shardkit.core.torch_compat import (
     is_within_step,
     lies_like,
     local_of,
-    mesh_of,
     no_dynamo,
 )
 
@@ -104,10 +103,7 @@ def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[Plac
 
 def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
     """Its parameters on `Owned` or `Blocks`."""
-    held = [one for group in optimizer.param_groups for one in group["params"]]
-    if not any(issubclass(kind, PlacedTensor) for kind in set(map(type, held))):
-        return []
-    return [one for one in held if isinstance(one, PlacedTensor)]
+    return [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, PlacedTensor)]
 
 
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
@@ -134,9 +130,7 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _meshes(params: Sequence[torch.Tensor]) -> set[int | None]:
     """The meshes of parameters, by identity, None for plain tensors: these operators take one of them at a time."""
-    if all(issubclass(kind, DTensor) for kind in set(map(type, params))):
-        return set(map(id, map(mesh_of, params)))
-    return {id(mesh_of(one)) if isinstance(one, DTensor) else None for one in params}
+    return {id(one.device_mesh) if isinstance(one, DTensor) else None for one in params}
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
