@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,10 @@ def test_a_missing_command(arguments: tuple[str, ...], tmp_path: Path):
     done = core_run(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert "a command is missing" in done.stderr
+
+
+def test_fsdp1_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("shardkit.autoinstall.run.entry_points", lambda **_: EntryPoints())
+    assert run(["false"], fsdp1=True) == 2  # and not the status of the command, which was not started
+    captured = capsys.readouterr().err
+    assert "--fsdp1 needs the package shardkit-legacy-fsdp-compat" in captured and captured.count("\n") == 1

@@ -192,4 +192,4 @@ def test_a_command_of_a_package_that_is_not_installed(
 ):
     monkeypatch.setattr("shardkit.tools.command.entry_points", lambda **_: EntryPoints())
     assert main(["migrate", "a", "b"]) == 2
-    assert "migrate' is a command of the package shardkit-legacy-fsdp-compat, which is not" in capsys.readouterr().err
+    assert "'migrate' needs the package shardkit-legacy-fsdp-compat, which is not installed" in capsys.readouterr().err

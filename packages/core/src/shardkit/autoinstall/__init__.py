@@ -24,11 +24,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FSDP1", "FSDP2", "VARIABLE", "arm", "wanted"]
+__all__ = ["FSDP1", "FSDP2", "NAMES_GROUP", "NEEDS_FSDP1", "VARIABLE", "arm", "wanted"]
 
 VARIABLE = "SHARDKIT_INSTALL"
 FSDP2 = "1"
 FSDP1 = "fsdp1"
+NAMES_GROUP = "shardkit.stock_names"
+"""Entry points of packages that have names of torch's FSDP to put in place."""
+NEEDS_FSDP1 = (
+    "needs the package shardkit-legacy-fsdp-compat, which is not installed; run: pip install "
+    "./packages/legacy_fsdp_compat in a clone of shardkit"
+)
 _RECORDS = "SHARDKIT_RUN_RECORDS"
 _FSDP = "torch.distributed.fsdp"
 _CORE = "shardkit.core"

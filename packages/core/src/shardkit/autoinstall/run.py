@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
-from shardkit.autoinstall import _RECORDS, FSDP1, FSDP2, VARIABLE
+from shardkit.autoinstall import _RECORDS, FSDP1, FSDP2, NAMES_GROUP, NEEDS_FSDP1, VARIABLE
 
 __all__ = ["environment", "main", "run", "run_command"]
 
@@ -39,8 +40,12 @@ def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
     """Runs the command, and warns if no process of this host has run a sharded model.
 
     Returns:
-        The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started.
+        The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started; 2 with `fsdp1`
+        where the package that has FSDP1's names is not installed.
     """
+    if fsdp1 and not entry_points(group=NAMES_GROUP, name="fsdp1"):
+        sys.stderr.write(f"shardkit run: --fsdp1 {NEEDS_FSDP1}\n")
+        return 2
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as records:
         try:
             status = run_command(_with_interpreter(command), environment(os.environ, records, fsdp1=fsdp1))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardkit.autoinstall import NAMES_GROUP, NEEDS_FSDP1
 from shardkit.core.first_step import announce_first_step
 from shardkit.core.fully_shard import fully_shard
 from shardkit.core.module import register_fsdp_forward_method, share_comm_ctx
@@ -37,7 +38,6 @@ _REQUIRED = ("fully_shard", "register_fsdp_forward_method")
 _PACKAGE = "torch.distributed.fsdp"
 # Where torch defines and re-exports its functions. A torch that lacks one of these modules has it somewhere else.
 _HOMES = (_PACKAGE, f"{_PACKAGE}._fully_shard", f"{_PACKAGE}._fully_shard._fully_shard")
-_GROUP = "shardkit.stock_names"
 
 
 @dataclass
@@ -185,12 +185,9 @@ def _installed_function(name: str) -> Any:
 
 
 def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
-    entry = next((entry for entry in entry_points(group=_GROUP) if entry.name == "fsdp1"), None)
+    entry = next((entry for entry in entry_points(group=NAMES_GROUP) if entry.name == "fsdp1"), None)
     if entry is None:
-        raise RuntimeError(
-            "install(fsdp1=True) needs the package shardkit-legacy-fsdp-compat, which has the FSDP1 API; run: pip "
-            "install ./packages/legacy_fsdp_compat in a clone of shardkit"
-        )
+        raise RuntimeError(f"install(fsdp1=True) {NEEDS_FSDP1}")
     # It knows FSDP1 by its class, and ours answers it as a model that is not FSDP1's; so it has to keep torch's class.
     importlib.import_module("torch.distributed.checkpoint.state_dict")
     names: Mapping[str, Mapping[str, Any]] = entry.load()()

@@ -25,16 +25,14 @@ from typing import Any
 
 import click
 
+from shardkit.autoinstall import NEEDS_FSDP1
+
 __all__ = ["main"]
 
 _GROUP = "shardkit.commands"
 _KNOWN = {
     "checkpoint": "inspects, verifies, compares, exports, imports and reshards checkpoints",
     "migrate": "converts checkpoints of FSDP1",
-}
-_OF_PACKAGES = {
-    "checkpoint": ("shardkit-core", "core"),
-    "migrate": ("shardkit-legacy-fsdp-compat", "legacy_fsdp_compat"),
 }
 DTYPES = ("float32", "bfloat16", "float16")
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -81,12 +79,8 @@ class _Tree(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         foreign = entry_points(group=_GROUP, name=cmd_name) if own is None else ()
-        if own is None and not foreign and cmd_name in _OF_PACKAGES:
-            name, folder = _OF_PACKAGES[cmd_name]
-            raise click.UsageError(
-                f"'{cmd_name}' is a command of the package {name}, which is not installed; run: pip install "
-                f"./packages/{folder} in a clone of shardkit"
-            )
+        if cmd_name == "migrate" and not foreign:
+            raise click.UsageError(f"'migrate' {NEEDS_FSDP1}")
         return _command_of(tuple(foreign)[-1]) if foreign else own
 
 

@@ -347,8 +347,5 @@ def main(options: argparse.Namespace) -> int:
     if options.write and changed:
         options.file.write_text(result.source)
     does = ("changed" if options.write else "would change (--write does)") if changed else "has nothing to change"
-    left = (
-        f"{len(result.findings)} places are left for you to decide" if result.findings else "nothing is left to decide"
-    )
-    sys.stderr.write(f"{name}: {does}; {left}\n")
+    sys.stderr.write(f"{name}: {does}; left for you to decide: {len(result.findings) or 'nothing'}\n")
     return 0

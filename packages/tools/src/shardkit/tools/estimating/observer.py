@@ -37,6 +37,7 @@ from shardkit.tools.estimating.trace import (
     block_of,
     neighbourhood,
 )
+from shardkit.tools.profiling.log import FINISHED, STARTED
 from shardkit.tools.torch_compat import (
     ASK_DEVICE,
     NEEDS_DATA,
@@ -155,18 +156,6 @@ _COMMUNICATION: dict[str, Collective] = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
-}
-
-# And those of core, by the events that they begin and end with.
-_STARTED: dict[type, Collective] = {
-    events.GatherStarted: "all-gather",
-    events.ReduceStarted: "reduce-scatter",
-    events.AllReduceStarted: "all-reduce",
-}
-_FINISHED: dict[type, Collective] = {
-    events.GatherFinished: "all-gather",
-    events.ReduceFinished: "reduce-scatter",
-    events.AllReduceFinished: "all-reduce",
 }
 
 
@@ -357,13 +346,13 @@ class Observer(OperatorMode):
 
     def _on_event(self, event: Any) -> None:
         kind = type(event)
-        if kind in _STARTED:
+        if kind in STARTED:
             of_core = {"of_core": True, "compressed": event.transport == "compressed"}
             self._own_all_reduces += kind is events.AllReduceStarted
             described = event.fqn, event.bytes, event.wire_bytes, event.dtype, event.group
-            self._waiting[_STARTED[kind], event.fqn].append(self._launch(_STARTED[kind], *described, **of_core))
-        elif kind in _FINISHED:
-            if waiting := self._waiting[_FINISHED[kind], event.fqn]:
+            self._waiting[STARTED[kind], event.fqn].append(self._launch(STARTED[kind], *described, **of_core))
+        elif kind in FINISHED:
+            if waiting := self._waiting[FINISHED[kind], event.fqn]:
                 self.trace.steps.append(Awaited(waiting.popleft(), *self.where.here()))
         elif kind in (events.StorageAllocated, events.StorageFreed):
             if event.kind == "unsharded":
