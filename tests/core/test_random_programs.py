@@ -13,7 +13,6 @@ from tests.core.random_programs.ranks import run_programs
 from tests.core.random_programs.strategies import FromSeed, drawn_program, programs
 
 
-@pytest.mark.slow
 def test_programs_drawn_from_a_seed() -> None:
     """300 different ones, in batches."""
     by_world: dict[int, list[Program]] = defaultdict(list)
