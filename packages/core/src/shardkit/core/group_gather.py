@@ -98,7 +98,6 @@ class GroupGather:
         shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
-            self._columns = None  # it would keep the memory that the shard lay in
 
     def _forget_plans(self) -> None:
         self._columns = None
