@@ -48,18 +48,26 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``body(rank, world_size, *args)`` on every rank and return the results in rank order.
 
+    ``isolated`` runs it on processes that have run nothing else, and that end with it.
+
     Raises:
         RankFailure: a rank raised or died.
         RankTimeout: a rank did not return within ``timeout`` seconds.
         TypeError: ``body`` or ``args`` cannot be pickled.
     """
     call = _pickle_call(body, args)
+    if isolated:
+        alone = _Pool(world_size)
+        try:
+            return alone.run(_name_of(body), call, timeout, seed, seed_per_rank)
+        finally:
+            alone.kill()
     pool = _pools.get(world_size) or _Pool(world_size)
     _pools[world_size] = pool
     keep = False
     try:
         results = pool.run(_name_of(body), call, timeout, seed, seed_per_rank)
-        keep = not isolated and pool.clean(_name_of(body))
+        keep = pool.clean(_name_of(body))
     finally:
         if not keep:
             _pools.pop(world_size).kill()
