@@ -147,20 +147,20 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         )
         self.compute_device = place.device
         if auto_wrap_policy is not None:
-            inner = {
+            inner = {  # what each wrapped module is constructed with
+                "device_mesh": device_mesh,
                 "process_group": None if device_mesh is not None else _groups_of(place, process_group),
-                "sharding_strategy": strategy,
-                "cpu_offload": self.cpu_offload,
-                "backward_prefetch": self.backward_prefetch,
-                "mixed_precision": None if mixed_precision is None else self.mixed_precision,
-                "param_init_fn": param_init_fn,
                 "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
+                "sharding_strategy": strategy,
                 "use_orig_params": use_orig_params,
                 "ignored_states": ignored.parameters,
-                "device_mesh": device_mesh,
+                "mixed_precision": None if mixed_precision is None else self.mixed_precision,
+                "cpu_offload": self.cpu_offload,
+                "param_init_fn": param_init_fn,
+                "sync_module_states": sync_module_states,
+                "backward_prefetch": self.backward_prefetch,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
             }
             wrapper = FullyShardedDataParallel
             auto_wrap(module, auto_wrap_policy, ignored.modules, ignored.parameters, inner, wrapper, _is_wrapped)
