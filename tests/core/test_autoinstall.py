@@ -113,6 +113,7 @@ def test_child_processes_and_the_warning_that_nothing_was_sharded(tmp_path: Path
     assert "warning: no model ran on shardkit's engine" in done.stderr
 
 
+@pytest.mark.daily(first=["torch._dynamo"])
 @pytest.mark.parametrize(
     "first", ["torch.distributed.checkpoint.state_dict", "torch._dynamo", "torch.distributed.pipelining"]
 )

@@ -334,6 +334,7 @@ def _against_reference(rank: int, world_size: int, replicas: int, param_dtype: t
                 twin -= 0.1 * expected[fqn]
 
 
+@pytest.mark.daily(world_size=[3, 4])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("param_dtype", [None, BF16])
 @pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])

@@ -156,12 +156,14 @@ def restored(rank: int, world_size: int, case: Case, source: str, target: str, o
     assert_same(trained.observe(), fresh.observe())
 
 
+@pytest.mark.daily(world_size=[1, 3])
 @both_ways
 @all_cases
 def test_load_state_dict(case: Case, source: str, target: str, world_size: int) -> None:
     run_ranks(world_size, exchange, case, source, target, False)
 
 
+@pytest.mark.daily(world_size=[3])
 @both_ways
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("features", [(), ("grouped",), ("offload", "bfloat16")])
@@ -176,6 +178,7 @@ def test_load_optimizer_state_dict(source: str, target: str, optimizer: str, wor
     run_ranks(world_size, exchange_optimizer, Case("mlp", optimizer=optimizer), source, target)
 
 
+@pytest.mark.daily(world_size=[3])
 @both_ways
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("features", [(), ("grouped",)])
@@ -202,6 +205,7 @@ def test_state_dict_helpers(options: dict[str, Any], world_size: int) -> None:
     run_ranks(world_size, same_states, Case("frozen", optimizer="adamw"), options)
 
 
+@pytest.mark.daily(world_size=[3])
 @both_ways
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(

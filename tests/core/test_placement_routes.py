@@ -128,6 +128,7 @@ def _whole_optimizer_state(rank: int, world_size: int, layout: str, broadcast: b
             same(contents(resumed_model, resumed), contents(model, optimizer))
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [1, 3])

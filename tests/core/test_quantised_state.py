@@ -166,7 +166,7 @@ def _resume(
     return loaded, everything(model, optimizer)
 
 
-@pytest.mark.daily(world_size=[2, 3])
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize(("world_size", "stock"), [(1, False), (2, False), (3, False), (4, False), (3, True)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_on_other_world_sizes_with_the_same_bits(

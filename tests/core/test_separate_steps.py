@@ -154,6 +154,7 @@ def _of_heavyball(rank: int, world_size: int, names: tuple[str, ...]) -> dict[st
     return _outcomes(rank, world_size, kinds)
 
 
+@pytest.mark.slow  # importing heavyball on two ranks takes as long as the 40 optimizers above
 def test_heavyballs_psgd_on_all_matrices_at_once_is_refused() -> None:
     joined = ("LATHER", "PSGDKron", "PSGDPRO", "QSGD", "PSGDLRA")
     names = ("AdamW", "LaProp", "Muon", "SOAP", "Scion", *joined)

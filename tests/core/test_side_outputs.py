@@ -139,6 +139,7 @@ def _train(rank: int, world_size: int, kind: str, way: str) -> None:
             twins.step(_both)
 
 
+@pytest.mark.daily(way=["attribute", "dict of lists", "global", "closure"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_loss_kept_aside(kind: str, way: str) -> None:

@@ -187,7 +187,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {fqn: tensor.clone() for fqn, tensor in state.items()}
 
 
-@pytest.mark.daily(world_size=[4])
+@pytest.mark.daily(world_size=[4], model=["transformer", "frozen"])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "kind", "model"), [case for case in CASES if case[2] in ("mlp", "transformer", "frozen")]

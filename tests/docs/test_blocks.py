@@ -17,10 +17,12 @@ def _name(page: Path) -> str:
 
 
 def _pages() -> list[ParameterSet]:
-    """Pages with a block that runs. Most train, or start torchrun several times: those are for `hatch run test-all`."""
+    """Pages with a block that runs. Most train, or start torchrun several times: those are for `hatch run test-all`.
+
+    `hatch run wheels` runs the packages' READMEs.
+    """
     pages = [page for page in PAGES if any(block.runs for block in blocks(page))]
-    trains = ROOT / "packages" / "tp_adapter" / "README.md"
-    quick = {*READMES, ROOT / "docs" / "how-to" / "mixed-precision.md"} - {trains}
+    quick = {ROOT / "README.md", ROOT / "docs" / "how-to" / "mixed-precision.md"}
     return [pytest.param(page, id=_name(page), marks=[] if page in quick else [pytest.mark.slow]) for page in pages]
 
 

@@ -135,6 +135,7 @@ def test_resuming_is_exact(finished: Path, broken_off: Path, text: Path, tmp_pat
     assert (broken_off / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
+@pytest.mark.slow  # by day test_resuming_is_exact, and tests/faults kills other jobs
 def test_a_killed_run_goes_on_by_itself(finished: Path, text: Path, tmp_path: Path) -> None:
     """SIGKILL of one rank while it trains, in the first attempt only; `--restarts` starts all ranks again."""
     out, marker = tmp_path / "killed", tmp_path / "killed_once"

@@ -452,6 +452,7 @@ def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: boo
     return whole_state(engine, model), local_moments(names, model, optimizer)
 
 
+@pytest.mark.daily(ranks=[2, 3])
 @pytest.mark.parametrize(
     ("kind", "source_size", "use_orig_params", "ranks"),
     [("LOCAL", 2, False, 3), ("SHARDED-DCP", 3, True, 2), ("SHARDED", 2, True, 3), ("FULL", 2, False, 4)],

@@ -194,6 +194,7 @@ def load_full(rank: int, world_size: int, kind: str, use_orig_params: bool, path
     return train(model, optimizer, rank, range(2, 4))
 
 
+@pytest.mark.daily(source_size=[3])
 @pytest.mark.parametrize(
     ("kind", "source_size", "ranks", "use_orig_params"),
     [("model", 2, 3, True), ("tied", 3, 2, True), ("model", 3, 4, False), ("tied", 2, 2, False)],

@@ -10,6 +10,7 @@ from tests.support.trace import EXACT, SUMMATION_ORDER, Tolerance, Trace, assert
 FAULTY = "tests.support.faulty_stock:"
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("features", [(), ("bfloat16", "no_reshard"), ("accumulate_no_sync",)])
 def test_stock_equals_stock(features: tuple[str, ...], world_size: int) -> None:

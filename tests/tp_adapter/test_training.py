@@ -130,7 +130,12 @@ def label(case: Case) -> str:
     )
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=label)
+BY_DAY = ((2, 2), (1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case.mesh in BY_DAY else pytest.mark.slow) for case in cases()], ids=label
+)
 def test_as_stock(case: Case):
     run_ranks(world(case), compare_with_stock, case)
 
