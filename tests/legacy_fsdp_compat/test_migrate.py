@@ -402,6 +402,14 @@ def test_local_needs_the_right_shapes(copied: Path):
         open_checkpoint(copied / "LOCAL", {**shapes, "inp.weight": (6, 4)})
 
 
+def test_shapes_of_another_model_name_the_file(tmp_path: Path):
+    torch.save({"b": torch.ones(2)}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"none of the 1 names of the shapes \(a\) is in .*state.pt; it has b"):
+        open_checkpoint(tmp_path / "state.pt", {"a": (2,)})
+    with pytest.raises(CheckpointError, match=r"state.pt: .* does not fit the shapes at its top: .*\(a\), 1 other"):
+        open_checkpoint(tmp_path / "state.pt", {"a": (2,), "b": (3,)})
+
+
 def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
     names = api(STOCK)
     model = wrap(STOCK, Setting())

@@ -72,8 +72,8 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
             models[path[:-1]][str(path[-1])] = stored.shape
     if not models:
         raise CheckpointError(
-            f"none of the {len(shapes.own)} names of the shapes ({_some(list(shapes.own))}) is in the checkpoint; it "
-            f"has {_some([name_of(path) for path in checkpoint.tensors])}"
+            f"none of the {len(shapes.own)} names of the shapes ({_some(list(shapes.own))}) is in "
+            f"{_some(checkpoint.files)}; it has {_some([name_of(path) for path in checkpoint.tensors])}"
         )
     for base, found in models.items():
         where = f"below '{name_of(base)}'" if base else "at its top"
@@ -86,8 +86,9 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
         ]
         if unknown or missing or misfits:
             raise CheckpointError(
-                f"the checkpoint does not fit the shapes {where}: {len(unknown)} unknown names ({_some(unknown)}), "
-                f"{len(missing)} missing ({_some(missing)}), {len(misfits)} other shapes ({_some(misfits)})"
+                f"{_some(checkpoint.files)}: the checkpoint does not fit the shapes {where}: {len(unknown)} unknown "
+                f"names ({_some(unknown)}), {len(missing)} missing ({_some(missing)}), {len(misfits)} other shapes "
+                f"({_some(misfits)})"
             )
 
 
