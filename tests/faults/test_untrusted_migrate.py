@@ -13,6 +13,7 @@ import resource
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from tests.support.meshes import rank_mesh
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
-FORMATS = ("full", "sharded", "dtensors", "local", "distributed", "safetensors")
+FORMATS = ("full", "sharded", "dtensors", "local", "local_flat", "distributed", "safetensors")
 INPUTS = dict.fromkeys((*FORMATS, "json"), 0)
 REFUSED = dict.fromkeys(INPUTS, 0)
 SHAPES = {"a": (6, 3), "b": (4,), "c": (5, 2)}
@@ -74,6 +75,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     checkpoint = open_checkpoint(root / "state.pt")
     convert(checkpoint, root / "sharded", "sharded", ranks=Ranks(2, set(SHAPES)))
     convert(checkpoint, root / "local", "local", ranks=LocalRanks(2, wrapping))
+    flat = replace(wrapping, use_orig_params=False)  # flat tensors alone, none of the parameters
+    convert(checkpoint, root / "local_flat", "local", ranks=LocalRanks(2, flat))
     convert(checkpoint, root / "safetensors", "safetensors")
     (root / "config.json").write_text(json.dumps(wrapping.as_config()))
     return {one.name: one for one in root.iterdir()}
@@ -81,7 +84,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def read_all(path: Path) -> int:
     """Reads every value; the bytes that they took."""
-    checkpoint = open_checkpoint(path, SHAPES if path.name == "local" else None)
+    checkpoint = open_checkpoint(path, SHAPES if path.name.startswith("local") else None)
     repr(checkpoint.objects)
     return sum(slab.nbytes for one in checkpoint.tensors.values() for slab in one.slabs())
 

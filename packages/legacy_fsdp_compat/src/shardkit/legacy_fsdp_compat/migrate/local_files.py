@@ -132,8 +132,7 @@ def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut
     """
     names = shapes.given
     buffers = frozenset(name for name in names if shapes.ties.get(name, name) not in cut)
-    keys = dict.fromkeys(path[-1] for file in files for path in file.leaves if path[:-1] == base)
-    units = [str(key).removesuffix(FLAT_NAME).removesuffix(".") for key in keys if str(key).endswith(FLAT_NAME)]
+    units = _flats(files, base)
     use_orig_params = any((*base, name) in file.leaves for name in cut for file in files)
     try:
         wrapping = Wrapping(names, dict.fromkeys(units, (None,)), buffers, use_orig_params)
@@ -176,8 +175,13 @@ def _is_flat(path: LeafPath) -> bool:
     return str(path[-1]).rpartition(".")[2] == FLAT_NAME
 
 
+def _flats(files: list[RankFile], base: LeafPath) -> dict[str, LeafPath]:
+    """The flat tensors of the model at `base`, by FSDP module."""
+    paths = (path for file in files for path in file.leaves if path[:-1] == base and _is_flat(path))
+    return {path[-1].removesuffix(FLAT_NAME).removesuffix("."): path for path in paths}
+
+
 def is_local(files: Sequence[RankFile]) -> bool:
-    """Whether the files hold flat tensors."""
     return any(_is_flat(path) for file in files for path in file.leaves)
 
 
@@ -226,10 +230,9 @@ def _model(
     units = [[cut] for cut in cuts.values()]
     tensors = {name: _from_cut(files, (*base, name), cut, (*base, name)) for name, cut in cuts.items()}
     if not cuts:
-        flats = [path for path in beside if _is_flat(path)]
-        shapes = _with_ties_of_files(checkpoint, files, flats, shapes, here)
-        for path in flats:
-            units.append(_flat_unit(tensors, files, path, shapes, here))
+        flats = {unit: stored_shards(files, path) for unit, path in _flats(files, base).items()}
+        shapes, wrapping = _wrapping_in_files(checkpoint, flats, len(files), shapes, here)
+        units = [_flat_unit(tensors, files, flat, unit, wrapping) for unit, flat in flats.items()]
     for name in shapes.given:
         first = shapes.ties.get(name, name)
         if first in tensors:
@@ -259,30 +262,28 @@ def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTe
         )
 
 
-def _with_ties_of_files(
-    checkpoint: Checkpoint, files: list[RankFile], flats: list[LeafPath], shapes: ModelShapes, buffers: set[str]
-) -> ModelShapes:
-    """Of parameters that are tied across FSDP modules FSDP1 keeps a copy in each, which then train apart; ours stay
-    tied. How long the flat tensors are says which it was.
+def _wrapping_in_files(
+    checkpoint: Checkpoint, flats: dict[str, StoredTensor], count: int, shapes: ModelShapes, buffers: set[str]
+) -> tuple[ModelShapes, Wrapping]:
+    """The shapes, with the ties that the files of `count` ranks have, and how the parameters were wrapped. Of those
+    that are tied across FSDP modules FSDP1 keeps a copy in each, which then train apart; ours stay tied. How long the
+    flat tensors are says which it was.
     """
-    if not shapes.ties:
-        return shapes
-    names = {str(path[-1]).removesuffix(FLAT_NAME).removesuffix("."): path for path in flats}
-    prefixes = tuple(path[-1].removesuffix(FLAT_NAME) for path in flats)
+    prefixes = tuple(f"{unit}." if unit else "" for unit in flats)
     # What lies in no FSDP module is a buffer, also one that the files lack.
-    outside = frozenset(name for name in shapes.given if not name.startswith(prefixes))
-    wrapping = Wrapping(shapes.given, dict.fromkeys(names, (None,)), outside | buffers, use_orig_params=False)
-    of_flats = {unit: stored_shards(files, path) for unit, path in names.items()}
-    if not wrapping.parted or any(
-        wrapping.layout(u, len(files), one.dtype).numel != one.numel for u, one in of_flats.items()
-    ):
-        return shapes
-    for name, first in wrapping.parted.items():
+    buffers = buffers.union(name for name in shapes.given if not name.startswith(prefixes))
+    parting, tied = (
+        Wrapping(given, dict.fromkeys(flats, (None,)), frozenset(buffers), use_orig_params=False)
+        for given in (shapes.given, shapes.own)
+    )
+    if not parting.parted or any(parting.layout(u, count, one.dtype).numel != one.numel for u, one in flats.items()):
+        return shapes, tied
+    for name, first in parting.parted.items():
         checkpoint.notes.append(
             f"'{name}' is tied to '{first}' of another FSDP module in the model, but not in the files, as "
             "FSDP1 has trained them apart; both are converted"
         )
-    return wrapping.known
+    return parting.known, parting
 
 
 def _piece_cut(files: list[RankFile], path: LeafPath, shape: tuple[int, ...]) -> Cut | None:
@@ -302,9 +303,10 @@ def _piece_cut(files: list[RankFile], path: LeafPath, shape: tuple[int, ...]) ->
 
 def _check_shard_sizes(files: list[RankFile], base: LeafPath, cuts: dict[str, Cut]) -> None:
     """Pieces lie in the flat tensors, so a rank cannot have more of them than its part of those is long."""
+    flats = _flats(files, base).values()
     for file in files:
-        flats = [value for path, value in file.leaves.items() if path[:-1] == base and _is_flat(path)]
-        held = sum(tensor.numel() for value in flats for _, tensor, _ in getattr(value, "parts", ()))
+        parts = (part for path in flats for part in getattr(file.leaves.get(path), "parts", ()))
+        held = sum(tensor.numel() for _, tensor, _ in parts)
         needed = sum(cut.lengths[file.rank] for cut in cuts.values())
         if needed > held:
             raise CheckpointError(
@@ -314,37 +316,25 @@ def _check_shard_sizes(files: list[RankFile], base: LeafPath, cuts: dict[str, Cu
 
 
 def _flat_unit(
-    tensors: dict[str, StoredTensor], files: list[RankFile], path: LeafPath, shapes: ModelShapes, buffers: set[str]
+    tensors: dict[str, StoredTensor], files: list[RankFile], flat: StoredTensor, unit: str, wrapping: Wrapping
 ) -> list[Cut]:
     """One FSDP module of a model with use_orig_params=False: adds its parameters to `tensors`."""
-    flat = stored_shards(files, path)
-    prefix = path[-1].removesuffix(FLAT_NAME)
-    others = {one[-1].removesuffix(FLAT_NAME) for file in files for one in file.leaves if _is_flat(one)}
-    inner = tuple(other for other in others if other != prefix and other.startswith(prefix))
-    names = [
-        name for name in shapes.own if name.startswith(prefix) and not name.startswith(inner) and name not in buffers
-    ]
-    layout = FlatLayout(tuple(shapes.own[name] for name in names), len(files))
+    shapes = {name: wrapping.known.own[name] for name in wrapping.members[unit]}
+    layout = wrapping.layout(unit, len(files), flat.dtype)
     if layout.numel != flat.numel:
         raise CheckpointError(
-            f"'{name_of(path)}' has {flat.numel} elements in {files[0].path} and others, the parameters that the "
-            f"shapes have below '{prefix}' make {layout.numel}: {[(name, shapes.own[name]) for name in names]}. Are "
-            "these the shapes of the model that was saved, in its order, and are tied parameters marked (in JSON as "
+            f"'{flat.name}' has {flat.numel} elements in {files[0].path} and others, the parameters that the shapes "
+            f"have below '{unit}' make {layout.numel}: {list(shapes.items())}. Are these the shapes of the model that "
+            "was saved, in its order, and are tied parameters marked (in JSON as "
             '"name": "the other name"; --model finds them)?'
         )
-    for name, (start, stop) in zip(names, layout.intervals, strict=True):
-        tensors[name] = _from_flat(flat, name, shapes.own[name], start, stop)
     ranks = range(len(files))
-    return [
-        Cut(
-            name,
-            shapes.own[name],
-            layout.pieces(index),
-            tuple(layout.within_shard(index, rank)[0] for rank in ranks),
-            (layout.shard_numel,) * len(files),
-        )
-        for index, name in enumerate(names)
-    ]
+    cuts = []
+    for index, (name, shape) in enumerate(shapes.items()):
+        tensors[name] = _from_flat(flat, name, shape, *layout.intervals[index])
+        starts = tuple(layout.within_shard(index, rank)[0] for rank in ranks)
+        cuts.append(Cut(name, shape, layout.pieces(index), starts, (layout.shard_numel,) * len(files)))
+    return cuts
 
 
 def _from_flat(flat: StoredTensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> StoredTensor:

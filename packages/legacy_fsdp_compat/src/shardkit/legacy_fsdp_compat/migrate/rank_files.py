@@ -161,7 +161,6 @@ class Box:
 
     @property
     def row(self) -> int:
-        """Elements of one index of dim 0."""
         return math.prod(self.sizes[1:])
 
 

@@ -17,7 +17,7 @@ from shardkit.core.checkpoint.leaves import LeafPath, name_of
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor
 from shardkit.core.checkpoint.writers import Content, Place, TorchWriter
 from shardkit.legacy_fsdp_compat.flat_layout import PADDING_VALUE, FlatLayout, row_intervals
-from shardkit.legacy_fsdp_compat.migrate.wrapping import ModelShapes, Wrapping, check_shapes
+from shardkit.legacy_fsdp_compat.migrate.wrapping import Wrapping, check_shapes
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
 
 _STATE = "state"
@@ -171,7 +171,7 @@ class LocalWriter(ShardedWriter):
         """FSDP1 loads state for all parameters of an FSDP module, or for none."""
         paths = (*self._checkpoint.tensors, *self._checkpoint.objects)
         states = {path[:-1] for path in paths if len(path) > 2 and path[-3] == "state"}
-        for name, first in ModelShapes.of(self._wrapping.shapes).ties.items():
+        for name, first in self._wrapping.parted.items():
             lacking = [path for path in states if path[-1] == first and (*path[:-1], name) not in states]
             if name in self._wrapping.known.own and lacking:
                 raise CheckpointError(

@@ -222,7 +222,6 @@ class Wrapping:
 
 
 def flat_key(unit: str) -> str:
-    """Key of a unit's flat parameter."""
     return f"{unit}.{FLAT_NAME}" if unit else FLAT_NAME
 
 
