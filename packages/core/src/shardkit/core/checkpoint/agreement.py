@@ -70,7 +70,9 @@ class Peers:
         if backends.get(device_type, "gloo") == "gloo" and "cpu" in backends:
             return torch.device("cpu")
         chosen = device_type if device_type in backends else next(iter(backends), device_type)
-        return local_device(chosen)
+        if chosen == "cpu":
+            return torch.device("cpu")
+        return torch.device(chosen, torch.get_device_module(chosen).current_device())
 
     def exchange(
         self, sends: Iterable[tuple[int, torch.Tensor]] = (), receives: Iterable[tuple[int, torch.Tensor]] = ()
@@ -86,13 +88,6 @@ class Peers:
         """Copies rank 0's contiguous tensor to every rank, in place. Collective."""
         if self.size > 1 and tensor.numel():
             dist.broadcast(bytes_of(tensor), group=self.group, group_src=0)
-
-
-def local_device(device_type: str) -> torch.device:
-    """This process's device of a type."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def highest(peers: Peers, values: list[int]) -> list[int]:

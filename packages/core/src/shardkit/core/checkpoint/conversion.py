@@ -311,7 +311,6 @@ class _Journal:
         return self.records
 
     def add(self, name: str, record: dict[str, Any]) -> None:
-        """Notes a tensor as written."""
         self.records[name] = {"name": name, **record}
         with self._path.open("a") as file:
             file.write(json.dumps(self.records[name]) + "\n")

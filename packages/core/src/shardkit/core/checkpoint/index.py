@@ -61,7 +61,6 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
         return math.prod(self.sizes)
 
 
@@ -76,12 +75,10 @@ class TensorEntry:
 
     @property
     def name(self) -> str:
-        """Its flat name."""
         return name_of(self.path)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -162,7 +159,6 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.tensors.values())
 
 

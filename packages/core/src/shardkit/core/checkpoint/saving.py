@@ -346,12 +346,10 @@ class Save:
 
     @property
     def step(self) -> int:
-        """The step that is saved."""
         return self._header.step
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
         return Progress(self.step, self._phase, self._written, self._total)
 
     def await_part(self) -> Exception | None:

@@ -89,17 +89,14 @@ class StoredTensor:
 
     @property
     def name(self) -> str:
-        """Its flat name."""
         return name_of(self.path)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -271,7 +268,6 @@ class Memory:
 
     @property
     def row(self) -> int:
-        """Elements of one index of dim 0."""
         return math.prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> torch.Tensor:

@@ -51,7 +51,6 @@ class Archive:
 
     @property
     def length(self) -> int:
-        """Bytes of the whole archive."""
         return len(self.head) + self.nbytes + len(self.tail)
 
     @property

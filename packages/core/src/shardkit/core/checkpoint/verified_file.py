@@ -30,7 +30,6 @@ class BlockSums:
         self._hash = hashlib.sha256()
 
     def add(self, data: bytes | memoryview) -> None:
-        """The next bytes."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self.nbytes % BLOCK_BYTES]
@@ -144,7 +143,6 @@ class VerifiedFile:
             seen += count
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self.descriptor)
 
     def __enter__(self) -> Self:

@@ -58,7 +58,6 @@ class DataFile:
                     self._sums.add(data)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Writes at the end."""
         if self._sums is not None:
             self._sums.add(data)
         with self.path.open("ab") as file:  # not kept open: an attempt that fails leaves nothing to be flushed later
