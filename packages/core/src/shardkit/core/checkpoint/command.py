@@ -19,7 +19,7 @@ from shardkit.core.checkpoint.conversion import convert
 from shardkit.core.checkpoint.directory import candidates
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import MANIFEST, Index, dtype_name
-from shardkit.core.checkpoint.leaves import LeafPath, LeftOut
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.reading import checkpoint_of, read_objects, stored_tensors
 from shardkit.core.checkpoint.sources import tensors_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
@@ -75,17 +75,15 @@ def _gaps(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 
 def _of_objects(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterator[str]:
-    (ours, one), (theirs, other) = first, second
-    values = read_objects(ours, one, one.objects), read_objects(theirs, other, other.objects)
-    by_name = [
-        {name: found[index.objects[name].path] for name in index.objects}
-        for found, index in zip(values, (one, other), strict=True)
-    ]
-    for name in sorted(by_name[0].keys() | by_name[1].keys()):
-        if name not in by_name[0] or name not in by_name[1]:
-            yield f"{name}: only in {ours if name in by_name[0] else theirs}"
-        elif not _same(by_name[0][name], by_name[1][name]):
-            yield f"{name}: {_short(by_name[0][name])} and {_short(by_name[1][name])}"
+    left, right = (
+        {name_of(path): value for path, value in read_objects(where, index, index.objects).items()}
+        for where, index in (first, second)
+    )
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            yield f"{name}: only in {first[0] if name in left else second[0]}"
+        elif not _same(left[name], right[name]):
+            yield f"{name}: {_short(left[name])} and {_short(right[name])}"
 
 
 def _short(value: object) -> str:

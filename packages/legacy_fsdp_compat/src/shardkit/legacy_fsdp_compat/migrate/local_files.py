@@ -219,7 +219,7 @@ def _model(
     """
     beside = {path: value for file in files for path, value in file.leaves.items() if path[:-1] == base}
     here = {path[-1] for path, value in beside.items() if isinstance(value, torch.Tensor) and not _is_flat(path)}
-    unknown = sorted(str(name) for name in here - shapes.names)
+    unknown = sorted(str(name) for name in here - shapes.given.keys())
     if unknown:
         raise CheckpointError(
             f"{files[0].path} and others hold {unknown} beside '{name_of((*base, FLAT_NAME))}', which the shapes lack. "

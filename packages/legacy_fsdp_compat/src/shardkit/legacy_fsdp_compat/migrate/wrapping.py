@@ -53,11 +53,6 @@ class ModelShapes:
         """Shape of a parameter or buffer, under any of its names."""
         return self.own[self.ties.get(name, name)]
 
-    @property
-    def names(self) -> set[str]:
-        """Every name, also those of tied parameters."""
-        return set(self.given)
-
 
 def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     """Compares each model in a checkpoint (there may be an "ema" beside it) with the shapes. Raises CheckpointError for
@@ -65,7 +60,7 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     """
     models: dict[LeafPath, dict[str, tuple[int, ...]]] = {}
     for path in checkpoint.tensors:
-        if path[-1] in shapes.names:
+        if path[-1] in shapes.given:
             models.setdefault(path[:-1], {})
     for path, stored in checkpoint.tensors.items():
         if path[:-1] in models:
@@ -77,12 +72,12 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
         )
     for base, found in models.items():
         where = f"below '{name_of(base)}'" if base else "at its top"
-        unknown = [name for name in found if name not in shapes.names]
+        unknown = [name for name in found if name not in shapes.given]
         missing = [name for name in [*shapes.own, *shapes.ties] if name not in found]
         misfits = [
             f"'{name}' has {shape}, expected {shapes.shape(name)}"
             for name, shape in found.items()
-            if name in shapes.names and shape != shapes.shape(name)
+            if name in shapes.given and shape != shapes.shape(name)
         ]
         if unknown or missing or misfits:
             raise CheckpointError(
