@@ -191,6 +191,23 @@ def test_errors_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: COMMAND (shardkit checkpoint --help says more)"),
+        ("repair here", "invalid choice: 'repair'"),
+        ("reshard a b --ranks 0", "argument --ranks: must be at least 1, got 0 (shardkit checkpoint reshard --help"),
+        ("inspect here \x1b[2J", "unrecognized arguments: \\x1b[2J (shardkit checkpoint --help says more)"),
+    ],
+)
+def test_errors_of_usage_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(words.split(" ") if words else [])
+    (error,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert error.startswith("error: ") and message in error
+
+
 @pytest.mark.parametrize("option", ["--ranks=0", "--ranks=-1", "--ranks=x"])
 def test_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str):
     with pytest.raises(SystemExit) as ended:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-__all__ = ["add_conversion_options", "parse"]
+__all__ = ["Parser", "add_conversion_options", "parse"]
 
 _DESCRIPTION = """\
 Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
@@ -19,9 +20,18 @@ conversion again, and it continues where it stopped.
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells an error in one line, and where to read more."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in message)
+        self.exit(2, f"error: {shown} ({self.prog} --help says more)\n")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; `command` is the subcommand. Takes `sys.argv` for None. Prints help or an error, and exits then."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "shardkit checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

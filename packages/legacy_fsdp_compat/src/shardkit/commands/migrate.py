@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardkit.commands.checkpoint import add_conversion_options
+from shardkit.commands.checkpoint import Parser, add_conversion_options
 
 __all__ = ["TARGETS", "parse"]
 
@@ -30,9 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["script"]:
         return _script_parser().parse_args(arguments[1:])
-    parser = argparse.ArgumentParser(
-        "shardkit migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("shardkit migrate", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="+", type=Path, help="a file, a directory, or the files of all ranks")
     parser.add_argument("target", type=Path, help="the directory to make")
     parser.add_argument(
@@ -78,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _script_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "shardkit migrate script",
         description="Rewrites the imports and calls of an FSDP1 script that map one to one onto this package. Prints a "
         "diff to stdout, and to stderr what a person must decide.",
