@@ -143,19 +143,19 @@ _MADE_IN: dict[str, Category] = {
 # Kinds of storages that core's communication allocates.
 _BUFFERS = ("packed", "reduce_input", "outbox", "residual")
 
-# Collectives of the model itself, by the names of their operators.
+# Collectives of the model itself, by what the names of their operators begin with: those of functional collectives, and
+# those of `torch.distributed`. What follows says whether they work in place, or on several tensors at once.
 _COMMUNICATION: dict[str, Collective] = {
     "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "all_to_all_single": "all-to-all",
-    "broadcast": "broadcast",
-    "allreduce_": "all-reduce",
-    "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
     "_reduce_scatter_base_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "broadcast_": "broadcast",
+    "all_reduce": "all-reduce",
+    "allreduce_": "all-reduce",
+    "all_to_all_single": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast": "broadcast",
 }
 
 
@@ -320,8 +320,9 @@ class Observer(OperatorMode):
     def _communicated(self, function: Any, args: tuple[Any, ...], out: Any, fqn: str, phase: str) -> None:
         name = function._opname
         if name == "wait_tensor":
-            number = self._functional.pop(id(args[0]), None)
+            number = self._functional.get(id(args[0]))
             if number is not None:
+                self._functional = {one: other for one, other in self._functional.items() if other != number}
                 self.trace.steps.append(Awaited(number, fqn, phase))
             return
         if name == "allreduce_" and self._own_all_reduces:  # core's, which its event has told
@@ -330,15 +331,16 @@ class Observer(OperatorMode):
         tensors, group = tensors_in(args), _group_of(args)
         if group is None or not tensors:
             return
-        outs = tensors_in(out) or tensors
-        nbytes = max(sum(t.numel() * t.itemsize for t in some) for some in (tensors, outs))
-        collective = _COMMUNICATION.get(name, "other")
+        # What is whole: inputs, or outputs, which some operators are given.
+        nbytes = max(sum(t.numel() * t.itemsize for t in tensors_in(some)) for some in (*args, out))
+        known = (kind for begin, kind in _COMMUNICATION.items() if name.startswith(begin))
+        collective: Collective = next(known, "other")
         # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
         halves, ranks = 2 if collective == "all-reduce" else 1, group.size()
         wire_bytes = halves * (ranks - 1) * nbytes // ranks
         number = self._launch(collective, fqn, nbytes, wire_bytes, tensors[0].dtype, group)
         if function.namespace == "_c10d_functional":
-            self._functional[id(outs[0])] = number
+            self._functional |= {id(one): number for one in tensors_in(out)}  # of several, the first that is awaited
         else:
             self.trace.steps.append(Awaited(number, fqn, phase))
 
@@ -422,6 +424,5 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
             return value
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
-            return group_named(value)
-    return None
+    names = [value for value in args if isinstance(value, str)]  # how to reduce, and then the group
+    return group_named(names[-1]) if names else None
