@@ -52,7 +52,7 @@ def run(options: SimpleNamespace) -> int:
         terminal().print(f"\n{code}", soft_wrap=True)
     if options.plot is not None:
         ways = [(one.candidate.describe(), one.estimate, one.sample_seconds) for one in found]
-        write_text(options.plot, plot_page("shardkit plan", ways))
+        write_text(options.plot, plot_page("shardkit plan", ways, "a sample"))
     if options.json is not None:
         write_text(options.json, json_text([_to_json(proposal) for proposal in found], indent=2))
     return 0

@@ -45,13 +45,19 @@ function options(select, entries) {
   }));
 }
 
+// Marks of an axis of bytes are whole KiB, MiB or GiB.
+const POWERS = Array.from({ length: 52 }, (_, power) => 2 ** power);
+
 function axes(format, xFormat) {
   const ink = getComputedStyle(document.documentElement).getPropertyValue("--soft").trim();
   const grid = getComputedStyle(document.documentElement).getPropertyValue("--line").trim();
   const line = { space: 80, stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
   return [
     { ...line, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : xFormat(tick))) },
-    { ...line, space: 40, size: 72, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
+    {
+      ...line, space: 40, size: 72, ...(format === bytes ? { incrs: POWERS } : {}),
+      values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))),
+    },
   ];
 }
 
