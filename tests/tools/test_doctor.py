@@ -16,6 +16,7 @@ from shardkit.tools.command import main
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import profile
 from shardkit.tools.report.files import write_report
+from shardkit.tools.report.measures import MEASURES
 from shardkit.tools.report.merge import merge
 from shardkit.tools.report.schema import ModuleOfRank, Operation, Rank, Report, Series, Span
 from tests.support import run_ranks
@@ -54,11 +55,77 @@ def test_a_run_without_trouble_has_no_findings() -> None:
     assert diagnose(made) == []
 
 
-def test_the_most_costly_comes_first() -> None:
-    small = [{"fqn": f"norms.{index}", "bytes": 1024, "padding_bytes": 2 * MIB} for index in range(3)]
-    shares = [finding.share for finding in diagnose(report(*(rank(n, operations(*small)) for n in (0, 1))))]
-    assert len(shares) > 2
-    assert shares == sorted(shares, reverse=True)
+def of_two_ranks(capacity: int, category: str = "activations", **changes: Any) -> Report:
+    """Two ranks of one host that wait, launch slowly, pad, and hold mostly one category: every trade-off there is.
+
+    Each is resident with 200 MiB at most.
+    """
+    held = replace(memory(), peak_categories=memory().peak_categories | {category: 41 * MIB}, peak=50 * MIB)
+    again = [{"padding_bytes": 2 * MIB, "phase": phase} for phase in ("forward", "backward", "backward")]
+    made = [rank(n, operations(*again), memory=held, capacity=capacity, **changes) for n in (0, 1)]
+    slow = [replace(one, steps=[replace(step, launch=0.02, optimizer=0.04) for step in one.steps]) for one in made]
+    missed = [ModuleOfRank("blocks.0", ["Linear"], 0, 4, 0, 0, 0, 0)]
+    return report(*(replace(one, modules=missed) for one in slow))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "first"), [(400 * MIB, "bytes"), (444 * MIB, "bytes"), (500 * MIB, "seconds"), (0, "bytes")]
+)
+def test_what_binds_comes_first_and_bytes_are_not_compared_with_seconds(capacity: int, first: str) -> None:
+    findings = diagnose(of_two_ranks(capacity))
+    units = [one.unit for one in findings]
+    assert set(units) == {"bytes", "seconds"} and units[0] == first
+    assert units == sorted(units, reverse=first == "seconds")
+    for unit in ("bytes", "seconds"):
+        shares = [one.share for one in findings if one.unit == unit]
+        assert shares == sorted(shares, reverse=True)
+
+
+# Each changes memory against time one way and the other.
+OPPOSITES = [
+    ("larger micro-batch", "smaller micro-batch"),
+    ("a larger batch", "smaller micro-batch"),
+    ("accumulation with set_requires_gradient_sync(False)", "reduce at each micro-batch"),
+    ("set_reshard_after_forward(False)", "reshard them after forward"),
+    ("set_prefetch_depth(2)", "lower set_prefetch_depth"),
+    ("fewer, larger groups", "make the largest groups smaller"),
+]
+
+
+@pytest.mark.parametrize("category", ["activations", "gradients", "unsharded_parameters"])
+@pytest.mark.parametrize("capacity", [0, 400 * MIB, 800 * MIB])
+def test_memory_is_spent_or_saved_but_not_both(capacity: int, category: str) -> None:
+    findings = diagnose(of_two_ranks(capacity, category))
+    said = " ".join(one.change for one in findings)
+    assert not [pair for pair in OPPOSITES if all(way in said for way in pair)]
+    scarce = capacity < 800 * MIB
+    assert any(less in said for _, less in OPPOSITES) == scarce == ("peak" in {one.rule for one in findings})
+    assert any(more in said for more, _ in OPPOSITES) != scarce
+    if scarce:
+        (trade,) = [one for one in findings if one.rule == "peak"]
+        known = "400.0 MiB of 400.0 MiB of memory are in use" if capacity else "does not say how much memory there is"
+        assert known in trade.seen and "though 10.0% of a step is spent waiting" in trade.seen
+    else:
+        assert "(that takes memory: 400.0 MiB of 800.0 MiB of memory are in use)" in said
+
+
+def test_the_share_of_a_finding_is_that_of_the_measure() -> None:
+    """One step of three was slow, and waited: a mean of seconds is no share of the median step."""
+    slow, (first, *_) = [0.01, 0.01, 0.7], rank(0).steps
+    ends = [0.1, 0.2, 1.2]
+    made = rank(
+        0,
+        [operation(number=n, step=n, end=lost, exposed=lost, blocked=lost) for n, lost in enumerate(slow)],
+        steps=[
+            replace(first, index=n, begin=begin, end=end, exposed=seconds)
+            for n, (begin, end, seconds) in enumerate(zip([0.0, 0.1, 0.2], ends, slow, strict=True))
+        ],
+    )
+    one = record(made, 1)
+    whole = merge([replace(one, run=replace(one.run, recorded_steps=3))])
+    measure = next(one for one in MEASURES if one.name == "exposed_share")
+    assert measure.of(whole) == pytest.approx(0.72 / 1.2)
+    assert found(whole, "exposed").share == pytest.approx(measure.of(whole))
 
 
 def test_a_rank_that_is_always_late() -> None:

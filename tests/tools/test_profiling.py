@@ -91,7 +91,7 @@ def test_memory_is_counted_to_the_byte(world_size: int) -> None:
     # After backward all sharded gradients are there.
     assert peaks["gradients"] >= MODEL_BYTES // world_size
     assert rank.memory.peak == sum(rank.memory.peak_categories.values()) > peaks["optimizer"]
-    assert rank.memory.resident_peak > rank.memory.peak
+    assert rank.capacity >= rank.memory.resident_peak > rank.memory.peak
     unsharded = {module.fqn: module.unsharded_peak for module in rank.modules}
     if world_size > 1:
         assert unsharded["blocks.1"] == BLOCK_BYTES

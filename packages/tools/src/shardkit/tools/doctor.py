@@ -13,7 +13,15 @@ from typing import Literal, NamedTuple, TypeAlias
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.quantities import show
 from shardkit.tools.report.files import read_report
-from shardkit.tools.report.measures import lateness, owners, skew_by_rank, step_time, times_last
+from shardkit.tools.report.measures import (
+    exposed_by_rank,
+    lateness,
+    memory_in_use,
+    owners,
+    share_of_step,
+    skew_by_rank,
+    times_last,
+)
 from shardkit.tools.report.schema import Collective, Report
 from shardkit.tools.terminal import terminal
 
@@ -40,13 +48,19 @@ class Finding:
         return f"{show(self.cost, 'bytes')}, {self.share:.1%} of the peak"
 
 
+# Memory is short if so much of it is in use: allocators need room for fragments, and steps differ.
+_SHORT = 0.9
+
+
 class Facts:
     """Sums over a report.
 
     Attributes:
         steps: how many were recorded.
-        step: seconds of a step.
         peak: bytes of counted tensors at the peak of the rank that has most.
+        used, capacity: bytes of memory in use and in all, where least is free; 0 and 0 if that is not known.
+        short: whether memory is what binds, so that nothing may be advised that takes more of it. Also where it is not
+            known how much there is: a run without memory ends, one that waits does not.
         first_rank: the rank to look at where all do the same.
         missed: modules whose gathers the first rank had to launch when it needed them.
         gathers: the all-gathers of each group, by its label.
@@ -55,8 +69,9 @@ class Facts:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.steps = max(1, report.run.recorded_steps)
-        self.step = max(step_time(report), 1e-9)
         self.peak = max(1, *(rank.memory.peak for rank in report.ranks))
+        self.used, self.capacity = memory_in_use(report)
+        self.short = self.used >= _SHORT * self.capacity
         self.first_rank = report.ranks[0]
         self.missed = {module.fqn for module in self.first_rank.modules if module.prefetch_misses}
         self.gathers: dict[str, list[Collective]] = defaultdict(list)
@@ -73,17 +88,28 @@ class Facts:
                 return max(spans, key=lambda span: span.end - span.begin).fqn
         return ""
 
+    @property
+    def room(self) -> str:
+        """How much of the memory is in use, in words."""
+        if not self.capacity:
+            return "the report does not say how much memory there is"
+        return f"{show(self.used, 'bytes')} of {show(self.capacity, 'bytes')} of memory are in use"
+
     def exposed(self, fqn: str) -> float:
         """Seconds that were spent waiting for a group's collectives, not counting late ranks."""
         return sum(one.exposed - one.exposed_by_skew for one in self.report.collectives if one.fqn == fqn)
 
 
 class Seen(NamedTuple):
-    """What a rule has found: seconds a step or bytes that it costs, what was measured, and what to change."""
+    """What a rule has found: seconds a step or bytes that it costs, what was measured, and what to change.
+
+    `spend` is what takes more memory for less time; it is advised where memory is not short.
+    """
 
     cost: float
     seen: str
-    change: str
+    change: str = ""
+    spend: str = ""
 
 
 _Find: TypeAlias = Callable[[Facts], Iterator[Seen]]
@@ -181,7 +207,8 @@ def uneven_owners(facts: Facts) -> Iterator[Seen]:
         f"({_some(slowest.owned) or 'nothing'}) where the mean is "
         f"{show(statistics.fmean(one.bytes for one in ranks), 'bytes')}",
         "balance owners over the whole model: shard_placement_fn=shardkit.core.plan_owners(model, choose, cost=...), "
-        "made before the first fully_shard, with the optimizer's cost of a matrix; or shard over fewer ranks (HSDP)",
+        "made before the first fully_shard, with the optimizer's cost of a matrix",
+        "shard over fewer ranks (HSDP)",
     )
 
 
@@ -193,7 +220,8 @@ def slow_optimizer(facts: Facts) -> Iterator[Seen]:
         cost,
         f"the optimizer's steps take {show(cost, 'seconds')}",
         "fused=True, and shardkit.core.optimizer_step_on_shards(optimizer) if it is element-wise (as Adam is) and does "
-        "not step on shards yet; a larger batch needs fewer steps",
+        "not step on shards yet",
+        "a larger batch, which needs fewer steps",
     )
 
 
@@ -209,7 +237,7 @@ def host_bound(facts: Facts) -> Iterator[Seen]:
         cost,
         f"the host spends {show(cost, 'seconds')} a step on starting {len(operations) / facts.steps:.0f} "
         "collectives: packing small ones, copying gradients for other ranks",
-        "use fewer, larger groups; a larger micro-batch makes the step longer and this share smaller",
+        spend="use fewer, larger groups; a larger micro-batch makes the step longer and this share smaller",
     )
 
 
@@ -249,7 +277,7 @@ def gathered_too_often(facts: Facts) -> Iterator[Seen]:
         yield Seen(
             sum(one.exposed for one in gathers) * spare,
             f"'{fqn}' is gathered {times:.3g} times a step where twice would do: {show(wire, 'bytes')} more to send",
-            "if its module is called several times, set_reshard_after_forward(False) on it; when accumulating "
+            spend="if its module is called several times, set_reshard_after_forward(False) on it; when accumulating "
             "gradients, set_reshard_after_backward(False) on the model for all micro-batches but the last",
         )
 
@@ -293,7 +321,8 @@ def prefetch_misses(facts: Facts) -> Iterator[Seen]:
         sum(one.exposed - one.exposed_by_skew for one in gathers),
         f"the gathers of {len(missed)} modules were launched when they were needed ({_some(missed)})",
         "if modules run in another order at each step, name what comes next with set_modules_to_forward_prefetch and "
-        "set_modules_to_backward_prefetch; if large and small blocks alternate, set_prefetch_depth(2) on the root",
+        "set_modules_to_backward_prefetch",
+        "if large and small blocks alternate, set_prefetch_depth(2) on the root",
     )
 
 
@@ -306,9 +335,10 @@ def uncovered_groups(facts: Facts) -> Iterator[Seen]:
         sum(waits.values()),
         f"communication of {len(waits)} groups is not hidden by computation, most of "
         f"{_some(sorted(waits, key=lambda fqn: -waits[fqn]))}",
+        "halve the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
         "give each rank more to compute per byte: a larger micro-batch, or accumulation with "
-        "set_requires_gradient_sync(False); halve the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16); or "
-        "keep parameters from forward to backward with set_reshard_after_forward(False) where memory allows",
+        "set_requires_gradient_sync(False); keep parameters from forward to backward with "
+        "set_reshard_after_forward(False)",
     )
 
 
@@ -353,8 +383,8 @@ def padding(facts: Facts) -> Iterator[Seen]:
 
 _ADVICE = {
     "activations": "recompute them: torch.utils.checkpoint around blocks; or a smaller micro-batch with accumulation",
-    "unsharded_parameters": "make groups smaller (fully_shard on more modules), leave reshard_after_forward at its "
-    "default, lower set_prefetch_depth",
+    "unsharded_parameters": "make the largest groups smaller (fully_shard on modules inside them), reshard them after "
+    "forward, lower set_prefetch_depth",
     "optimizer": "more ranks, CPUOffloadPolicy, or an optimizer with less state",
     "gradients": "more ranks; reduce at each micro-batch rather than accumulate unsharded gradients",
 }
@@ -362,16 +392,20 @@ _ADVICE = {
 
 @_rule("peak", "bytes", 0.5)
 def dominant_category(facts: Facts) -> Iterator[Seen]:
-    """One category makes up most of the peak, and something can be done about it."""
+    """Memory is short, one category makes up most of the peak, and something can be done about it, mostly for time."""
+    if not facts.short:
+        return
     worst = max(facts.report.ranks, key=lambda rank: rank.memory.peak)
     memory = worst.memory
     name = _most(memory.peak_categories)
     if name in _ADVICE:
         where = f"in {memory.peak_phase} of '{memory.peak_module}'"
         what = name.replace("_", " ")
+        waited = share_of_step(facts.report, max(exposed_by_rank(facts.report).values()))
         yield Seen(
             float(memory.peak_categories[name]),
-            f"the peak ({show(facts.peak, 'bytes')} on rank {worst.rank}, {where}) is mostly {what}",
+            f"the peak ({show(facts.peak, 'bytes')} on rank {worst.rank}, {where}) is mostly {what}, and {facts.room}; "
+            f"so no finding advises to spend memory on time, though {waited:.1%} of a step is spent waiting",
             _ADVICE[name],
         )
 
@@ -386,7 +420,10 @@ def _some(names: Iterable[str]) -> str:
 
 
 def diagnose(report: Report) -> list[Finding]:
-    """What every rule finds, by its share of the step or of the peak. Times in different findings may overlap.
+    """What every rule finds: of what binds first, memory if it is short, else time; then of the other.
+
+    Of either those with the larger share of the step, or of the peak, come first. Times in different findings may
+    overlap. Where memory is short, nothing is advised that takes more of it; else nothing that saves it for time.
 
     Raises:
         InputError: for a report without steps: nothing can be put in proportion.
@@ -397,11 +434,20 @@ def diagnose(report: Report) -> list[Finding]:
         )
     facts, findings = Facts(report), []
     for name, unit, least, find in _RULES:
-        whole = facts.step if unit == "seconds" else facts.peak
-        for cost, seen, change in find(facts):
-            if cost > 0 and cost >= least * whole:
-                findings.append(Finding(name, unit, cost, cost / whole, seen, change))
-    return sorted(findings, key=lambda one: -one.share)
+        for one in find(facts):
+            share = share_of_step(report, one.cost) if unit == "seconds" else one.cost / facts.peak
+            if one.cost > 0 and share >= least:
+                findings.append(Finding(name, unit, one.cost, share, one.seen, _advice(facts, one)))
+    return sorted(findings, key=lambda one: ((one.unit == "bytes") != facts.short, -one.share))
+
+
+def _advice(facts: Facts, seen: Seen) -> str:
+    """What to change, and what of the memory that is free to spend."""
+    if not seen.spend:
+        return seen.change
+    if facts.short:
+        return seen.change or f"free memory first, as what helps takes more of it ({facts.room})"
+    return f"{'; '.join(filter(None, (seen.change, seen.spend)))} (that takes memory: {facts.room})"
 
 
 def run(options: SimpleNamespace) -> int:

@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["grid", "print_error", "progress", "terminal"]
 
@@ -31,9 +32,18 @@ class _WithoutControls(RenderHook):
         return [_Plain(one) for one in renderables]
 
 
+# Of a pipe or a file, which have no edge: programs read them line by line.
+_ENDLESS = 1_000_000
+
+
 def terminal(*, stderr: bool = False) -> Console:
-    """Standard output, or standard error; control characters in what is printed appear as escapes."""
+    """Standard output, or standard error; control characters in what is printed appear as escapes.
+
+    Where it is no terminal, nothing is wrapped: each line, and each row of a table, is one line at its full width.
+    """
     console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=stderr)
+    if not console.is_terminal:
+        console.width = _ENDLESS
     console.push_render_hook(_WithoutControls())
     return console
 
@@ -43,9 +53,22 @@ def print_error(text: str) -> None:
     terminal(stderr=True).print(f"error: {' '.join(text.split())}")
 
 
-def grid(*heads: str, title: str | None = None, left: int = 1) -> Table:
+class _Grid(Table):
+    """A table below a line of its own; a title of rich is as narrow as its table."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__(box=None, pad_edge=False)
+        self._head = head
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._head:
+            yield Text(self._head, style="bold")
+        yield from super().__rich_console__(console, options)
+
+
+def grid(*heads: str, title: str = "", left: int = 1) -> Table:
     """A table without lines, whose first `left` columns are text and the others numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _Grid(title)
     for index, head in enumerate(heads):
         table.add_column(head, justify="left" if index < left else "right", overflow="fold")
     return table

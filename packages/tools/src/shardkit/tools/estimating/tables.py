@@ -47,12 +47,16 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
 
     heads = "collective", "of", "phase", "calls", "in host", "between hosts"
     table = grid(*heads, title="sent by this rank in one iteration", left=3)
-    rows = sorted(estimate.traffic, key=lambda row: -(row.inside + row.between))
-    for row in rows[:_SHOWN]:
-        table.add_row(row.collective, row.fqn, row.phase, *_sent([row]))
-    if rest := rows[_SHOWN:]:
+    alike: dict[object, list[TrafficRow]] = {}  # the blocks of a model send the same
+    for row in estimate.traffic:
+        alike.setdefault((row.collective, row.phase, row.calls, row.inside, row.between), []).append(row)
+    rows = sorted(alike.values(), key=lambda some: -sum(row.inside + row.between for row in some))
+    for some in rows[:_SHOWN]:
+        name = some[0].fqn + (f" and {len(some) - 1} alike" if len(some) > 1 else "")
+        table.add_row(some[0].collective, name, some[0].phase, *_sent(some))
+    if rest := [row for some in rows[_SHOWN:] for row in some]:
         table.add_row(f"{len(rest)} more", "", "", *_sent(rest))
-    table.add_row("all", "", "", *_sent(rows), style="bold")
+    table.add_row("all", "", "", *_sent(estimate.traffic), style="bold")
     yield table
 
     line, saved = estimate.timeline, estimate.checkpoint

@@ -46,11 +46,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to shard and run a model: mesh, policies, samples of a micro-batch."""
+    """One way to shard and run a model: mesh, policies, samples of a micro-batch.
+
+    `apart`: whether large modules outside of the blocks are wrapped beside those that the job names.
+    """
 
     axes: Axes
     policies: Policies
     micro_batch: int
+    apart: bool = False
 
     @property
     def samplers(self) -> int:
@@ -73,7 +77,7 @@ class Candidate:
             parts.append(f"prefetch within {show(policies.prefetch_budget, 'bytes')}")
         if policies.checkpoint:
             parts.append("recompute")
-        if policies.wrap is not None:
+        if self.apart:
             parts.append("outer modules apart")
         return ", ".join(parts)
 
@@ -249,7 +253,7 @@ def propose(
     recomputed = (True,) if job.policies.checkpoint else (False, True)
     for wrap, reshard, recompute in product(wrappings(plain, job.policies.wrap), (True, False), recomputed):
         policies = replace(job.policies, wrap=wrap, reshard_after_forward=reshard, checkpoint=recompute)
-        search.attempt(Candidate(first, policies, micro_batch))
+        search.attempt(Candidate(first, policies, micro_batch, wrap != job.policies.wrap))
     for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:
             replicated = replace(candidate, axes=axes)

@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Recorder:
         shards: bytes of this rank's part of each parameter, by FQN.
         owned: those that lie whole on one rank.
         holders: the class of the module that holds each parameter, by the parameter's FQN.
+        capacity: bytes of memory that there are, on a CPU for all ranks of the host; 0 if that is not known.
         activations: whether what autograd saves is counted.
         seconds: spent in the recorder.
 
@@ -87,6 +89,7 @@ class Recorder:
         self._each_event, self._each_pack = _costs()
         self._saved = _SavedTensors(self._write, self._alive) if activations else None
         self._residence = _Residence(device)
+        self.capacity = self._residence.capacity()
         self._subscription: events.Subscription | None = None
         self._hooks: list[Any] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -329,6 +332,18 @@ class _Residence:
         if self._module is not None:
             return int(self._module.memory_reserved(self._device))
         return int(os.pread(self._file, 64, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def capacity(self) -> int:
+        """Bytes that there are, on a CPU no more than the control group may have; 0 where the device does not say."""
+        if self._module is not None:
+            told = getattr(self._module, "mem_get_info", None)
+            return 0 if told is None else int(told(self._device)[1])
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+        try:
+            allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        except OSError:
+            return whole
+        return min(whole, int(allowed)) if allowed.isdigit() else whole
 
     def close(self) -> None:
         """Gives the file back; once."""

@@ -278,6 +278,7 @@ def record_of(recorder: Recorder) -> RankRecord:
         memory=replay.memory.result(),
         shard_bytes=dict(shard_bytes),
         owned={fqn: size for fqn, size in recorder.shards.items() if fqn in recorder.owned},
+        capacity=recorder.capacity,
         overhead=Overhead(
             recorder.overhead,
             recorder.overhead / max(recorder.ended - recorder.began, 1e-9),

@@ -91,7 +91,8 @@ def _print_comparison(before: Report, after: Report) -> None:
 
 
 def _tables(report: Report) -> Iterator[Table]:
-    table = grid("measure", "value", "is", left=3)
+    table = grid("measure", "value", "is")
+    table.columns[-1].justify = "left"
     for measure in MEASURES:
         table.add_row(measure.name, show(measure.of(report), measure.unit), measure.meaning)
     yield table

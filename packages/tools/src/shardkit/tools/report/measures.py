@@ -96,9 +96,22 @@ class Measure:
 
 def step_time(report: Report) -> float:
     """Seconds of a step: the median over the steps, of the rank that took longest in each; 0 without steps."""
-    steps = [[step.end - step.begin for step in rank.steps] for rank in report.ranks]
-    times = [max(times) for times in zip(*steps, strict=False)]
+    times = _step_times(report)
     return statistics.median(times) if times else 0.0
+
+
+def _step_times(report: Report) -> list[float]:
+    """Seconds of each step, on the rank that took longest in it."""
+    steps = [[step.end - step.begin for step in rank.steps] for rank in report.ranks]
+    return [max(times) for times in zip(*steps, strict=False)]
+
+
+def share_of_step(report: Report, seconds: float) -> float:
+    """`seconds`, a mean over the steps, as a share of the mean step; of the rank that took longest in each.
+
+    Not of `step_time`, the median: the one slow step in which the seconds were lost counts in both means.
+    """
+    return seconds / max(_mean(_step_times(report)), 1e-9)
 
 
 def exposed_by_rank(report: Report) -> dict[int, float]:
@@ -106,9 +119,21 @@ def exposed_by_rank(report: Report) -> dict[int, float]:
     return {rank.rank: _mean([step.exposed for step in rank.steps]) for rank in report.ranks}
 
 
-def _exposed_share(rank: Rank) -> float:
-    whole = sum(step.end - step.begin for step in rank.steps)
-    return sum(step.exposed for step in rank.steps) / max(whole, 1e-9)
+def _exposed(report: Report) -> float:
+    return max(exposed_by_rank(report).values())
+
+
+def memory_in_use(report: Report) -> tuple[int, int]:
+    """Bytes resident (or reserved) at most and bytes that there are, of the fullest device, or host if ranks share it.
+
+    There are 0 if no rank knows how many.
+    """
+    places: dict[object, list[Rank]] = defaultdict(list)
+    for rank in report.ranks:
+        if rank.capacity:
+            places[(rank.place.host, rank.place.boot) if report.run.device == "cpu" else rank.rank].append(rank)
+    found = [(sum(one.memory.resident_peak for one in some), some[0].capacity) for some in places.values()]
+    return max(found, key=lambda one: one[0] / one[1], default=(0, 0))
 
 
 def _most(of_rank: Callable[[Rank], float]) -> Callable[[Report], float]:
@@ -149,13 +174,10 @@ MEASURES: tuple[Measure, ...] = (
         "resident (CPU) or reserved (device) memory, most of any rank",
         _most(lambda rank: rank.memory.resident_peak),
     ),
+    Measure("exposed", "seconds", "communication that nothing hid, a step, most of any rank", _exposed),
     Measure(
-        "exposed",
-        "seconds",
-        "communication that nothing hid, a step, most of any rank",
-        lambda report: max(exposed_by_rank(report).values()),
+        "exposed_share", "share", "the same as a share of the mean step", lambda one: share_of_step(one, _exposed(one))
     ),
-    Measure("exposed_share", "share", "the same as a share of that rank's mean step", _most(_exposed_share)),
     Measure(
         "skew",
         "seconds",

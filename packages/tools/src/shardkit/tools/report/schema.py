@@ -209,7 +209,8 @@ class Overhead:
 class Rank:
     """Everything about one rank. `shard_bytes` are its shards by group label.
 
-    `owned` are bytes of parameters on `Owned` placements by FQN, 0 for those of other owners.
+    `owned` are bytes of parameters on `Owned` placements by FQN, 0 for those of other owners. `capacity` is the memory
+    of the rank's device, on a CPU that of its host, which the host's ranks share; 0 if it is not known.
     """
 
     rank: int
@@ -226,6 +227,7 @@ class Rank:
     shard_bytes: dict[str, int]
     overhead: Overhead
     owned: dict[str, int] = field(default_factory=dict)
+    capacity: int = 0
 
 
 @dataclass(frozen=True)
