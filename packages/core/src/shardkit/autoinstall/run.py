@@ -47,13 +47,8 @@ def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
         sys.stderr.write(f"shardkit run: --fsdp1 {NEEDS_FSDP1}\n")
         return 2
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as records:
-        try:
-            status = run_command(_with_interpreter(command), environment(os.environ, records, fsdp1=fsdp1))
-        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
-            reason = error.strerror if isinstance(error, OSError) else error
-            sys.stderr.write(f"shardkit run: {command[0]} cannot be run: {reason}\n")
-            return 127
-        if not any(Path(records).iterdir()):
+        status = run_command(command, environment(os.environ, records, fsdp1=fsdp1), "run")
+        if status != _NOT_RUN and not any(Path(records).iterdir()):
             names = "fully_shard or FullyShardedDataParallel" if fsdp1 else "fully_shard"
             hint = "" if fsdp1 else "; a script with FullyShardedDataParallel needs --fsdp1"
             sys.stderr.write(
@@ -83,15 +78,24 @@ def _with_interpreter(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command in the foreground; returns its exit status, 128 + the signal if one ended it.
+# What shells return for a command that cannot be started.
+_NOT_RUN = 127
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str], name: str) -> int:
+    """Runs a training command for `shardkit <name>` in the foreground; a script.py is run by this interpreter.
 
     Ctrl-C reaches the command too, which then ends its ranks; it is waited for. SIGTERM is handed on.
 
-    Raises:
-        OSError, ValueError: if it cannot be started.
+    Returns:
+        Its exit status: 128 + the signal if one ended it, 127 if it cannot be started, which is told.
     """
-    process = subprocess.Popen(command, env=dict(environment))
+    try:
+        process = subprocess.Popen(_with_interpreter(command), env=dict(environment))
+    except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+        reason = error.strerror if isinstance(error, OSError) else error
+        sys.stderr.write(f"shardkit {name}: {command[0]} cannot be run: {reason}\n")
+        return _NOT_RUN
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         status = _outcome(process)

@@ -322,9 +322,10 @@ def watch(seconds: float, command: tuple[str, ...]) -> int:
 
     Every rank that can be reached reports where it is, and one of them writes who is missing to its stderr.
     """
-    from shardkit.tools.launching import WATCH, WATCH_SECONDS, run_command
+    from shardkit.autoinstall.run import run_command
+    from shardkit.tools.watch import WATCH, WATCH_SECONDS
 
-    return run_command(command, os.environ | {WATCH: "1", WATCH_SECONDS: str(seconds)})
+    return run_command(command, os.environ | {WATCH: "1", WATCH_SECONDS: str(seconds)}, "watch")
 
 
 @tree.command(context_settings=_PASSED_ON)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.quantities import show
@@ -112,20 +112,6 @@ class Seen(NamedTuple):
     spend: str = ""
 
 
-_Find: TypeAlias = Callable[[Facts], Iterator[Seen]]
-_RULES: list[tuple[str, Literal["seconds", "bytes"], float, _Find]] = []
-
-
-def _rule(name: str, unit: Literal["seconds", "bytes"], least: float) -> Callable[[_Find], _Find]:
-    """Makes a function a rule; what costs less than the share `least` of a step, or of the peak, is left out."""
-
-    def added(find: _Find) -> _Find:
-        _RULES.append((name, unit, least, find))
-        return find
-
-    return added
-
-
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +128,6 @@ def _waited(facts: Facts) -> float:
     return max(skew_by_rank(facts.report).values()) if met and len(facts.report.ranks) > 1 else 0.0
 
 
-@_rule("late-rank", "seconds", 0.01)
 def late_rank(facts: Facts) -> Iterator[Seen]:
     """A rank that the others wait for, again and again."""
     rank, last = _mostly_last(facts), times_last(facts.report)
@@ -158,7 +143,6 @@ def late_rank(facts: Facts) -> Iterator[Seen]:
     )
 
 
-@_rule("ranks-in-turn", "seconds", 0.01)
 def ranks_in_turn(facts: Facts) -> Iterator[Seen]:
     """Ranks that wait for each other in turn."""
     if _mostly_last(facts) is None:
@@ -171,7 +155,6 @@ def ranks_in_turn(facts: Facts) -> Iterator[Seen]:
         )
 
 
-@_rule("uneven-shards", "bytes", 0.01)
 def uneven_shards(facts: Facts) -> Iterator[Seen]:
     """Modules whose dims do not divide, so that some ranks hold much more of them."""
     ranks = facts.report.ranks
@@ -192,7 +175,6 @@ def uneven_shards(facts: Facts) -> Iterator[Seen]:
         )
 
 
-@_rule("uneven-owners", "seconds", 0.01)
 def uneven_owners(facts: Facts) -> Iterator[Seen]:
     """Owners of whole parameters that step much longer than others: all ranks wait for them."""
     ranks = owners(facts.report)
@@ -212,7 +194,6 @@ def uneven_owners(facts: Facts) -> Iterator[Seen]:
     )
 
 
-@_rule("optimizer", "seconds", 0.2)
 def slow_optimizer(facts: Facts) -> Iterator[Seen]:
     """The optimizer takes a large part of a step."""
     cost = max(statistics.fmean(step.optimizer for step in rank.steps) for rank in facts.report.ranks)
@@ -228,7 +209,6 @@ def slow_optimizer(facts: Facts) -> Iterator[Seen]:
 # -- communication -----------------------------------------------------------------------------------------------------
 
 
-@_rule("launch", "seconds", 0.05)
 def host_bound(facts: Facts) -> Iterator[Seen]:
     """Starting communication takes the host long."""
     cost = max(sum(step.launch for step in rank.steps) / len(rank.steps) for rank in facts.report.ranks)
@@ -243,11 +223,8 @@ def host_bound(facts: Facts) -> Iterator[Seen]:
 
 # Below this many bytes what a collective costs does not depend on its size.
 _SMALL = 1 << 20
-# What costs less than this share of a step is not worth a change.
-_LEAST_OF_STEP = 0.005
 
 
-@_rule("small-group", "seconds", _LEAST_OF_STEP)
 def small_groups(facts: Facts) -> Iterator[Seen]:
     """Groups so small that starting their collectives costs more than the bytes that they move."""
     small = {
@@ -265,7 +242,6 @@ def small_groups(facts: Facts) -> Iterator[Seen]:
         )
 
 
-@_rule("gathered-often", "seconds", _LEAST_OF_STEP)
 def gathered_too_often(facts: Facts) -> Iterator[Seen]:
     """Groups that are gathered more than once for forward and once for backward."""
     for fqn, gathers in facts.gathers.items():
@@ -282,7 +258,6 @@ def gathered_too_often(facts: Facts) -> Iterator[Seen]:
         )
 
 
-@_rule("gathered-at-once", "seconds", _LEAST_OF_STEP)
 def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
     """The last module of forward: freed, and gathered again at once, as backward begins with it."""
     spans = facts.first_rank.spans
@@ -296,7 +271,6 @@ def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
             )
 
 
-@_rule("embedding", "seconds", _LEAST_OF_STEP)
 def embeddings_gathered_for_backward(facts: Facts) -> Iterator[Seen]:
     """Embeddings, whose backward does not read their weight."""
     for module in facts.first_rank.modules:
@@ -312,7 +286,6 @@ def embeddings_gathered_for_backward(facts: Facts) -> Iterator[Seen]:
                 )
 
 
-@_rule("prefetch-miss", "seconds", _LEAST_OF_STEP)
 def prefetch_misses(facts: Facts) -> Iterator[Seen]:
     """Modules whose gather was launched only when they needed it."""
     missed = sorted(facts.missed - {facts.root})
@@ -326,7 +299,6 @@ def prefetch_misses(facts: Facts) -> Iterator[Seen]:
     )
 
 
-@_rule("exposed", "seconds", 0.05)
 def uncovered_groups(facts: Facts) -> Iterator[Seen]:
     """Groups whose prefetched gathers and reductions still make the rank wait: nothing is long enough to hide them."""
     groups = dict.fromkeys(one.fqn for one in facts.report.collectives)
@@ -345,7 +317,6 @@ def uncovered_groups(facts: Facts) -> Iterator[Seen]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@_rule("buffers", "bytes", 0.02)
 def buffers_that_double(facts: Facts) -> Iterator[Seen]:
     """More communication buffers at once than two reductions need: one under way while the next one is made."""
     sizes = {group: len(ranks.ranks) for group, ranks in enumerate(facts.report.groups)}
@@ -367,7 +338,6 @@ def buffers_that_double(facts: Facts) -> Iterator[Seen]:
 _UNSHARDED = 3
 
 
-@_rule("padding", "bytes", 0.02)
 def padding(facts: Facts) -> Iterator[Seen]:
     """Memory and bytes for padding."""
     wasted = {fqn: max(one.padding_bytes for one in gathers) for fqn, gathers in facts.gathers.items()}
@@ -390,7 +360,6 @@ _ADVICE = {
 }
 
 
-@_rule("peak", "bytes", 0.5)
 def dominant_category(facts: Facts) -> Iterator[Seen]:
     """Memory is short, one category makes up most of the peak, and something can be done about it, mostly for time."""
     if not facts.short:
@@ -417,6 +386,29 @@ def _most(sizes: Mapping[str, float]) -> str:
 def _some(names: Iterable[str]) -> str:
     found = [f"'{name}'" for name in names]
     return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+
+
+# What costs less than this share of a step is not worth a change.
+_LEAST_OF_STEP = 0.005
+
+# Names, what costs are in, and the share of a step, or of the peak, below which a finding is left out.
+_RULES: tuple[tuple[str, Literal["seconds", "bytes"], float, Callable[[Facts], Iterator[Seen]]], ...] = (
+    ("late-rank", "seconds", 0.01, late_rank),
+    ("ranks-in-turn", "seconds", 0.01, ranks_in_turn),
+    ("uneven-shards", "bytes", 0.01, uneven_shards),
+    ("uneven-owners", "seconds", 0.01, uneven_owners),
+    ("optimizer", "seconds", 0.2, slow_optimizer),
+    ("launch", "seconds", 0.05, host_bound),
+    ("small-group", "seconds", _LEAST_OF_STEP, small_groups),
+    ("gathered-often", "seconds", _LEAST_OF_STEP, gathered_too_often),
+    ("gathered-at-once", "seconds", _LEAST_OF_STEP, gathered_again_at_once),
+    ("embedding", "seconds", _LEAST_OF_STEP, embeddings_gathered_for_backward),
+    ("prefetch-miss", "seconds", _LEAST_OF_STEP, prefetch_misses),
+    ("exposed", "seconds", 0.05, uncovered_groups),
+    ("buffers", "bytes", 0.02, buffers_that_double),
+    ("padding", "bytes", 0.02, padding),
+    ("peak", "bytes", 0.5, dominant_category),
+)
 
 
 def diagnose(report: Report) -> list[Finding]:

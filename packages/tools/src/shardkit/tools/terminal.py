@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
@@ -18,18 +18,10 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0))
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
-class _Plain(ConsoleRenderable):
-    def __init__(self, inner: ConsoleRenderable) -> None:
-        self._inner = inner
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self._inner, options):
+class _WithoutControls(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(segment.text.translate(_CONTROLS), segment.style)
-
-
-class _WithoutControls(RenderHook):
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [_Plain(one) for one in renderables]
 
 
 # Of a pipe or a file, which have no edge: programs read them line by line.
@@ -41,10 +33,9 @@ def terminal(*, stderr: bool = False) -> Console:
 
     Where it is no terminal, nothing is wrapped: each line, and each row of a table, is one line at its full width.
     """
-    console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=stderr)
+    console = _WithoutControls(stderr=stderr, markup=False, highlight=False, soft_wrap=stderr)
     if not console.is_terminal:
         console.width = _ENDLESS
-    console.push_render_hook(_WithoutControls())
     return console
 
 

@@ -338,7 +338,7 @@ class Observer(OperatorMode):
         # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
         halves, ranks = 2 if collective == "all-reduce" else 1, group.size()
         wire_bytes = halves * (ranks - 1) * nbytes // ranks
-        number = self._launch(collective, fqn, nbytes, wire_bytes, tensors[0].dtype, group)
+        number = self._launch(collective, fqn, nbytes, wire_bytes, group, dtype=tensors[0].dtype, of_core=False)
         if function.namespace == "_c10d_functional":
             self._functional |= {id(one): number for one in tensors_in(out)}  # of several, the first that is awaited
         else:
@@ -349,10 +349,10 @@ class Observer(OperatorMode):
     def _on_event(self, event: Any) -> None:
         kind = type(event)
         if kind in STARTED:
-            of_core = {"of_core": True, "compressed": event.transport == "compressed"}
+            about = {"dtype": event.dtype, "of_core": True, "compressed": event.transport == "compressed"}
             self._own_all_reduces += kind is events.AllReduceStarted
-            described = event.fqn, event.bytes, event.wire_bytes, event.dtype, event.group
-            self._waiting[STARTED[kind], event.fqn].append(self._launch(STARTED[kind], *described, **of_core))
+            described = STARTED[kind], event.fqn, event.bytes, event.wire_bytes, event.group
+            self._waiting[STARTED[kind], event.fqn].append(self._launch(*described, **about))
         elif kind in FINISHED:
             if waiting := self._waiting[FINISHED[kind], event.fqn]:
                 self.trace.steps.append(Awaited(waiting.popleft(), *self.where.here()))
@@ -363,25 +363,16 @@ class Observer(OperatorMode):
                 self.ledger.assign_newest(event.bytes, "communication")
 
     def _launch(
-        self,
-        collective: Collective,
-        fqn: str,
-        nbytes: int,
-        wire_bytes: int,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        *,
-        of_core: bool = False,
-        compressed: bool = False,
+        self, collective: Collective, fqn: str, nbytes: int, wire_bytes: int, group: dist.ProcessGroup, **about: Any
     ) -> int:
+        """A communication begins; its number. `about` is what else a `Transfer` tells of it."""
         ranks, hosts, local = neighbourhood(group, self._ranks_per_host)
         inside, self._inside = self._inside, None
         if inside is None:  # nobody has announced it; peers get equal parts
             inside = round(wire_bytes * (len(local) / max(1, ranks - 1)))
-        sizes = nbytes, wire_bytes, inside, dtype, ranks, hosts
+        about |= {"ranks": ranks, "hosts": hosts, "group": group.group_name}
         phase, number = self.where.here()[1], next(self._numbers)
-        named = of_core, compressed, group.group_name, number
-        self.trace.steps.append(Transfer(collective, fqn, phase, *sizes, *named))
+        self.trace.steps.append(Transfer(collective, fqn, phase, nbytes, wire_bytes, inside, about=number, **about))
         return number
 
     # -- gradients -----------------------------------------------------------------------------------------------------

@@ -91,24 +91,23 @@ def _memory(estimate: Estimate) -> str:
     below, body = [0] * len(shown), []
     for number, category in enumerate(CATEGORIES):
         above = [low + sizes[number] for low, (_, sizes) in zip(below, shown, strict=True)]
-        # Each level holds until the next one.
-        outline = [corner for one in zip(times, [*times[1:], whole], above, strict=True) for corner in _held(*one)]
-        outline += [
-            corner
-            for one in reversed(list(zip([*times[1:], whole], times, below, strict=True)))
-            for corner in _held(*one)
+        # Each level holds until the next one begins.
+        corners = [
+            [
+                (at, level)
+                for begin, end, level in zip(times, [*times[1:], whole], levels, strict=True)
+                for at in (begin, end)
+            ]
+            for levels in (above, below)
         ]
-        corners = " ".join(
-            f"{time / whole * _WIDTH:.1f},{_HEIGHT - level / most * (_HEIGHT - 20):.1f}" for time, level in outline
+        outline = " ".join(
+            f"{at / whole * _WIDTH:.1f},{_HEIGHT - level / most * (_HEIGHT - 20):.1f}"
+            for at, level in (*corners[0], *reversed(corners[1]))
         )
-        body.append(_shape("polygon", category.replace("_", " "), points=corners, fill=_COLORS[number]))
+        body.append(_shape("polygon", category.replace("_", " "), points=outline, fill=_COLORS[number]))
         below = above
     body.append(_text(4, 14, show(most, "bytes")))
     return _svg(_HEIGHT + 16, "".join(body) + _time_axis(whole, _HEIGHT + 14))
-
-
-def _held(begin: float, end: float, level: int) -> tuple[tuple[float, int], tuple[float, int]]:
-    return (begin, level), (end, level)
 
 
 def _time_axis(whole: float, y: float) -> str:

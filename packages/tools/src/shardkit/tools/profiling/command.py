@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+from shardkit.autoinstall.run import run_command
 from shardkit.tools.files import InputError, check_targets
-from shardkit.tools.launching import run_command
 from shardkit.tools.profiling.session import ACTIVATIONS, STEPS, TARGET, WARMUP
 from shardkit.tools.report.command import print_report, write_outputs
 from shardkit.tools.report.files import is_record, read_records
@@ -31,7 +31,7 @@ def run(options: SimpleNamespace) -> int:
             STEPS: str(options.steps),
             ACTIVATIONS: str(int(not options.no_activations)),
         }
-        status = run_command(options.command, os.environ | settings)
+        status = run_command(options.command, os.environ | settings, "profile")
         recorded = any(records.glob("rank-*.json"))
         if status:
             told = "reporting what was recorded" if recorded else "nothing was recorded"

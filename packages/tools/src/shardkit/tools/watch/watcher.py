@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardkit.core import events
-from shardkit.tools.launching import WATCH_SECONDS
 from shardkit.tools.profiling.log import CARRIED, FINISHED, STARTED, Entry, OptimizerBegan, OptimizerEnded, Whereabouts
 from shardkit.tools.torch_compat import own_store_connection
+from shardkit.tools.watch import WATCH_SECONDS
 from shardkit.tools.watch.verdict import Kind, Place, Started, Statement, WaitingFor, verdict
 
 _T = TypeVar("_T")
