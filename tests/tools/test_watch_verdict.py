@@ -2,7 +2,8 @@
 
 import msgspec
 
-from shardkit.tools.watch.verdict import Kind, Place, Started, Statement, WaitingFor, verdict
+from shardkit.tools.report.schema import PlaceOfRank
+from shardkit.tools.watch.verdict import Kind, Process, Started, Statement, WaitingFor, verdict
 
 GROUP = (0, 1, 2)
 
@@ -85,7 +86,7 @@ def test_the_line_that_is_shown_is_the_users() -> None:
 def test_statements_travel_as_text_and_places_tell_the_condition_of_a_process() -> None:
     one = said(0, wait(), HERE, stack=("a",))
     assert msgspec.json.decode(msgspec.json.encode(one), type=Statement) == one
-    here = Place.of_this_process()
+    here = Process.own()
     assert "is alive, but does not answer" in here.condition()
-    assert "has ended" in Place(here.host, here.boot, here.pid, "0").condition()
-    assert "cannot be reached" in Place("elsewhere", "another boot", 1, "1").condition()
+    assert "has ended" in Process(here.place, "0").condition()
+    assert "cannot be reached" in Process(PlaceOfRank("elsewhere", "another boot", 1), "1").condition()

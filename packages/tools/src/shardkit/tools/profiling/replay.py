@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import platform
-import socket
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -266,7 +263,7 @@ def record_of(recorder: Recorder) -> RankRecord:
             shard_bytes[replay.memory.owner(fqn)] += size
     rank = Rank(
         rank=recorder.rank,
-        place=_place(),
+        place=PlaceOfRank.of_this_process(),
         begin=recorder.began,
         end=end,
         truncated=recorder.truncated,
@@ -324,11 +321,3 @@ def _modules(replay: Replay, holders: dict[str, str]) -> list[ModuleOfRank]:
 
 def _device_name(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
-
-
-def _place() -> PlaceOfRank:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return PlaceOfRank(socket.gethostname(), boot, os.getpid())

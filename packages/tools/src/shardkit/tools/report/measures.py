@@ -131,7 +131,7 @@ def memory_in_use(report: Report) -> tuple[int, int]:
     places: dict[object, list[Rank]] = defaultdict(list)
     for rank in report.ranks:
         if rank.capacity:
-            places[(rank.place.host, rank.place.boot) if report.run.device == "cpu" else rank.rank].append(rank)
+            places[rank.place.boot if report.run.device == "cpu" else rank.rank].append(rank)
     found = [(sum(one.memory.resident_peak for one in some), some[0].capacity) for some in places.values()]
     return max(found, key=lambda one: one[0] / one[1], default=(0, 0))
 

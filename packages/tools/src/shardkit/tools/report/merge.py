@@ -41,8 +41,8 @@ class Clocks:
 
 def common_clock(records: Sequence[RankRecord]) -> Clocks:
     """The clock of all records: the host's own where there is one host."""
-    hosts = [record.rank.place.boot or f"rank {record.rank.rank}" for record in records]
-    if len(set(hosts)) == 1 and records[0].rank.place.boot:
+    hosts = [record.rank.place.boot for record in records]
+    if len(set(hosts)) == 1:
         return Clocks([0.0] * len(records))
     walls: dict[str, float] = {}
     for host, record in zip(hosts, records, strict=True):

@@ -5,7 +5,10 @@ All times are in seconds since the recording began on the rank that began first,
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 SCHEMA = "shardkit.report"
@@ -59,11 +62,21 @@ class Group:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """The process of a rank. `boot` tells hosts apart (and restarts of one)."""
+    """The process of a rank. `boot` tells hosts apart, restarts of one, and containers with processes of their own."""
 
     host: str
     boot: str
     pid: int
+
+    @staticmethod
+    def of_this_process() -> PlaceOfRank:
+        """The place of the caller."""
+        host = socket.gethostname()
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return PlaceOfRank(host, f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}", os.getpid())
+        except OSError:
+            return PlaceOfRank(host, host, os.getpid())
 
 
 @dataclass(frozen=True)

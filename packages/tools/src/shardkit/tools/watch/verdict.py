@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from shardkit.tools.report.schema import PlaceOfRank
 
 _PROCESS_STATES = {
     "T": "is stopped (SIGSTOP, or a shell's job control)",
@@ -20,37 +21,26 @@ _PROCESS_STATES = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's process runs. `started` tells it from a later process of the same number."""
+class Process:
+    """A rank's process. `started` tells it from a later process of the same number."""
 
-    host: str
-    boot: str
-    pid: int
+    place: PlaceOfRank
     started: str
 
     @staticmethod
-    def of_this_process() -> Place:
-        """The place of the caller."""
-        return Place(socket.gethostname(), _boot(), os.getpid(), _stat(os.getpid())[1])
+    def own() -> Process:
+        """That of the caller."""
+        return Process(PlaceOfRank.of_this_process(), _stat(os.getpid())[1])
 
     def condition(self) -> str:
         """What can be seen of the process from here."""
-        who = f"process {self.pid} on {self.host}"
-        if self.boot != _boot():
+        who = f"process {self.place.pid} on {self.place.host}"
+        if self.place.boot != PlaceOfRank.of_this_process().boot:
             return f"{who} does not answer: it has ended, is stopped, or cannot be reached"
-        state, started = _stat(self.pid)
+        state, started = _stat(self.place.pid)
         if not state or started != self.started:
             return f"{who} has ended"
         return f"{who} {_PROCESS_STATES.get(state, 'is alive, but does not answer: something holds the interpreter')}"
-
-
-def _boot() -> str:
-    """Tells hosts apart, and containers of one host that do not see each other's processes."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _stat(pid: int) -> tuple[str, str]:

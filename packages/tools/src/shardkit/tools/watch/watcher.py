@@ -29,7 +29,7 @@ from shardkit.core import events
 from shardkit.tools.profiling.log import CARRIED, FINISHED, STARTED, Entry, OptimizerBegan, OptimizerEnded, Whereabouts
 from shardkit.tools.torch_compat import own_store_connection
 from shardkit.tools.watch import WATCH_SECONDS
-from shardkit.tools.watch.verdict import Kind, Place, Started, Statement, WaitingFor, verdict
+from shardkit.tools.watch.verdict import Kind, Process, Started, Statement, WaitingFor, verdict
 
 _T = TypeVar("_T")
 _Collective: TypeAlias = tuple[Kind, int]
@@ -157,7 +157,7 @@ class Watcher:
 
     def begin(self) -> None:
         """Tells the others where this process is and starts to watch."""
-        self._store.set(f"place/{self._rank}", msgspec.json.encode(Place.of_this_process()).decode())
+        self._store.set(f"place/{self._rank}", msgspec.json.encode(Process.own()).decode())
         while self._store.check([f"alarm/{self._number}"]):
             self._number += 1
         self._thread.start()
@@ -226,7 +226,7 @@ class Watcher:
                 if rank < self._rank:
                     return
             else:
-                place = self._read(f"place/{rank}", Place)
+                place = self._read(f"place/{rank}", Process)
                 silent[rank] = place.condition() if place is not None else "has not begun to watch"
         self._write(verdict(statements, silent))
 
