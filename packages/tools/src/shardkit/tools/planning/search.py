@@ -234,11 +234,12 @@ def propose(
 ) -> list[Proposal]:
     """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
 
-    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch; the best
-    of those that fit also with replicas, which take more memory, and with tensor parallelism if the job has a plan for
-    it. The best of all that fit get larger micro-batches as long as they fit, and the best of these more prefetching,
-    by number of groups and by bytes. The smallest micro-batch is the job's own, the largest eight times that, unless
-    told otherwise. `margin` is the part of the limit that stays free, for what estimates miss. `tell` gets what could
+    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
+    except that parameters are kept for backward only where the model fits without that; the best of those that fit
+    also with replicas, which take more memory, and with tensor parallelism if the job has a plan for it. The best
+    of all that fit get larger micro-batches as long as they fit, and the best of these more prefetching, by number
+    of groups and by bytes. The smallest micro-batch is the job's own, the largest eight times that, unless told
+    otherwise. `margin` is the part of the limit that stays free, for what estimates miss. `tell` gets what could
     not be tried, `progress` the number of estimates so far.
 
     Raises:
@@ -251,9 +252,11 @@ def propose(
     search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
     first, *other = meshes(world_size, machine)
     recomputed = (True,) if job.policies.checkpoint else (False, True)
-    for wrap, reshard, recompute in product(wrappings(plain, job.policies.wrap), (True, False), recomputed):
-        policies = replace(job.policies, wrap=wrap, reshard_after_forward=reshard, checkpoint=recompute)
-        search.attempt(Candidate(first, policies, micro_batch, wrap != job.policies.wrap))
+    for wrap, recompute in product(wrappings(plain, job.policies.wrap), recomputed):
+        policies = replace(job.policies, wrap=wrap, reshard_after_forward=True, checkpoint=recompute)
+        candidate = Candidate(first, policies, micro_batch, wrap != job.policies.wrap)
+        if search.fits(candidate):  # keeping parameters from forward to backward takes no less memory
+            search.attempt(candidate.changed(reshard_after_forward=False))
     for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:
             replicated = replace(candidate, axes=axes)
