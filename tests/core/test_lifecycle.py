@@ -1,5 +1,6 @@
 """What may happen to a sharded model in its life, against the same life of a whole model in one process."""
 
+import copy
 import functools
 import gc
 import itertools
@@ -407,6 +408,50 @@ def _evaluations(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_evaluation_between_steps(world_size: int) -> None:
     run_ranks(world_size, _evaluations)
+
+
+def _frozen_teacher(rank: int, world_size: int) -> None:
+    """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees what it writes."""
+    student, teacher = MLP(), MLP().requires_grad_(False)
+    whole = copy.deepcopy(teacher)
+    for model in (student, teacher):
+        _shard_mlp(model)
+    news, olds = list(student.parameters()), list(teacher.parameters())
+    for seed in range(3):
+        x = batch(rank, 2, 5, seed=seed)
+        assert_close(teacher(x), whole(x), "a frozen model, with gradients enabled")
+        with torch.no_grad():
+            torch._foreach_mul_(olds, 0.5)
+            torch._foreach_add_(olds, news, alpha=0.5)
+            for old, new in zip(whole.parameters(), news, strict=True):
+                old.mul_(0.5).add_(new.full_tensor(), alpha=0.5)  # type: ignore[attr-defined]
+
+
+def test_a_frozen_model_that_is_changed_between_forwards() -> None:
+    run_ranks(2, _frozen_teacher)
+
+
+def _frozen_model_in_a_graph(rank: int, world_size: int) -> None:
+    """A frozen root stays for the backward to its inputs, also to one that no output of it shows."""
+    model = MLP().requires_grad_(False)
+    whole = copy.deepcopy(model)
+    losses: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        losses.append(output.square().sum())
+        return output.detach()
+
+    model.register_forward_hook(keep)
+    _shard_mlp(model)
+    x = batch(rank, 2, 5).requires_grad_()
+    model(x)
+    (seen,) = torch.autograd.grad(losses[0], x)
+    (expected,) = torch.autograd.grad(whole(x).square().sum(), x)
+    assert_close(seen, expected, "gradient of the input")
+
+
+def test_a_frozen_model_whose_inputs_need_gradients() -> None:
+    run_ranks(2, _frozen_model_in_a_graph)
 
 
 def _zero_grad_of_the_module(rank: int, world_size: int) -> None:

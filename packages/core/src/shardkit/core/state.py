@@ -297,12 +297,20 @@ class FSDPState:
         if with_grad and self._backward_follows and self.schedule.in_backward:
             return  # recomputed: the backward that wanted it goes on with it
         kept = self.schedule.policy.worth_keeping(self.groups)
+        # A root that would keep its parameters for a backward frees them where none can follow.
+        frees = self.auto_reshard and self.is_root and not (with_grad and self._backward_may_follow())
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
-            # Without grad no backward can follow, so a root that would keep its parameters for it frees them.
-            if group.settings.reshard_after_forward or (self.auto_reshard and self.is_root and not with_grad):
+            if group.settings.reshard_after_forward or frees:
                 group.reshard(keep=with_grad, release=with_grad)
+
+    def _backward_may_follow(self) -> bool:
+        """Whether this pass has made a graph, perhaps one that only a tensor in a global variable leads to."""
+        if self._backward_follows or self._leaving is not None:
+            return True
+        modules = (module for reference in self.modules if (module := reference()) is not None)
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def _own_outputs(self, output: Any) -> Any:
         """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
