@@ -454,6 +454,36 @@ def test_a_frozen_model_whose_inputs_need_gradients() -> None:
     run_ranks(2, _frozen_model_in_a_graph)
 
 
+def _steps_on_local_tensors(rank: int, world_size: int, change: Callable[[Any], Any]) -> None:
+    """Local tensors that are asked for after a cast or load are those that train, whatever gathers come later."""
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    twins.step(_mlp_loss)
+    change(twins.sharded)
+    twins.whole.double()
+    parameters = list(twins.sharded.parameters())
+    locals_of = [parameter.to_local().detach() for parameter in parameters]
+    for seed in range(2):
+        twins.backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+        with torch.no_grad():
+            for local, parameter in zip(locals_of, parameters, strict=True):
+                local -= 0.5 * parameter.grad.to_local()
+                parameter.grad = None
+            for parameter in twins.whole.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+        twins.check_parameters()
+
+
+def _load_doubles(model: Any) -> None:
+    values = {name: value.detach().double() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, _load_doubles])
+def test_local_tensors_after_a_cast_or_load(change: Callable[[Any], Any]) -> None:
+    run_ranks(2, _steps_on_local_tensors, change)
+
+
 def _zero_grad_of_the_module(rank: int, world_size: int) -> None:
     for set_to_none in (True, False):
         twins = Twins.of(rank, world_size, MLP, _shard_mlp)

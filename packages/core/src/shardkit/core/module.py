@@ -411,6 +411,9 @@ class FSDPModule(StockFSDPModule):
         for param, put, gradient in zip(params, attributes, gradients, strict=True):
             param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
             param.put_gradient_back(gradient)
+        for group in self._groups():
+            if not group.gradients_wait:  # they belong to the unsharded parameters that there are
+                group.adopt()
         return module
 
 

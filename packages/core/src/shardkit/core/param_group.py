@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.context import CommContext
@@ -265,6 +266,16 @@ class FSDPParamGroup(GroupGather):
         """If nothing of it is gathered: takes over what the user put in place of its parameters; whether any."""
         return self.residence is Residence.SHARDED and self._refresh()
 
+    def adopt(self) -> None:
+        """After a cast, a move or a load: takes it over at once, so that the shards lie where they are going to stay.
+
+        What a user makes of their local tensors from now on, such as an optimizer over them, reads and writes them.
+        Plain tensors that stand in parameters' places for a while, as legacy_fsdp_compat's summon_full_params has them,
+        are left alone.
+        """
+        if all(isinstance(slot.get(), DTensor) for param in self.params for slot in param.slots) and self.refresh():
+            self._share_shards()
+
     @outside_transforms
     def wait_for_unshard(self) -> None:
         """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has.
@@ -429,7 +440,7 @@ class FSDPParamGroup(GroupGather):
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces what they left, if gradient sync is on by now, and reshards."""
-        if self._accumulating or self.has_gradients:
+        if self.gradients_wait:
             self.post_backward()
             self.phase = Phase.IDLE
         else:
@@ -439,6 +450,11 @@ class FSDPParamGroup(GroupGather):
         """What backward does when it needs the parameters no more."""
         if self.settings.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether backward has left gradients that a later backward, or `finalize_backward`, is to reduce."""
+        return self._accumulating or self.has_gradients
 
     @property
     def has_gradients(self) -> bool:

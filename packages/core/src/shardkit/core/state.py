@@ -535,12 +535,10 @@ class FSDPState:
     def after_load(self, *unused: Any) -> None:
         """After a state dict is loaded: tensors that were assigned get what the parameters know, at once.
 
-        That is what their placements mean, and their boxes. Plain tensors in their places, as legacy_fsdp_compat's
-        summon_full_params has them for a while, are left alone.
+        That is what their placements mean, and their boxes.
         """
         for group in self.groups:
-            if all(isinstance(slot.get(), DTensor) for param in group.params for slot in param.slots):
-                group.refresh()
+            group.adopt()
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
