@@ -266,6 +266,36 @@ def test_cast_between_steps(world_size: int) -> None:
     run_ranks(world_size, _casts)
 
 
+def _changes_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for change in (nn.Module.float, functools.partial(nn.Module.to, device="cpu")):
+        for reshard in (True, False):
+            shard = functools.partial(_shard_mlp, reshard_after_forward=reshard, mp_policy=precision)
+            twins = Twins.of(rank, world_size, lambda: MLP().double(), shard)
+            for synchronised in (True, False, False):  # the first leaves a sharded gradient beside those that wait
+                twins.sharded.set_requires_gradient_sync(synchronised)
+                twins.backward(_mlp_loss)
+            for model in (twins.sharded, twins.whole):
+                change(model)
+            twins.sharded.set_requires_gradient_sync(True)
+            twins.backward(_mlp_loss)
+            twins.check_gradients()
+            twins.update()
+            twins.sharded.set_requires_gradient_sync(False)
+            twins.backward(_mlp_loss)
+            for model in (twins.sharded, twins.whole):
+                change(model)
+                model.zero_grad()
+            twins.sharded.set_requires_gradient_sync(True)
+            twins.step(_mlp_loss)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_casts_and_moves_while_gradients_wait(world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    run_ranks(world_size, _changes_while_gradients_wait, reduce_dtype)
+
+
 def _loads(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         for assign in (False, True):

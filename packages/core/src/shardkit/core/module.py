@@ -397,23 +397,26 @@ class FSDPModule(StockFSDPModule):
             for param in group.params:
                 param.zero_sharded_grad(set_to_none)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters.
 
-        A gradient whose dtype was set with `grad_dtype` is moved and not cast.
+        A gradient whose dtype was set with `grad_dtype` is moved and not cast. Gradients of backwards without sync come
+        along.
         """
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
+        waiting = [param.take_waiting() for param in params]
         attributes = [user_attributes(param.sharded_param) for param in params]
         gradients = [param.take_out_gradient() for param in params]
         # Past stock's own _apply, which reads stock's parameter groups.
-        module = super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        module = super(StockFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for param, put, gradient in zip(params, attributes, gradients, strict=True):
             param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
             param.put_gradient_back(gradient)
         for group in self._groups():
-            if not group.gradients_wait:  # they belong to the unsharded parameters that there are
-                group.adopt()
+            group.adopt()
+        for param, unsharded in zip(params, waiting, strict=True):
+            param.put_waiting_back(unsharded, fn)
         return module
 
 

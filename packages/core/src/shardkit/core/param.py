@@ -239,6 +239,8 @@ class FSDPParam:
         self.flats = []
         self._targets = []
         self._inner_bytes = 0
+        if self.unsharded_param is not None and (waiting := self.unsharded_param.grad) is not None:
+            self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
         self.unsharded_param = None
 
     @property
@@ -256,9 +258,6 @@ class FSDPParam:
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
         """Takes other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
-        waiting = self.unsharded_param.grad if self.unsharded_param is not None else None
-        if waiting is not None:
-            self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
         self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
         self._adopt_local(self.held)
 
@@ -493,9 +492,32 @@ class FSDPParam:
             parameter.grad = None
         waiting = parameter.grad if self.accumulated is None else self.accumulated
         assert waiting is not None
+        self._show(waiting)
+
+    def _show(self, waiting: torch.Tensor) -> None:
         dtype = self.delivered_dtype or waiting.dtype
         stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
         mark_gradient(stand_in)
+
+    def take_waiting(self) -> torch.Tensor | None:
+        """Before a cast or move of the module: takes away the gradient that waits for a reduction, and its stand-in."""
+        self.drop_zeroed_gradient()
+        if self._stand_in.gradient is None:
+            return None
+        self._stand_in.dismiss(self.sharded_param)
+        waiting, self.accumulated = self.accumulated, None
+        if self.unsharded_param is not None and waiting is None:
+            waiting, self.unsharded_param.grad = self.unsharded_param.grad, None
+        return waiting
+
+    def put_waiting_back(self, waiting: torch.Tensor | None, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """After it: the gradient waits on, changed as the parameter was, but cast only if sums have no own dtype."""
+        if waiting is None:
+            return
+        changed = change(waiting)
+        dtype = self.sums_dtype or changed.dtype
+        self.accumulated = changed if changed.dtype == dtype else waiting.to(changed.device, dtype)
+        self._show(self.accumulated)
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""

@@ -440,7 +440,7 @@ class FSDPParamGroup(GroupGather):
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces what they left, if gradient sync is on by now, and reshards."""
-        if self.gradients_wait:
+        if self._accumulating or self.has_gradients:
             self.post_backward()
             self.phase = Phase.IDLE
         else:
@@ -450,11 +450,6 @@ class FSDPParamGroup(GroupGather):
         """What backward does when it needs the parameters no more."""
         if self.settings.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether backward has left gradients that a later backward, or `finalize_backward`, is to reduce."""
-        return self._accumulating or self.has_gradients
 
     @property
     def has_gradients(self) -> bool:
