@@ -196,7 +196,8 @@ def test_errors_are_one_line(
     [
         ("", "the following arguments are required: COMMAND (shardkit checkpoint --help says more)"),
         ("repair here", "invalid choice: 'repair'"),
-        ("reshard a b --ranks 0", "argument --ranks: must be at least 1, got 0 (shardkit checkpoint reshard --help"),
+        ("reshard a b --ranks 0", "argument --ranks: must be a whole number, at least 1, got '0' (shardkit checkpoint"),
+        ("reshard a b --ranks x", "argument --ranks: must be a whole number, at least 1, got 'x' (shardkit checkpoint"),
         ("inspect here \x1b[2J", "unrecognized arguments: \\x1b[2J (shardkit checkpoint --help says more)"),
     ],
 )

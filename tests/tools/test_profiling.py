@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -20,6 +21,7 @@ from shardkit.core.runtime.custom import PlainAllGather, PlainReduceScatter
 from shardkit.tools.doctor import diagnose
 from shardkit.tools.profiling import Profile, profile
 from shardkit.tools.profiling.memory import _OF_KIND
+from shardkit.tools.profiling.recorder import _limits_of_control_groups
 from shardkit.tools.report.measures import times_last
 from shardkit.tools.report.schema import Rank, Report
 from tests.support import rank_mesh, run_ranks
@@ -428,3 +430,16 @@ def test_a_run_that_ends_within_its_warm_up_or_runs_no_model_has_no_steps() -> N
         assert report.notes[0].startswith("no whole step was recorded")
         with pytest.raises(ValueError, match="holds no whole step"):
             diagnose(report)
+
+
+def test_memory_is_limited_by_every_control_group_around_the_process(tmp_path: Path) -> None:
+    job = tmp_path / "cgroup" / "slurm" / "job"
+    job.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("1:name=systemd:/other\n0::/slurm/job\n")
+    (job / "memory.max").write_text("max\n")
+    (job.parent / "memory.max").write_text("3000\n")
+    (tmp_path / "cgroup" / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.max").write_text("1\n")  # not below the root
+    assert _limits_of_control_groups(tmp_path / "cgroup", own) == [3000, 9000]
+    assert _limits_of_control_groups(tmp_path / "cgroup", tmp_path / "missing") == [9000]

@@ -94,7 +94,8 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], name: st
         process = subprocess.Popen(_with_interpreter(command), env=dict(environment))
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         reason = error.strerror if isinstance(error, OSError) else error
-        sys.stderr.write(f"shardkit {name}: {command[0]} cannot be run: {reason}\n")
+        shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in command[0])
+        sys.stderr.write(f"shardkit {name}: {shown} cannot be run: {reason}\n")
         return _NOT_RUN
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:

@@ -238,7 +238,8 @@ def small_groups(facts: Facts) -> Iterator[Seen]:
             sum(small.values()),
             f"{len(small)} groups hold less than {show(_SMALL, 'bytes')} each ({_some(sorted(small))}): too small for "
             "a transfer to overlap with anything",
-            "call fully_shard on a module that contains several of them, or on a list of them: fully_shard([a, b])",
+            "call fully_shard on a module that contains several of them, or on a list of them: fully_shard([a, b]); "
+            "that takes little more memory",
         )
 
 
@@ -267,7 +268,8 @@ def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
             yield Seen(
                 one.exposed,
                 f"'{one.fqn}' is the last module of forward: it is freed, and gathered again at once for backward",
-                f"set_reshard_after_forward(False) on it; its {show(one.bytes, 'bytes')} are needed right after",
+                f"set_reshard_after_forward(False) on it; that takes no more memory at the peak, as its "
+                f"{show(one.bytes, 'bytes')} are needed right after",
             )
 
 

@@ -255,7 +255,7 @@ def propose(
     for wrap, recompute in product(wrappings(plain, job.policies.wrap), recomputed):
         policies = replace(job.policies, wrap=wrap, reshard_after_forward=True, checkpoint=recompute)
         candidate = Candidate(first, policies, micro_batch, wrap != job.policies.wrap)
-        if search.fits(candidate):  # keeping parameters from forward to backward takes no less memory
+        if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
             search.attempt(candidate.changed(reshard_after_forward=False))
     for candidate in search.ranked()[:_REPLICATED]:
         for axes in other:

@@ -7,6 +7,7 @@ step that is wanted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -319,6 +320,21 @@ def _class_of(module: nn.Module) -> str:
     return own[0].__name__
 
 
+def _limits_of_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Bytes of memory that this process's control group, and those around it, may have (version 2 of them)."""
+    try:
+        path = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        path = "/"
+    limits = []
+    place = root / path.strip("/")
+    for group in (place, *place.parents):
+        if group.is_relative_to(root):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+                limits.append(int((group / "memory.max").read_text()))
+    return limits
+
+
 class _Residence:
     """Reads what the process holds: resident memory on a CPU, elsewhere what the allocator has taken of the device."""
 
@@ -338,12 +354,7 @@ class _Residence:
         if self._module is not None:
             told = getattr(self._module, "mem_get_info", None)
             return 0 if told is None else int(told(self._device)[1])
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-        try:
-            allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        except OSError:
-            return whole
-        return min(whole, int(allowed)) if allowed.isdigit() else whole
+        return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"), *_limits_of_control_groups()])
 
     def close(self) -> None:
         """Gives the file back; once."""

@@ -41,7 +41,7 @@ class Clocks:
 
 def common_clock(records: Sequence[RankRecord]) -> Clocks:
     """The clock of all records: the host's own where there is one host."""
-    hosts = [record.rank.place.boot for record in records]
+    hosts = [record.rank.place.boot.partition("/")[0] for record in records]  # containers of a host share its clock
     if len(set(hosts)) == 1:
         return Clocks([0.0] * len(records))
     walls: dict[str, float] = {}

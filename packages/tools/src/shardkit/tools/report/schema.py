@@ -62,7 +62,10 @@ class Group:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """The process of a rank. `boot` tells hosts apart, restarts of one, and containers with processes of their own."""
+    """The process of a rank.
+
+    `boot` tells hosts apart and restarts of one; after a "/" containers of a host that have processes of their own.
+    """
 
     host: str
     boot: str
