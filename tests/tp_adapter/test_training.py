@@ -130,7 +130,7 @@ def label(case: Case) -> str:
     )
 
 
-BY_DAY = ((2, 2), (1, 2, 2))
+BY_DAY = ((2, 2), (1, 2, 2), (2, 1, 2))
 
 
 @pytest.mark.parametrize(
