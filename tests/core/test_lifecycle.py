@@ -296,6 +296,56 @@ def test_casts_and_moves_while_gradients_wait(world_size: int, reduce_dtype: tor
     run_ranks(world_size, _changes_while_gradients_wait, reduce_dtype)
 
 
+def _reload(model: Any) -> None:
+    model.load_state_dict({name: value.detach().clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _changes_before_backward(rank: int, world_size: int) -> None:
+    """As stock does: backward goes on with the graph that forward has made, whatever memory the shards lie in now."""
+    for change in (_reload, functools.partial(nn.Module.to, device="cpu"), lambda model: model._apply(torch.clone)):
+        for reshard in (True, False):
+            shard = functools.partial(_shard_mlp, reshard_after_forward=reshard)
+            twins = Twins.of(rank, world_size, MLP, shard)
+            for seed in range(2):
+                loss = _mlp_loss(twins.sharded, rank, seed)
+                change(twins.sharded)
+                loss.backward()
+                twins.reference_backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
+                twins.check_gradients()
+                twins.update()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_moves_and_loads_between_forward_and_backward(world_size: int) -> None:
+    run_ranks(world_size, _changes_before_backward)
+
+
+class _Shifted(nn.Module):
+    """Its backward reads none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def _cast_before_backward(rank: int, world_size: int) -> str:
+    model = fully_shard(_Shifted())
+    loss = model(torch.ones(2, 4)).sum()
+    model.double()
+    with pytest.raises(RuntimeError, match="between the forward and the backward") as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_cast_between_forward_and_backward_is_refused(world_size: int) -> None:
+    for error in run_ranks(world_size, _cast_before_backward):
+        assert "'shift'" in error and "(4,)" in error
+
+
 def _loads(rank: int, world_size: int) -> None:
     for reshard in RESHARD:
         for assign in (False, True):

@@ -453,6 +453,27 @@ FOUND = {
     "a parameter in an object, read by the caller": Program(
         Block(form="object", extra="weight_view"), Policy(wraps=(Wrap(("",), reshard=True),))
     ),
+    "a recomputation that ends inside of a wrapped module without parameters": Program(
+        Block(
+            ops=("linear", Call("alpha"), Call("alpha", checkpoint="reentrant"), "trap"),
+            blocks=(
+                Block(
+                    "alpha",
+                    ops=(Call("first"), Call("second")),
+                    blocks=(Block("first"), Block("second", ops=("trap", Side("weight")))),
+                ),
+            ),
+        ),
+        Policy(wraps=(Wrap(("alpha",)), Wrap(("alpha.first",)), Wrap(("alpha.second",)), Wrap(("",))), depth=0),
+        _once(Micro(forwards=2, order="reversed")),
+    ),
+    "all tensors moved between forward and backward": _chain(
+        Block("alpha", ops=("linear", "bias")), steps=_once(Micro(between=(Act("moved"),)))
+    ),
+    "all tensors moved while gradients wait": _chain(
+        Block("alpha", ops=("linear", "bias")),
+        steps=(Step((Micro(sync=False), Micro(before=(Act("moved"),)))), Step()),
+    ),
     "an output in an object": _chain(Block("alpha", ops=("linear",), form="object")),
     "an output in a closure": _chain(Block("alpha", ops=("linear",), form="closure")),
     "an output kept on the module": _chain(Block("alpha", ops=("linear",), form="attribute")),

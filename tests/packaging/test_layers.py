@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
         "gradient_hooks",
         "kept_views",
         "lost_writes",
+        "shard_checks",
         "observers",
         "on_stack",
         "ownership",

@@ -135,7 +135,10 @@ class Policy(_Data):
 
 @dataclass(frozen=True, repr=False)
 class Act(_Data):
-    """Something done to the model: "unshard", "unshard_async", "reshard", "state_dict", or a forward of some kind."""
+    """Something done to the model: "unshard", "unshard_async", "reshard", "state_dict", or a forward of some kind.
+
+    "moved" puts all tensors into other memory, as `model.to(device)` does.
+    """
 
     kind: str
     path: str = ""
@@ -272,5 +275,5 @@ def _normal_step(step: Step, wrapped: set[str], names: set[str]) -> Step:
     return replace(step, micros=tuple(micros), toggle=tuple(name for name in step.toggle if name in names))
 
 
-FREE_ACTS = ("state_dict", "no_grad", "inference", "eval", "dropped")
+FREE_ACTS = ("state_dict", "moved", "no_grad", "inference", "eval", "dropped")
 SHARDED_ACTS = ("unshard", "unshard_async", "reshard")

@@ -302,6 +302,8 @@ class Sharded:
         module = self.model.get_submodule(event.act.path)
         if event.act.kind == "state_dict":
             self.model.state_dict()
+        elif event.act.kind == "moved":
+            self.model._apply(torch.clone)
         elif event.act.kind == "reshard" and isinstance(module, self.api.FSDPModule):
             module.reshard()
         elif isinstance(module, self.api.FSDPModule):  # else it is below another one of its list

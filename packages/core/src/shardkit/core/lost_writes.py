@@ -14,7 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_gradient", "check_replacement", "lost_parameter", "lost_while_unsharded", "mark_gradient"]
+__all__ = [
+    "check_gradient",
+    "check_replacement",
+    "lost_parameter",
+    "lost_while_unsharded",
+    "mark_gradient",
+    "refuse_gradient",
+]
 
 _MARK = "_shardkit_origin"
 
@@ -94,4 +101,16 @@ def lost_while_unsharded(fqn: str) -> RuntimeError:
         "unsharded: in forward, or after a forward that no backward has followed. That does not reach its shards, so "
         "the new values are lost. Write to the sharded parameter, in place, before forward or after backward; "
         "reshard() the module if it is unsharded there"
+    )
+
+
+def refuse_gradient(fqn: str, gradient: torch.Tensor) -> None:
+    """A hook of an unsharded parameter that another one has followed: a gradient of it would be lost.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"parameter '{fqn}' was cast, moved or replaced between the forward and the backward that reached it now, so "
+        f"its gradient {tuple(gradient.shape)} would be lost. Do that before forward or after backward"
     )

@@ -405,19 +405,17 @@ class FSDPModule(StockFSDPModule):
         """
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
-        waiting = [param.take_waiting() for param in params]
         attributes = [user_attributes(param.sharded_param) for param in params]
-        gradients = [param.take_out_gradient() for param in params]
-        # Past stock's own _apply, which reads stock's parameter groups.
-        module = super(StockFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        for param, put, gradient in zip(params, attributes, gradients, strict=True):
-            param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
-            param.put_gradient_back(gradient)
-        for group in self._groups():
-            group.adopt()
-        for param, unsharded in zip(params, waiting, strict=True):
-            param.put_waiting_back(unsharded, fn)
-        return module
+        gradients = [param.take_gradients() for param in params]
+        try:  # past stock's own _apply, which reads stock's parameter groups
+            return super(StockFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for param, put in zip(params, attributes, strict=True):
+                param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
+            for group in self._groups():
+                group.adopt()
+            for param, gradient in zip(params, gradients, strict=True):
+                param.put_gradients_back(gradient)
 
 
 def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -37,16 +38,18 @@ from shardkit.core.lost_writes import (
     lost_parameter,
     lost_while_unsharded,
     mark_gradient,
+    refuse_gradient,
 )
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.placements import layout_for, shard_of
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.shared.segment import locate
+from shardkit.core.shard_checks import check_device, check_shape
 from shardkit.core.sharding import ChunkLayout
 from shardkit.core.slot import Slot
 from shardkit.core.stock_names import answers_stock_names
-from shardkit.core.storage import allocate_storage, free_storage, raw_view
+from shardkit.core.storage import allocate_storage, dense_view, flat_without_memory, free_storage, raw_view
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
     like_dtensor,
@@ -160,6 +163,7 @@ class FSDPParam:
         That is a cast, a move, `load_state_dict(assign=True)`, an assignment. The group's gather looks for it, and for
         what is refused here, in one loop before it calls this.
         """
+        known = user_attributes(self.sharded_param)
         for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
             current = slot.get()
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
@@ -167,7 +171,9 @@ class FSDPParam:
         local = local_of(self.sharded_param)
         if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
             self.origin = self.sharded_param.untyped_storage()
-            self._adopt_local(local)
+            attributes = user_attributes(self.sharded_param)
+            alike = attributes.keys() == known.keys() and all(attributes[name] is known[name] for name in known)
+            self._adopt_local(local, alike=alike)
             return True
         if self.sharded_param.untyped_storage() is not self.origin:
             raise lost_parameter(self.fqn)
@@ -205,13 +211,14 @@ class FSDPParam:
         _sharded[id(parameter)] = self
         self.register(parameter)
 
-    def _adopt_local(self, local: torch.Tensor) -> None:
-        if tuple(local.shape) != tuple(self.local_shape):
-            raise ValueError(
-                f"parameter '{self.fqn}' has a local shard of shape {tuple(local.shape)} on this rank; expected "
-                f"{tuple(self.local_shape)}, the chunk of {tuple(self.shape)} that rank {self.mesh.shard_rank} of "
-                f"{self.mesh.shard_size} holds"
-            )
+    def _adopt_local(self, local: torch.Tensor, *, alike: bool = True) -> None:
+        """Takes over a shard in other memory or of another dtype; `alike`: attributes of the parameter are as before.
+
+        The unsharded parameter stays if it would not be another one now: the graph of a forward may still read it.
+        """
+        self.drop_zeroed_gradient()
+        before = self._unsharded_kind if alike and self.unsharded_param is not None else None
+        check_shape(self.fqn, local.shape, self.local_shape, self.shape, self.mesh)
         if self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
         local = self.form.local(local)
@@ -236,12 +243,42 @@ class FSDPParam:
             and local.is_contiguous()
         )
         self.free()
+        if before != self._unsharded_kind or not self._stays_unsharded():
+            self._drop_unsharded()
+        if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
+            self.accumulated = self.accumulated.to(dtype)  # that of the gradients to come
+            if self._stand_in.gradient is not None:
+                self._show_waiting()
+
+    def _stays_unsharded(self) -> bool:
+        """Puts the new shard under an unsharded parameter that is the shard itself; whether that can be done."""
+        unsharded = self.unsharded_param
+        if unsharded is None or self.subclass is not None:
+            return False
+        if self.aliased:
+            if isinstance(unsharded, DTensor):
+                return False
+            unsharded.data = self._local.view(self.shape)
+            self._note_unsharded(unsharded)
+        return True
+
+    def _drop_unsharded(self) -> None:
+        """The next gather makes another one. A gradient that waits is kept; one that comes later is refused."""
         self.flats = []
         self._targets = []
         self._inner_bytes = 0
-        if self.unsharded_param is not None and (waiting := self.unsharded_param.grad) is not None:
-            self.accumulated = waiting if self.accumulated is None else self.accumulated + waiting
-        self.unsharded_param = None
+        unsharded, self.unsharded_param = self.unsharded_param, None
+        if unsharded is None:
+            return
+        if unsharded.grad is not None:
+            self.accumulated = unsharded.grad if self.accumulated is None else self.accumulated + unsharded.grad
+        if unsharded.requires_grad:
+            unsharded.register_hook(partial(refuse_gradient, self.fqn))
+
+    @property
+    def _unsharded_kind(self) -> tuple[object, ...]:
+        """What decides how the unsharded parameter is made, and the gradients that it gets."""
+        return self.dtype, self.sums_dtype, self.aliased, self.subclass is None
 
     @property
     def shard_to_share(self) -> torch.Tensor | None:
@@ -262,26 +299,10 @@ class FSDPParam:
         self._adopt_local(self.held)
 
     def check_ready(self) -> None:
-        """Before the first gather: raises if the shard is not where training needs it.
-
-        Raises:
-            RuntimeError: with the FQN, the device seen, the device expected and what to do.
-        """
+        """Before the first gather: raises RuntimeError if the shard is not where training needs it."""
         self.gradient_dtype.note(self.sharded_param)
         self._note_dtypes()
-        expected = "cpu" if self.offload is not None else self.device.type
-        seen = self._local.device.type
-        if seen == "meta":
-            raise RuntimeError(
-                f"parameter '{self.fqn}' is still on the meta device; call shardkit.core.materialize(model), or "
-                "model.to_empty(device=...) followed by your initialisation or a load, before the first forward"
-            )
-        if seen != expected:
-            raise RuntimeError(
-                f"parameter '{self.fqn}' is on {self._local.device}, expected a {expected} device "
-                + ("because of CPUOffloadPolicy" if self.offload else f"because the mesh is on {self.device.type}")
-                + f"; move the model with model.to('{expected}')"
-            )
+        check_device(self.fqn, self._local, self.device, offloaded=self.offload is not None)
 
     # -- unsharding ----------------------------------------------------------------------------------------------------
 
@@ -310,8 +331,7 @@ class FSDPParam:
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
         if not self.flats and items:
-            with torch.inference_mode(False):  # the tensors outlive this forward
-                self.flats = [self._new_flat(item) for item in items]
+            self.flats = [flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
         if self.flats and not self._targets:
@@ -332,12 +352,6 @@ class FSDPParam:
             return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
         return self.layout.flat_numel * self.dtype.itemsize
 
-    @torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
-    def _new_flat(self, item: GatherItem) -> torch.Tensor:
-        flat = torch.empty(item.layout.flat_numel, dtype=item.dtype, device=self.device)
-        flat.untyped_storage().resize_(0)
-        return flat
-
     def targets(self) -> list[torch.Tensor]:
         """The 1-D tensors that a gather over the whole shard group writes."""
         return self._targets
@@ -356,7 +370,7 @@ class FSDPParam:
             if tensor.shape != self.shape:
                 tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
         else:
-            tensor = self._local if self.aliased else self._view_of_storage()
+            tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
             tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
         with torch.inference_mode(False):
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
@@ -365,23 +379,20 @@ class FSDPParam:
         self.gradient_dtype.prepare(unsharded, self.sums_dtype)
         _became[unsharded] = weakref.ref(self)
         self.unsharded_param = unsharded
+        self._note_unsharded(unsharded)
+        return unsharded
+
+    def _note_unsharded(self, unsharded: nn.Parameter) -> None:
+        """Notes what `_unsharded_is_lost` compares with."""
         self.unsharded_version = version_of(unsharded)
         self.unsharded_origin = unsharded.untyped_storage()
         self.unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
-        return unsharded
 
     def _count_inner_bytes(self) -> int:
         """What a subclass's hook has allocated beside the flat tensors."""
         assert self.subclass is not None
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.subclass.inner}
         return sum(storage.size() for address, storage in storages.items() if address not in self.memory)
-
-    @torch.inference_mode(False)
-    def _view_of_storage(self) -> torch.Tensor:
-        stride = torch.empty(self.shape, device="meta").stride()
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype, device=self.device)
-            return empty.set_(self.flats[0].untyped_storage(), 0, self.shape, stride)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Puts `parameter` into every slot."""
@@ -456,15 +467,21 @@ class FSDPParam:
         self.sums_dtype = self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
         self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
 
-    def take_out_gradient(self) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change."""
+    def take_gradients(self) -> torch.Tensor | None:
+        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change.
+
+        And the stand-in of one that waits for its reduction.
+        """
+        self.drop_zeroed_gradient()
+        self._stand_in.dismiss(self.sharded_param)
         gradient = self.gradient_dtype.take_out(self.sharded_param)
         self._note_dtypes()
         return gradient
 
-    def put_gradient_back(self, gradient: torch.Tensor | None) -> None:
-        """After it: `grad_dtype`, which torch forgets, and that gradient, moved along."""
+    def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
+        """After it: `grad_dtype`, which torch forgets, that gradient, moved along, and the stand-in."""
         self.gradient_dtype.put_back(self.sharded_param, gradient)
+        self._show_waiting()
 
     def defer_cast(self, *, will_reduce: bool) -> None:
         """When a backward begins: autograd need not cast gradients to wider sums, if something else will."""
@@ -490,34 +507,17 @@ class FSDPParam:
         elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
-        waiting = parameter.grad if self.accumulated is None else self.accumulated
-        assert waiting is not None
-        self._show(waiting)
+        self._show_waiting()
 
-    def _show(self, waiting: torch.Tensor) -> None:
-        dtype = self.delivered_dtype or waiting.dtype
-        stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
-        mark_gradient(stand_in)
-
-    def take_waiting(self) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away the gradient that waits for a reduction, and its stand-in."""
-        self.drop_zeroed_gradient()
-        if self._stand_in.gradient is None:
-            return None
-        self._stand_in.dismiss(self.sharded_param)
-        waiting, self.accumulated = self.accumulated, None
-        if self.unsharded_param is not None and waiting is None:
-            waiting, self.unsharded_param.grad = self.unsharded_param.grad, None
-        return waiting
-
-    def put_waiting_back(self, waiting: torch.Tensor | None, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """After it: the gradient waits on, changed as the parameter was, but cast only if sums have no own dtype."""
-        if waiting is None:
-            return
-        changed = change(waiting)
-        dtype = self.sums_dtype or changed.dtype
-        self.accumulated = changed if changed.dtype == dtype else waiting.to(changed.device, dtype)
-        self._show(self.accumulated)
+    def _show_waiting(self) -> None:
+        """Puts the stand-in of a gradient that waits for its reduction, if one does."""
+        waiting = self.accumulated
+        if waiting is None and self.unsharded_param is not None:
+            waiting = self.unsharded_param.grad
+        if waiting is not None:
+            dtype = self.delivered_dtype or waiting.dtype
+            stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
+            mark_gradient(stand_in)
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""
@@ -528,24 +528,22 @@ class FSDPParam:
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object forgets; None if backward left none."""
-        if self._stand_in.gradient is not None:
-            self._stand_in.dismiss(self.sharded_param)
-        parameter = self.unsharded_param
-        if parameter is None:
-            return None
+        self._stand_in.dismiss(self.sharded_param)
+        parameter, fresh = self.unsharded_param, None
+        if parameter is not None:
+            fresh, parameter.grad = parameter.grad, None
         gradient, self.accumulated = self.accumulated, None
         if gradient is None:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = fresh
             if zeros_if_unused:  # ranks send zeros or gradients, alike in dtype
-                fresh = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
-                if gradient is None and parameter.requires_grad:
-                    return torch.zeros(self.layout.shape, dtype=fresh, device=self.device)
-                gradient = gradient if gradient is None else gradient.to(fresh)
+                dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
+                if gradient is None and parameter is not None and parameter.requires_grad:
+                    return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
+                gradient = gradient if gradient is None else gradient.to(dtype)
             if gradient is None:
                 return None
-        elif parameter.grad is not None:
-            gradient += parameter.grad
-            parameter.grad = None
+        elif fresh is not None:
+            gradient += fresh
         if isinstance(gradient, DTensor):
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)

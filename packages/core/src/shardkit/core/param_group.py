@@ -404,6 +404,9 @@ class FSDPParamGroup(GroupGather):
 
         With `keep` it stays unsharded: another backward will read the parameters through this one's graph.
         """
+        if self.phase is Phase.IDLE and self._accumulating:  # this backward did not come by: no gather has asked
+            for param in self.params:
+                param.drop_zeroed_gradient()
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.settings.reduce_grads:

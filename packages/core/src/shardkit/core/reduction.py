@@ -43,6 +43,11 @@ class Division:
     after_scatter: float | None = None
     after_all: float | None = None
 
+    def until_all_reduce(self, shard_size: int) -> float:
+        """What a sum over `shard_size` ranks has been divided by when the reduce-scatter is over."""
+        mean = shard_size if self.op == dist.ReduceOp.AVG else 1
+        return mean * (self.before or 1.0) * (self.after_scatter or 1.0)
+
 
 def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
     """The division for `size` data-parallel ranks, the same arithmetic in the same order as stock FSDP2.
@@ -79,11 +84,13 @@ class GradientReduction:
         self._params = params
         self._plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.partial: dict[FSDPParam, torch.Tensor] = {}
+        self._divided: dict[FSDPParam, float] = {}  # what they were divided by until then
 
     def forget(self) -> None:
         """Drops partial sums, after an iteration that failed, and plans."""
         self._plans.clear()
         self.partial.clear()
+        self._divided.clear()
 
     def programs(
         self,
@@ -179,16 +186,18 @@ class GradientReduction:
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
-                partial = self.partial.get(param)
+                partial = self._partial_for(param, view, division)
                 if partial is not None and partial.dtype == view.dtype:
                     partial.add_(view)
-                else:  # none yet, or a narrower one
+                else:  # none yet, or of another dtype
                     self.partial[param] = view if partial is None else view.add_(partial)
+                    self._divided[param] = division.until_all_reduce(self.mesh.shard_size)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True):
-            if (partial := self.partial.pop(param, None)) is not None:
+            if (partial := self._partial_for(param, view, division)) is not None:
                 hold(partial)
                 view.add_(partial)
+                del self.partial[param], self._divided[param]
         if groups or hook is not None:
             # What follows needs none of the gradients, and the next group's reduce-scatter need not wait for it.
             yield NEXT_STAGE
@@ -202,6 +211,13 @@ class GradientReduction:
         if division.after_all is not None and division.after_all != 1:
             scattered.output.div_(division.after_all)
         _deliver(scattered)
+
+    def _partial_for(self, param: FSDPParam, view: torch.Tensor, division: Division) -> torch.Tensor | None:
+        """What waits for the all-reduce of `view`, divided as that is: another dtype is divided at another time."""
+        partial = self.partial.get(param)
+        if partial is None or partial.dtype == view.dtype:
+            return partial
+        return partial * (self._divided[param] / division.until_all_reduce(self.mesh.shard_size))
 
 
 @dataclass

@@ -94,6 +94,7 @@ class FSDPState:
         self._in_pass = False
         self._began = 0  # autograd's sequence number where this pass began
         self._outer: ScheduledState | None = None  # whose forward this pass runs in
+        self._interrupts: ScheduledState | None = None  # the same, but none where a recomputation begins
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._inputs: type[_Inputs] | None = None
@@ -151,8 +152,9 @@ class FSDPState:
             self._in_pass = True
             self._began = next_autograd_node()
             self._leaving = None
-            if self.schedule.innermost is not None or not self.schedule.in_backward:
-                self._outer = self.schedule.innermost  # a recomputation may begin here: it has the forward's
+            self._interrupts = self.schedule.innermost
+            if self._interrupts is not None or not self.schedule.in_backward:
+                self._outer = self._interrupts  # a recomputation may begin here: it has the forward's
             self.schedule.innermost = self
             self._backward_follows = False
             self._pending.update(self._module_ids)
@@ -287,7 +289,8 @@ class FSDPState:
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
         if self.schedule.innermost is self:
-            self.schedule.innermost = self._outer
+            self.schedule.innermost = self._interrupts
+        self._interrupts = None
         self._pending.clear()
         self.phase = Phase.IDLE
         for group in self.groups:
@@ -298,19 +301,12 @@ class FSDPState:
             return  # recomputed: the backward that wanted it goes on with it
         kept = self.schedule.policy.worth_keeping(self.groups)
         # A root that would keep its parameters for a backward frees them where none can follow.
-        frees = self.auto_reshard and self.is_root and not (with_grad and self._backward_may_follow())
+        frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._began)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
             if group.settings.reshard_after_forward or frees:
                 group.reshard(keep=with_grad, release=with_grad)
-
-    def _backward_may_follow(self) -> bool:
-        """Whether this pass has made a graph, perhaps one that only a tensor in a global variable leads to."""
-        if self._backward_follows or self._leaving is not None:
-            return True
-        modules = (module for reference in self.modules if (module := reference()) is not None)
-        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def _own_outputs(self, output: Any) -> Any:
         """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.

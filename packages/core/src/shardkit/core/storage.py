@@ -43,6 +43,23 @@ def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsha
         events.emit(events.StorageFreed(fqn, nbytes, kind))
 
 
+@torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
+def flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A 1-D tensor of `numel` elements whose storage has yet to be allocated."""
+    flat = torch.empty(numel, dtype=dtype, device=device)
+    flat.untyped_storage().resize_(0)
+    return flat
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype."""
+    stride = torch.empty(shape, device="meta").stride()
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), 0, shape, stride)
+
+
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D tensor of the same dtype over the whole storage of ``tensor``, with a version counter of its own.
 

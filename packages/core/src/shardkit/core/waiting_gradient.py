@@ -30,6 +30,7 @@ class StandIn:
     def __init__(self) -> None:
         self.gradient: torch.Tensor | None = None
         self._version = 0
+        self._address = 0  # of the waiting gradient
 
     def put(
         self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
@@ -50,6 +51,7 @@ class StandIn:
             else:
                 sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)
         self.gradient, self._version = sharded.grad, version_of(sharded.grad)
+        self._address = local_of(waiting).data_ptr() if isinstance(waiting, DTensor) else waiting.data_ptr()
         return sharded.grad
 
     def was_zeroed(self, sharded: torch.Tensor) -> bool:
@@ -59,7 +61,9 @@ class StandIn:
             return False
         if sharded.grad is not stand_in:
             return True
-        if _is_partial(stand_in) or version_of(stand_in) == self._version:
+        if _is_partial(stand_in) and local_of(stand_in).data_ptr() == self._address:
+            return False  # what sets it to zero sets the waiting gradient to zero
+        if version_of(stand_in) == self._version and not _is_partial(stand_in):
             return False
         return not local_of(stand_in).any()
 

@@ -1,0 +1,203 @@
+"""Gradients of backwards without sync, and what a user does before the next: casts, moves, loads, zeroing."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit.core import fully_shard
+from tests.core.single_process import Twins, assert_close, batch
+from tests.support import rank_mesh, run_ranks
+
+
+class _Skipping(nn.Module):
+    """Three layers, of which the second is left out on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(5, 5) for _ in range(3))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.third(x if self.skips else self.second(x))
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    return (model(batch(rank, 2, 5).to(next(model.parameters()).dtype)) - 0.5).square().mean()
+
+
+def _shard(model: Any, *, alone: bool = False, **options: Any) -> None:
+    for layer in () if alone else model.children():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def _twins(rank: int, world_size: int, **options: Any) -> Twins:
+    """In float64, so that a cast to float32 gives both the same numbers."""
+    twins = Twins.of(rank, world_size, lambda: _Skipping().double(), functools.partial(_shard, **options))
+    twins.sharded.set_requires_gradient_sync(False)
+    twins.backward(_loss)
+    return twins
+
+
+def _go_on(twins: Twins, *, skipping: bool) -> None:
+    """The backward with sync, an optimizer's step, and a whole step, in which nothing of before may be left."""
+    twins.sharded.set_requires_gradient_sync(True)
+    for skips in (skipping, False):
+        twins.sharded.skips = twins.whole.skips = skips
+        twins.backward(_loss)
+        twins.check_gradients()
+        twins.update()
+
+
+def _cast(model: nn.Module) -> None:
+    model.float()
+
+
+def _cast_a_plain_submodule(model: Any) -> None:
+    model.second.half()
+    model.second.double()
+
+
+def _fail_to_move(model: nn.Module) -> None:
+    """As model.cuda() of a PyTorch for CPUs does, here after two tensors."""
+    calls = iter((True, True, False))
+
+    def move(tensor: Tensor) -> Tensor:
+        if not next(calls):
+            raise RuntimeError("no such device")
+        return tensor.clone()
+
+    with contextlib.suppress(RuntimeError):
+        model._apply(move)
+
+
+def _empty_the_root(model: nn.Module) -> None:
+    model.to_empty(device="cpu", recurse=False)
+
+
+WAYS: dict[str, tuple[Callable[[Any], None], bool]] = {
+    "a cast": (_cast, False),
+    "a cast of one group": (_cast, True),
+    "a move that fails": (_fail_to_move, False),
+    "a move that fails in one group": (_fail_to_move, True),
+    "to_empty of the root alone": (_empty_the_root, True),
+}
+
+
+def _goes_on(rank: int, world_size: int, way: str) -> None:
+    change, alone = WAYS[way]
+    for skipping in (False, True):
+        twins = _twins(rank, world_size, alone=alone)
+        for model in (twins.sharded, twins.whole):
+            change(model)
+        _go_on(twins, skipping=skipping)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_waits_on(world_size: int, way: str) -> None:
+    run_ranks(world_size, _goes_on, way)
+
+
+def _finalizes(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, lambda: _Skipping().double(), _shard)
+    twins.step(_loss)
+    twins.sharded.set_manual_backward_finalization(True)
+    twins.sharded.set_requires_gradient_sync(False)
+    twins.backward(_loss)
+    for model in (twins.sharded, twins.whole):
+        model.float()
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.sharded.finalize_backward()
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_is_reduced_by_finalize_backward_after_a_cast(world_size: int) -> None:
+    run_ranks(world_size, _finalizes)
+
+
+def _zeroes(rank: int, world_size: int) -> None:
+    for set_to_none in (True, False):
+        for alone, change in ((False, None), (True, None), (True, _cast_a_plain_submodule)):
+            twins = _twins(rank, world_size, alone=alone)
+            for model in (twins.sharded, twins.whole):
+                if change is not None:
+                    change(model)
+                torch.optim.SGD(model.parameters()).zero_grad(set_to_none)
+            _go_on(twins, skipping=set_to_none)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zeroed_by_an_optimizer_it_does_not_come_back(world_size: int) -> None:
+    """Not even where the next backward leaves its module out."""
+    run_ranks(world_size, _zeroes)
+
+
+def _loads(rank: int, world_size: int) -> None:
+    twins = _twins(rank, world_size)
+    for model in (twins.sharded, twins.whole):
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    _go_on(twins, skipping=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_assigning_load_drops_it(world_size: int) -> None:
+    run_ranks(world_size, _loads)
+
+
+def _casts_partial_sums(rank: int, world_size: int) -> None:
+    for dtype in (torch.float64, torch.float16, torch.float32):
+        mesh = rank_mesh((world_size, 1), ("replicas", "shards"))
+        twins = Twins.of(rank, world_size, _Skipping, functools.partial(_shard, mesh=mesh))
+        twins.sharded.set_requires_all_reduce(False)
+        twins.backward(_loss)
+        for model in (twins.sharded, twins.whole):
+            model.to(dtype)
+        twins.sharded.set_requires_all_reduce(True)
+        twins.backward(_loss)
+        for (fqn, seen), expected in zip(twins.sharded.named_parameters(), twins.whole.parameters(), strict=True):
+            close = (1e-2, 1e-2) if dtype is torch.float16 else (1e-5, 1e-6)
+            torch.testing.assert_close(seen.grad.full_tensor(), expected.grad, rtol=close[0], atol=close[1], msg=fqn)
+
+
+def test_partial_sums_of_hsdp_are_divided_once() -> None:
+    """float64 and float16 are divided before they are summed, float32 by the collective."""
+    run_ranks(2, _casts_partial_sums)
+
+
+KEPT: list[Tensor] = []
+
+
+class _Prompted(nn.Module):
+    """Frozen, and its output leads nowhere: only a global list leads to the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.prompts: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        KEPT.append(self.second((self.first(x) * self.prompts[0]).tanh()).square().sum())
+        return x.detach()
+
+
+def _prompted(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, lambda: _Prompted().requires_grad_(False), fully_shard)
+    gradients = []
+    for model in (twins.sharded, twins.whole):
+        model.prompts = [torch.ones(4, requires_grad=True)]
+        model(torch.ones(2, 4))
+        KEPT.pop().backward()
+        gradients.append(model.prompts[0].grad)
+    assert_close(gradients[0], gradients[1], "gradient of the prompt")
+
+
+def test_a_frozen_root_stays_for_a_graph_that_no_output_shows() -> None:
+    run_ranks(2, _prompted)
