@@ -93,7 +93,7 @@ def _asks(rank: int, world_size: int) -> None:
 
 
 def test_a_gloo_group_is_asked_once_and_not_kept() -> None:
-    run_ranks(2, _asks)
+    run_ranks(2, _asks, isolated=True)  # no model of another test holds the transport
 
 
 def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:

@@ -397,7 +397,7 @@ class FSDPModule(StockFSDPModule):
             for param in group.params:
                 param.zero_sharded_grad(set_to_none)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters.
 
         A gradient whose dtype was set with `grad_dtype` is moved and not cast. Gradients of backwards without sync come
@@ -408,7 +408,7 @@ class FSDPModule(StockFSDPModule):
         attributes = [user_attributes(param.sharded_param) for param in params]
         gradients = [param.take_gradients() for param in params]
         try:  # past stock's own _apply, which reads stock's parameter groups
-            return super(StockFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+            return super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         finally:
             for param, put in zip(params, attributes, strict=True):
                 param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
