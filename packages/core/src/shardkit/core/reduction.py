@@ -193,7 +193,7 @@ class GradientReduction:
                     self.partial[param] = view if partial is None else view.add_(partial)
                     self._divided[param] = division.until_all_reduce(self.mesh.shard_size)
             return
-        for param, view in zip(scattered.params, scattered.views, strict=True):
+        for param, view in zip(scattered.params, scattered.views, strict=True) if self.partial else ():
             if (partial := self._partial_for(param, view, division)) is not None:
                 hold(partial)
                 view.add_(partial)
