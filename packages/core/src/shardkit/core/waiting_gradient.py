@@ -30,7 +30,7 @@ class StandIn:
     def __init__(self) -> None:
         self.gradient: torch.Tensor | None = None
         self._version = 0
-        self._address = 0  # of the waiting gradient
+        self._memory: torch.UntypedStorage | None = None  # of the waiting gradient
 
     def put(
         self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
@@ -51,7 +51,8 @@ class StandIn:
             else:
                 sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)
         self.gradient, self._version = sharded.grad, version_of(sharded.grad)
-        self._address = local_of(waiting).data_ptr() if isinstance(waiting, DTensor) else waiting.data_ptr()
+        plain = local_of(waiting) if isinstance(waiting, DTensor) else waiting
+        self._memory = plain.untyped_storage() if plain.layout is torch.strided else None  # a sparse one is refused
         return sharded.grad
 
     def was_zeroed(self, sharded: torch.Tensor) -> bool:
@@ -61,17 +62,18 @@ class StandIn:
             return False
         if sharded.grad is not stand_in:
             return True
-        if _is_partial(stand_in) and local_of(stand_in).data_ptr() == self._address:
-            return False  # what sets it to zero sets the waiting gradient to zero
-        if version_of(stand_in) == self._version and not _is_partial(stand_in):
-            return False
-        return not local_of(stand_in).any()
+        local = local_of(stand_in)
+        if _is_partial(stand_in):  # over the waiting gradient's memory, unless a cast has given it other memory
+            untouched = local.layout is not torch.strided or local.untyped_storage() is self._memory
+        else:
+            untouched = version_of(stand_in) == self._version
+        return not untouched and not local.any()
 
     def dismiss(self, sharded: torch.Tensor) -> None:
         """Nothing waits any more."""
         if self.gradient is not None and sharded.grad is self.gradient and _is_partial(self.gradient):
             sharded.grad = None
-        self.gradient = None
+        self.gradient = self._memory = None
 
 
 def _is_partial(gradient: torch.Tensor) -> bool:
