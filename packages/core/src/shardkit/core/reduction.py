@@ -217,6 +217,7 @@ class GradientReduction:
         partial = self.partial.get(param)
         if partial is None or partial.dtype == view.dtype:
             return partial
+        hold(partial)  # what takes its place is a copy
         return partial * (self._divided[param] / division.until_all_reduce(self.mesh.shard_size))
 
 
