@@ -71,6 +71,16 @@ def _all_reduce_once(run: Run) -> None:
         whole_step(run)
 
 
+def _cast_between(run: Run) -> None:
+    """The partial sums of the first micro-batch wait in another dtype than the gradients of the second have."""
+    cast = run.kept["cast"] = not run.kept.get("cast", False)
+    for last in (False, True):
+        run.model.set_requires_all_reduce(last)
+        whole_step(run)
+        if not last:
+            run.model.to(torch.bfloat16 if cast else torch.float32)
+
+
 def _gradients_add_up(run: Run) -> None:
     whole_step(run)
     whole_step(run)
@@ -257,6 +267,7 @@ CONFIGURATIONS: list[Configuration] = [
     _configuration("HSDP", replicas=2),
     _configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
     _configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=_all_reduce_once),
+    _configuration("HSDP, cast between micro-batches", replicas=2, step=_cast_between, on_stock=False),
     _configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
     _configuration("accumulation", step=accumulating),
     _configuration("accumulation, bf16", step=accumulating, mixed=True),
