@@ -64,7 +64,8 @@ def _one_call_after_the_other(rank: int, world_size: int) -> list[str]:
 
 
 def test_without_a_plan_the_cost_of_earlier_calls_decides() -> None:
-    assert run_ranks(2, _one_call_after_the_other)[1] == ["Owned(rank=0)", "Owned(rank=1)", "Owned(rank=1)"]
+    placements = run_ranks(2, _one_call_after_the_other, isolated=True)
+    assert placements[1] == ["Owned(rank=0)", "Owned(rank=1)", "Owned(rank=1)"]
 
 
 class Gpt(nn.Module):
