@@ -33,6 +33,8 @@ from tests.support.failures import RankError
 
 # Far beyond any test's timeout: a hang is the pool's to report, with stacks, not gloo's.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# Whose files a rank can write.
+_USER = os.getuid()
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,12 @@ def serve(place: RankPlace, connection: Connection) -> None:
 
 
 def _save_coverage() -> None:
-    """Under `hatch run coverage`: write down what ran so far, because pools end by SIGKILL."""
-    if (coverage := sys.modules.get("coverage")) and (measuring := coverage.Coverage.current()):
+    """If coverage is measured: write down what ran so far, because pools end by SIGKILL.
+
+    A body that has become another user, as those that test what strangers may do, can no longer write it.
+    """
+    coverage = sys.modules.get("coverage")
+    if coverage and os.getuid() == _USER and (measuring := coverage.Coverage.current()):
         measuring.save()
 
 
