@@ -237,6 +237,16 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return status, captured.out + captured.err
 
 
+def test_a_reader_that_goes_away_is_no_error(saved: tuple[Path, Any]):
+    """As `| head` does: what is said after that is lost, and nothing is said of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shardkit.core", "checkpoint", "inspect", str(saved[0])]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Whatever is beside it, what a restore has set aside and step a million included, and though it is damaged."""
     run, exported = tmp_path / "run", tmp_path / "exported"

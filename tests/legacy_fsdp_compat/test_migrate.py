@@ -523,6 +523,14 @@ def test_rank_files_by_command(written: Any, tmp_path: Path, capsys: pytest.Capt
     assert type(leaves["model", "blocks.0.scale"]) is Tensor, "a buffer, which every rank has"
 
 
+def test_rank_files_say_what_no_group_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    weights = {"trained": torch.ones(4), "frozen": torch.ones(4), "steps": torch.tensor(1)}
+    optim = {"state": {"trained": {"momentum_buffer": torch.ones(4)}}, "param_groups": [{"params": ["trained"]}]}
+    torch.save({"model": weights, "optim": optim}, tmp_path / "full.pt")
+    assert main([str(tmp_path / "full.pt"), str(tmp_path / "out"), "--to", "sharded", "--ranks", "2"]) == 0
+    assert "no group of an optimizer lists ['model.frozen'] (1 in all), so every rank" in capsys.readouterr().err
+
+
 def test_rank_files_need_names(tmp_path: Path):
     weights = {"w": torch.ones(4, 2)}
     torch.save({"model": weights, "optim": {"state": {0: {"m": torch.ones(4, 2)}}}}, tmp_path / "raw.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,12 @@ def note(line: str) -> None:
 def status_of(run: Callable[[], int]) -> int:
     """The exit status of a command: its own, or 2 after an error, which is printed to stderr in one line."""
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (CheckpointError, OSError, ImportError) as error:
         note(f"error: {error}")
         return 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from shardkit.commands.migrate import parse
 from shardkit.core.checkpoint.conversion import refuse_existing
 from shardkit.core.checkpoint.errors import CheckpointError
+from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint
 from shardkit.core.checkpoint.terminal import run_conversion, status_of
 from shardkit.legacy_fsdp_compat.migrate.conversion import (
@@ -137,5 +138,11 @@ def _parameters(checkpoint: Checkpoint, known: _Known) -> Collection[str]:
         raise CheckpointError(
             "this file does not distinguish parameters, which are sharded, from buffers: it has no optimizer with "
             "names; pass --model MODULE:FUNCTION"
+        )
+    whole = [name_of(at) for at, one in checkpoint.tensors.items() if one.shape and not found.intersection(at)]
+    if whole:
+        checkpoint.notes.append(
+            f"no group of an optimizer lists {whole[:5]} ({len(whole)} in all), so every rank's file has them whole as "
+            "buffers are; stock loads no parameter so: if some are frozen or tied ones, pass --model MODULE:FUNCTION"
         )
     return found

@@ -193,7 +193,7 @@ def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Check
     if shapes is None:
         raise CheckpointError(
             "a LOCAL checkpoint holds flat tensors and no shapes: pass them with --shapes FILE (any full checkpoint of "
-            "the model, or JSON) or --model MODULE:FACTORY"
+            "the model, or JSON) or --model MODULE:FUNCTION"
         )
     checkpoint = Checkpoint("LOCAL", [str(file.path) for file in files], len(files))
     bases = dict.fromkeys(path[:-1] for file in files for path in file.leaves if _is_flat(path))
