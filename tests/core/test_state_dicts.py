@@ -361,6 +361,43 @@ def test_full_state_dict_on_rank_0(world_size: int) -> None:
     run_ranks(world_size, full_on_rank_0)
 
 
+class Scaled(torch.nn.Module):
+    """A linear layer and a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = torch.nn.Linear(3, 5), torch.nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def full_of_no_dims(rank: int, world_size: int, broadcast: bool) -> None:
+    """Stock's FSDP2 has no 0-dim parameters, and torch's helpers hand them over as they are: whole and plain."""
+    kept = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        module = Scaled()
+        shardkit.fully_shard(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        if kept:
+            weights, moments = copy.deepcopy(kept[0]) if rank == 0 or not broadcast else ({}, {})
+            setting = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            set_model_state_dict(module, weights, options=setting)
+            set_optimizer_state_dict(module, optimizer, moments, options=setting)
+        else:
+            module(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        kept.append(copy.deepcopy(get_state_dict(module, optimizer, options=FULL)))
+    assert_same(_trace(kept[0][0]), _trace(kept[1][0]))
+    assert_same(_trace(kept[0][1]), _trace(kept[1][1]))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_dict_of_0_dim_parameters(broadcast: bool) -> None:
+    run_ranks(2, full_of_no_dims, broadcast)
+
+
 def of_a_submodule(rank: int, world_size: int, keep_prefixes: bool) -> None:
     traces = []
     for api in (stock, shardkit):

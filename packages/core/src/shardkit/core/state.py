@@ -516,12 +516,19 @@ class FSDPState:
         prefix: str,
         *args: Any,  # torch's hook signature
     ) -> None:
-        """Before a state dict is loaded: the same; plain tensors are refused (they would be assigned as they are)."""
+        """Before a state dict is loaded: the same; plain tensors are refused (they would be assigned as they are), but
+        for 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
+        """
         self.to_sharded()
         error_messages: list[str] = args[-1]
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
-            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if parameter.ndim == value.ndim == 0:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state_dict[prefix + name] = DTensor.from_local(value, mesh, placements, run_check=False)
+            else:
                 error_messages.append(
                     f"'{prefix}{name}' is a plain tensor of shape {tuple(value.shape)}; expected a DTensor like those "
                     "of state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
