@@ -1,5 +1,6 @@
 """Plans: what is proposed under a limit, and what its code does on real ranks."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -325,6 +326,7 @@ def test_no_way_is_estimated_twice_and_none_that_cannot_hold_its_state(monkeypat
         return recording
 
     monkeypatch.setattr(repetition, "simulate", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # recordings of other processes are not heard of
     deep = TrainingJob(partial(LlamaShaped, 32, 1024, 2560, 24, 4, 2), few_tokens, policies=Policies(checkpoint=True))
     h100 = preset("h100").replace(process_bytes=0, ranks_per_host=2)
     with torch.device("meta"):

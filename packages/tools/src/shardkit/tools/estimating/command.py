@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +31,7 @@ from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.tables import Point, print_estimate, print_sweep
 from shardkit.tools.estimating.timeline import OperatorCosts
+from shardkit.tools.estimating.workers import Workers
 from shardkit.tools.files import InputError, check_targets, json_text, write_text
 from shardkit.tools.machine import Machine, load_machine, preset
 from shardkit.tools.terminal import progress, terminal
@@ -67,7 +67,8 @@ def run(options: SimpleNamespace) -> int:
     values = _settings_of(options.sweep)
     mesh, machine, job = mesh_of(options.mesh), machine_of(options), job_of(options)
 
-    def estimated(settings: Mapping[str, str]) -> Estimate:
+    def estimated(combination: tuple[str, ...]) -> Estimate:
+        settings = dict(zip(values, combination, strict=True))
         axes = mesh_of(settings["world-size"]) if "world-size" in settings else mesh
         chosen = replace(job, policies=_changed(job.policies, settings))
         if "micro-batch" in settings:
@@ -76,12 +77,12 @@ def run(options: SimpleNamespace) -> int:
 
     with costs_for(options.machine, machine) as costs:
         if values:
-            points = _sweep(values, estimated)
+            points = _sweep(values, Workers(estimated, alone=costs is not None))
             print_sweep(points, terminal())
             found: Any = [{"settings": p.settings, "estimate": p.estimate and p.estimate.to_json()} for p in points]
             ways = [(p.name, p.estimate, p.estimate.timeline.step) for p in points if p.estimate is not None]
         else:
-            one = estimated({})
+            one = estimated(())
             print_estimate(one, terminal())
             found, ways = one.to_json(), [("the job", one, one.timeline.step)]
     if options.json is not None:
@@ -111,16 +112,17 @@ def _settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return chosen
 
 
-def _sweep(values: Mapping[str, Sequence[str]], estimated: Callable[[Mapping[str, str]], Estimate]) -> list[Point]:
+def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]]) -> list[Point]:
     """Estimates every combination of the values; one that fails says why in the table and does not end the others."""
     points = []
-    total = math.prod(map(len, values.values()))
-    with collecting_new_garbage(), progress("estimating") as done:
-        for number, combination in enumerate(itertools.product(*values.values())):
-            done(number, total)
+    combinations = list(itertools.product(*values.values()))
+    with collecting_new_garbage(), workers, progress("estimating") as done:
+        workers.begin(*combinations)
+        for number, combination in enumerate(combinations):
+            done(number, len(combinations))
             settings = dict(zip(values, combination, strict=True))
             try:
-                points.append(Point(settings, estimated(settings)))
+                points.append(Point(settings, workers.estimate(combination)))
             except InputError as error:
                 points.append(Point(settings, None, str(error)))
     return points

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import product
@@ -26,6 +26,7 @@ from shardkit.tools.estimating.job import (
 from shardkit.tools.estimating.repetition import repetition_of
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.timeline import OperatorCosts
+from shardkit.tools.estimating.workers import Workers
 from shardkit.tools.machine import Machine, MachineError
 from shardkit.tools.quantities import show
 from shardkit.tools.torch_compat import FakeTensors
@@ -127,6 +128,7 @@ class Proposal:
     """A candidate that fits, what it takes, and why it is proposed.
 
     Attributes:
+        estimate: without its trace.
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
         container: FQN of the list whose modules, all of them, the blocks are; None if there is none.
         sample_seconds: predicted time of a step divided by the samples of all ranks.
@@ -156,14 +158,24 @@ class _Search:
     known: dict[Candidate, Estimate] = field(default_factory=dict)
     problem: str = ""
 
+    def __post_init__(self) -> None:
+        self.workers = Workers(self._estimated, alone=self.costs is not None)
+
+    def _estimated(self, candidate: Candidate) -> Estimate:
+        job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
+        return estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
+
+    def expect(self, candidates: Iterable[Candidate]) -> None:
+        """Begins with candidates that are about to be attempted."""
+        self.workers.begin(*(one for one in candidates if one not in self.known))
+
     def attempt(self, candidate: Candidate) -> None:
         """Estimates one, if that is possible; if not, that is told."""
         if candidate in self.known:
             return
         self.progress(len(self.known))
-        job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
         try:
-            self.known[candidate] = estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
+            self.known[candidate] = self.workers.estimate(candidate)
         except (EstimateError, MachineError) as error:
             self.problem = str(error)
             self.tell(f"gave up {candidate.describe()}: {error}")
@@ -193,6 +205,11 @@ class _Search:
         ranks = dict(candidate.axes)["dp_shard"]
         least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
         return candidate.policies.placements is None and least > self.limit
+
+    def is_exposed(self, candidate: Candidate) -> bool:
+        """Whether communication that nothing hides takes enough of a step to prefetch more."""
+        line = self.known[candidate].timeline
+        return line.exposed > _EXPOSED * line.step
 
     def sample_seconds(self, candidate: Candidate) -> float:
         """Seconds of a step for each of its samples."""
@@ -250,30 +267,50 @@ def propose(
     micro_batch = micro_batch or micro_batch_of(job)
     most_micro_batch = most_micro_batch or _MOST_TIMES * micro_batch
     search = _Search(job, machine, int(limit * (1 - margin)), costs, tell, progress)
-    first, *other = meshes(world_size, machine)
-    recomputed = (True,) if job.policies.checkpoint else (False, True)
-    for wrap, recompute in product(wrappings(plain, job.policies.wrap), recomputed):
-        policies = replace(job.policies, wrap=wrap, reshard_after_forward=True, checkpoint=recompute)
-        candidate = Candidate(first, policies, micro_batch, wrap != job.policies.wrap)
+    with search.workers:
+        _explore(search, world_size, wrappings(plain, job.policies.wrap), micro_batch, most_micro_batch)
+        if not search.ranked():
+            raise NothingFits(_closest(search, limit, margin))
+    return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
+
+
+def _explore(
+    search: _Search, world_size: int, wraps: list[tuple[str, ...] | None], micro_batch: int, most_micro_batch: int
+) -> None:
+    """Attempts, in the order that `propose` tells."""
+    job = search.job
+    first, *other = meshes(world_size, search.machine)
+    plain = [
+        Candidate(
+            first,
+            replace(job.policies, wrap=wrap, reshard_after_forward=True, checkpoint=recompute),
+            micro_batch,
+            wrap != job.policies.wrap,
+        )
+        for wrap, recompute in product(wraps, (True,) if job.policies.checkpoint else (False, True))
+    ]
+    search.expect(plain)
+    for candidate in plain:
         if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
             search.attempt(candidate.changed(reshard_after_forward=False))
-    for candidate in search.ranked()[:_REPLICATED]:
-        for axes in other:
-            replicated = replace(candidate, axes=axes)
-            if search.too_few_shards(replicated, candidate) or not search.fits(replicated):
+    replicated = [[(one, replace(one, axes=axes)) for axes in other] for one in search.ranked()[:_REPLICATED]]
+    search.expect(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
+    for ways in replicated:
+        for one, wider in ways:
+            if search.too_few_shards(wider, one) or not search.fits(wider):
                 break
     if not search.known:
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, world_size)
-    if not search.ranked():
-        raise NothingFits(_closest(search, limit, margin))
-    for candidate in search.ranked()[:_GROWN]:
-        grown = replace(candidate, micro_batch=2 * candidate.micro_batch)
-        while grown.micro_batch <= most_micro_batch and not search.too_large(grown) and search.fits(grown):
-            grown = replace(grown, micro_batch=2 * grown.micro_batch)
-    for candidate in search.ranked()[:_PREFETCHED]:
-        _prefetch_more(search, candidate)
-    return [_proposal(search, candidate, plain) for candidate in search.ranked()[:count]]
+    grown = [replace(one, micro_batch=2 * one.micro_batch) for one in search.ranked()[:_GROWN]]
+    search.expect(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
+    for one in grown:
+        while one.micro_batch <= most_micro_batch and not search.too_large(one) and search.fits(one):
+            one = replace(one, micro_batch=2 * one.micro_batch)
+    exposed = [one for one in search.ranked()[:_PREFETCHED] if search.is_exposed(one)]
+    search.expect(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
+    for one in exposed:
+        _prefetch_more(search, one)
 
 
 def _build(job: TrainingJob, machine: Machine) -> nn.Module:
@@ -298,15 +335,15 @@ def _cut_further(search: _Search, world_size: int) -> None:
         search.tell("fewer ways: tensor parallelism needs the package shardkit-tp-adapter, which is not installed")
         return
     best = search.ranked() or sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
-    for candidate, axes in product(best[:_CUT], cut):
-        search.attempt(replace(candidate, axes=axes))
+    ways = [replace(candidate, axes=axes) for candidate, axes in product(best[:_CUT], cut)]
+    search.expect(ways)
+    for candidate in ways:
+        search.attempt(candidate)
 
 
 def _prefetch_more(search: _Search, candidate: Candidate) -> None:
     """One group more ahead; and a budget of what the limit leaves, which also decides what stays for backward."""
     found = search.known[candidate]
-    if found.timeline.exposed <= _EXPOSED * found.timeline.step:
-        return
     search.attempt(candidate.changed(prefetch_depth=candidate.policies.prefetch_depth + 1))
     free = search.limit - found.reserved_bytes
     while free > _LEAST_FREE * search.limit:
