@@ -1,4 +1,4 @@
-"""Estimates beside one another: forked processes make them, as many as there are cores for."""
+"""Estimates beside one another: forked processes make them, one for each core."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import torch
 
 from shardkit.tools.estimating.result import Estimate
 from shardkit.tools.estimating.trace import Trace
+
+# Each has modules and caches of its own, some hundred megabytes, and a search begins with few ways.
+_MOST = 8
 
 _Task = TypeVar("_Task", bound=Hashable)
 # In a forked process: what makes its estimates. It is inherited, as jobs cannot be sent.
@@ -34,7 +37,7 @@ class Workers(Generic[_Task]):
         self._make = make
         self._begun: dict[_Task, Future[Estimate]] = {}
         self._pool: ProcessPoolExecutor | None = None
-        count = len(os.sched_getaffinity(0))
+        count = min(_MOST, len(os.sched_getaffinity(0)))
         if not alone and count > 1:
             # Forked when the first task comes, before this process runs a backward: autograd's threads do not fork.
             self._pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (make,))
