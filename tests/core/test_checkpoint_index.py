@@ -59,15 +59,15 @@ def test_what_fits_is_taken():
 @pytest.mark.parametrize(
     ("tensors", "objects", "text"),
     [
-        (whole((4,), piece((0,), (3,))), {}, "w: chunks hold 3 of its 4 elements"),
-        (whole((2,)), {}, "w: chunks hold 0 of its 2 elements"),
-        (whole((4,), piece((0,), (3,)), piece((2,), (2,))), {}, r"w: chunks of \(3,\) at \(0,\) and .* overlap"),
+        (whole((4,), piece((0,), (3,))), {}, "w: the chunks .* leave holes: they hold 3 of its 4 elements"),
+        (whole((2,)), {}, "hold 0 of its 2 elements"),
+        (whole((4,), piece((0,), (3,)), piece((2,), (2,))), {}, r"overlap: \[0:3\] in f and \[2:4\] in f"),
         (whole((4,), piece((0,), (2,)), piece((3,), (1,)), piece((1,), (2,))), {}, "overlap"),
         (whole((), piece((), ()), piece((), ())), {}, "overlap"),
         (whole((2, 4), piece((0, 0), (2, 3)), piece((1, 1), (1, 2))), {}, "overlap"),
-        (whole((4,), piece((1,), (4,))), {}, r"w: a chunk of \(4,\) at \(1,\) sticks out of its shape \(4,\)"),
-        (whole((4,), piece((-1,), (5,))), {}, "sticks out"),
-        (whole((4,), piece((0, 0), (4, 1))), {}, "sticks out"),
+        (whole((4,), piece((1,), (4,))), {}, r"w: the chunks of shape \(4,\) stick out of it: \[1:5\]"),
+        (whole((4,), piece((-1,), (5,))), {}, "stick out"),
+        (whole((4,), piece((0, 0), (4, 1))), {}, "stick out"),
         (whole((4,), piece((0,), (4,), length=15)), {}, "w: a chunk of 16 bytes at .* is said to lie in 15 bytes of f"),
         (
             whole((4,), piece((0,), (4,), values=85)),

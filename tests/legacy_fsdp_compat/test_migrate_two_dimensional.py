@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.core.checkpoint.stored import StoredTensor
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint
-from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, parts_of
+from shardkit.legacy_fsdp_compat.migrate.rank_files import Box, from_boxes
 from shardkit.tp_adapter.extensions import DTensorExtensions
 from tests.legacy_fsdp_compat.both import CPU, OURS, STOCK, api
 from tests.legacy_fsdp_compat.test_tensor_parallel import Pair, adam, batch
@@ -160,24 +159,26 @@ def test_boxes_make_up_a_tensor(data: Any):
     columns = [split(data.draw, size) for size in shape[1:]]
     places = [(rows, *rest) for rest in itertools.product(*columns) for rows in split(data.draw, shape[0])]
     boxes = boxes_of(whole.view(shape), data.draw(st.permutations(places)))
-    stored = StoredTensor("w", whole.dtype, shape, parts_of("w", shape, boxes))
+    stored = from_boxes(("w",), whole.dtype, shape, boxes)
     low = data.draw(st.integers(0, whole.numel()))
     high = data.draw(st.integers(low, whole.numel()))
     assert torch.equal(stored.read(low, high), whole[low:high])
     if len(boxes) > 1:
         for wrong in (boxes[1:], [*boxes, boxes[0]]):
             with pytest.raises(CheckpointError, match="'w' of shape"):
-                StoredTensor("w", whole.dtype, shape, parts_of("w", shape, wrong))
+                from_boxes(("w",), whole.dtype, shape, wrong)
 
 
 def test_a_box_outside():
     (box,) = boxes_of(torch.ones(2, 3), [(slice(0, 2), slice(0, 3))])
-    with pytest.raises(CheckpointError, match=r"'w' of shape \(2, 2\) has a part of shape \(2, 3\) at \(0, 0\)"):
-        parts_of("w", (2, 2), [box])
+    with pytest.raises(
+        CheckpointError, match=r"'w' of shape \(2, 2\): its parts stick out of it: \[0:2, 0:3\] in file0"
+    ):
+        from_boxes(("w",), torch.float32, (2, 2), [box])
 
 
 def test_a_box_twice_in_the_place_of_another():
     """As many elements as the tensor has, but not each once."""
     boxes = boxes_of(torch.ones(2, 4), [(slice(0, 2), slice(0, 2))] * 2)
-    with pytest.raises(CheckpointError, match="of rows 0 to 2 the checkpoint has twice, in"):
-        parts_of("w", (2, 4), boxes)
+    with pytest.raises(CheckpointError, match=r"overlap: \[0:2, 0:2\] in file0 and \[0:2, 0:2\] in file1"):
+        from_boxes(("w",), torch.float32, (2, 4), boxes)

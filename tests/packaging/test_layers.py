@@ -20,6 +20,7 @@ LAYERS: list[set[str]] = [
         "policies",
         "adapters",
         "block_steps",
+        "coverage",
         "events",
         "gradient_dtype",
         "gradient_hooks",

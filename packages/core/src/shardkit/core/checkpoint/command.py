@@ -224,7 +224,7 @@ def _import(options: argparse.Namespace) -> int:
     names: list[str] = []
     left_out = LeftOut(options.without)
     tensors = tensors_of_files(options.source, ("model",), options.key, names.append)
-    files = dict.fromkeys(part.file for one in tensors for part in one.parts)
+    files = dict.fromkeys(file for one in tensors for file in one.files)
     checkpoint = Checkpoint("FULL", list(files))
     checkpoint.notes += [f"left out, no tensor: {name}" for name in names]
     checkpoint.tensors = {one.path: one for one in tensors if not left_out.has(one.path)}

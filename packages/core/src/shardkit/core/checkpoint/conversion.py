@@ -262,8 +262,7 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
     """Of the source's files, by size and time, and of the tensors in them."""
     described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
     described.append([(name_of(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
-    parts = (part for one in checkpoint.tensors.values() for part in one.parts)
-    for name in sorted({file for part in parts for file in (part.file, *part.others)}):
+    for name in sorted({file for one in checkpoint.tensors.values() for file in one.files}):
         found = Path(name).stat()
         described.append([name, found.st_size, found.st_mtime_ns])
     return hashlib.sha256(repr(described).encode()).hexdigest()

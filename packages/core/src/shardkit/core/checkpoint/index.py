@@ -14,14 +14,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
+from shardkit.core.coverage import coverage_problem
 
 BLOCK_BYTES = 2**20
 """The unit of checksums: what has to be read to verify any byte of it."""
@@ -122,7 +123,8 @@ class Index:
                         f"{name}: a chunk of {nbytes} bytes at {chunk.offsets} is said to lie in {chunk.length} bytes "
                         f"of {chunk.file}"
                     )
-            check_coverage(name, entry.shape, entry.chunks)
+            if problem := coverage_problem(entry.shape, entry.chunks):
+                raise DamagedCheckpointError(f"{name}: the chunks of shape {entry.shape} {problem}")
         for name, one in self.objects.items():
             self._check_range(name, one.file, one.offset, one.length)
             claimed[one.file] += one.length
@@ -160,60 +162,6 @@ class Index:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.tensors.values())
-
-
-def check_coverage(name: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
-    """Raises DamagedCheckpointError unless the chunks make up a tensor of `shape`, each element once."""
-    for chunk in chunks:
-        if not is_inside(chunk, shape):
-            raise DamagedCheckpointError(
-                f"{name}: a chunk of {chunk.sizes} at {chunk.offsets} sticks out of its shape {tuple(shape)}"
-            )
-    filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
-    # Along the dim that is cut most often, few chunks begin before another one ends.
-    dim = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in filled}), default=0)
-    if shape:
-        filled.sort(key=lambda chunk: chunk.offsets[dim])
-    covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(shape)
-    if covered < whole:
-        raise DamagedCheckpointError(f"{name}: chunks hold {covered} of its {whole} elements")
-    for number, chunk in enumerate(filled):
-        end = chunk.offsets[dim] + chunk.sizes[dim] if shape else 0
-        for later in range(number + 1, len(filled)):
-            other = filled[later]
-            if shape and other.offsets[dim] >= end:
-                break  # sorted: all that follow begin behind this one
-            if overlap(chunk, other):
-                raise DamagedCheckpointError(
-                    f"{name}: chunks of {chunk.sizes} at {chunk.offsets} and {other.sizes} at {other.offsets} overlap"
-                )
-
-
-class Box(Protocol):
-    """A part of a tensor: one index and one size for each of its dims."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-
-
-def is_inside(chunk: Box, shape: Sequence[int]) -> bool:
-    """Whether a box lies in a tensor of a shape."""
-    if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
-        return False
-    for low, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True):  # a loop, as there may be many chunks
-        if low < 0 or size < 0 or low + size > whole:
-            return False
-    return True
-
-
-def overlap(one: Box, other: Box) -> bool:
-    """Whether two boxes of a tensor share elements."""
-    return all(
-        max(a, b) < min(a + a_size, b + b_size)
-        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
 
 
 MANIFEST = "manifest.json"

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from shardkit.core.checkpoint.stored import (
     CHUNK_BYTES,
     Checkpoint,
     Memory,
-    Part,
     StoredTensor,
+    by_rows,
     memory_of,
     paths_of,
     row_major_strides,
@@ -81,16 +82,6 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
         for offsets, _, values in boxes_of(path, tensor):
             reads.extend(reads_of(entry, offsets, values))
     _run(directory, index, reads)
-
-
-def read_box(
-    directory: Path, index: Index, entry: TensorEntry, offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """A box of a tensor, as a new CPU tensor."""
-    target = torch.empty(sizes, dtype=entry.dtype, device="cpu")
-    if target.numel():
-        _run(directory, index, list(reads_of(entry, offsets, target)))
-    return target
 
 
 def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
@@ -174,7 +165,17 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, Layout | None]:
 
 def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
     """The tensors of a checkpoint; reading verifies."""
-    return [_stored(directory, index, entry) for entry in index.tensors.values()]
+    found = []
+    for one in index.tensors.values():
+        read = by_rows(one.dtype, one.shape, partial(read_box, directory, index, one))
+        files = dict.fromkeys(str(directory / chunk.file) for chunk in one.chunks)
+        found.append(StoredTensor.of(one.path, one.dtype, one.shape, read, files))
+    return found
+
+
+def read_box(directory: Path, index: Index, entry: TensorEntry, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+    """Fills `target` with the box of a tensor at `offsets`."""
+    _run(directory, index, list(reads_of(entry, offsets, target)))
 
 
 def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoint:
@@ -192,17 +193,3 @@ def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoin
     for path, value in paths_of(unflatten(in_order, empties)):
         checkpoint.add(path, value, directory)
     return checkpoint
-
-
-def _stored(directory: Path, index: Index, entry: TensorEntry) -> StoredTensor:
-    row, dims = math.prod(entry.shape[1:]), len(entry.shape)
-
-    def read(low: int, high: int) -> torch.Tensor:
-        first, stop = low // row, -(-high // row)
-        offsets, sizes = (first, *[0] * dims)[:dims], (stop - first, *entry.shape[1:])[:dims]
-        return read_box(directory, index, entry, offsets, sizes).view(-1)[low - first * row : high - first * row]
-
-    files = list(dict.fromkeys(str(directory / chunk.file) for chunk in entry.chunks)) or [str(directory)]
-    numel = math.prod(entry.shape)
-    parts = (Part(0, numel, read, files[0], tuple(files[1:])),) if numel else ()
-    return StoredTensor(entry.path, entry.dtype, entry.shape, parts)

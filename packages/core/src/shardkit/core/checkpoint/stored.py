@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,22 +47,18 @@ Slab = tuple[int, int, torch.Tensor]
 class Part:
     """Elements [start, stop) of a tensor in row-major order.
 
-    `read(low, high)` gives elements low to high of the *tensor*, a 1-D copy; both lie within the part. They come from
-    `file`, and from `others` where several hold them beside each other.
+    `read(low, high)` gives elements low to high of the *part*, a 1-D copy. They come from `files`.
     """
 
     start: int
     stop: int
     read: Read
-    file: str
-    others: tuple[str, ...] = ()
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, put together from parts. Raises CheckpointError if the parts do not make up the tensor, each
-    element once.
-    """
+    """A whole tensor, put together from parts, which follow each other."""
 
     path: LeafPath
     dtype: torch.dtype
@@ -70,26 +66,25 @@ class StoredTensor:
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        at = 0
-        for part in self.parts:
-            if part.start != at:
-                what = "lacks" if part.start > at else "has twice"
-                low, high = sorted((at, part.start))
-                raise CheckpointError(
-                    f"'{self.name}' of shape {self.shape}: the checkpoint {what} elements {low} to {high} (next to "
-                    f"{part.file}); is a rank's file missing, or are there files of several checkpoints?"
-                )
-            at = part.stop
-        if at != self.numel:
-            files = sorted({part.file for part in self.parts})
-            raise CheckpointError(
-                f"'{self.name}' of shape {self.shape} has {self.numel} elements, the files {files} hold {at} of them; "
-                "is the last ranks' file missing?"
-            )
+        edges = [0, *(edge for part in self.parts for edge in (part.start, part.stop)), self.numel]
+        assert edges[::2] == edges[1::2], f"'{self.name}' of shape {self.shape} has the parts {edges[1:-1]}"
+
+    @classmethod
+    def of(
+        cls, path: LeafPath, dtype: torch.dtype, shape: tuple[int, ...], read: Read, files: Iterable[str]
+    ) -> StoredTensor:
+        """All of which `read` gives."""
+        numel = math.prod(shape)
+        return cls(path, dtype, shape, (Part(0, numel, read, tuple(files)),) if numel else ())
 
     @property
     def name(self) -> str:
         return name_of(self.path)
+
+    @property
+    def files(self) -> dict[str, None]:
+        """What its parts come from."""
+        return dict.fromkeys(file for part in self.parts for file in part.files)
 
     @property
     def numel(self) -> int:
@@ -112,7 +107,7 @@ class StoredTensor:
     def read(self, low: int, high: int) -> torch.Tensor:
         """Elements [low, high), 1-D."""
         pieces = [
-            part.read(max(low, part.start), min(high, part.stop))
+            part.read(max(low, part.start) - part.start, min(high, part.stop) - part.start)
             for part in self.parts
             if max(low, part.start) < min(high, part.stop)
         ]
@@ -212,17 +207,26 @@ class Checkpoint:
         return 4 * largest + 4096 * len(self.tensors)
 
 
+def by_rows(dtype: torch.dtype, shape: tuple[int, ...], fill: Callable[[tuple[int, ...], torch.Tensor], None]) -> Read:
+    """Reads ranges of a tensor whose rows `fill(offsets, target)` puts into a CPU tensor: the box at these offsets."""
+    row, dims = math.prod(shape[1:]), len(shape)
+
+    def read(low: int, high: int) -> torch.Tensor:
+        first, last = low // row, -(-high // row)
+        rows = torch.empty((last - first, *shape[1:])[:dims], dtype=dtype, device="cpu")
+        fill((first, *[0] * dims)[:dims], rows)
+        return rows.view(-1)[low - first * row : high - first * row]
+
+    return read
+
+
 def whole(path: tuple[Any, ...], tensor: torch.Tensor, file: str) -> StoredTensor:
     """A stored tensor that is one mapped tensor of one file."""
-    numel = tensor.numel()
-    part = Part(0, numel, mapped_reader(name_of(path), tensor, 0, file), file)
-    return StoredTensor(path, tensor.dtype, tuple(tensor.shape), (part,) if numel else ())
+    return StoredTensor.of(path, tensor.dtype, tuple(tensor.shape), mapped_reader(name_of(path), tensor, file), [file])
 
 
-def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Read:
-    """Reads ranges of a mapped tensor whose first element is number `start` of the whole. Raises CheckpointError for
-    anything but a plain dense tensor in memory.
-    """
+def mapped_reader(name: str, tensor: torch.Tensor, file: str) -> Read:
+    """Reads ranges of a mapped tensor. Raises CheckpointError for anything but a plain dense tensor in memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(
             f"'{name}' in {file} is a {type(tensor).__name__}, which is not converted; load it where it was saved, and "
@@ -238,8 +242,7 @@ def mapped_reader(name: str, tensor: torch.Tensor, start: int, file: str) -> Rea
     def fetch(low: int, high: int) -> torch.Tensor:
         return memory.as_strided((high - low,), (1,), first + low).resolve_conj().resolve_neg()
 
-    found = Memory(tuple(memory.shape), memory.stride(), memory.dtype, fetch, lambda: release_pages(memory))
-    return lambda low, high: found.read(low - start, high - start)
+    return Memory(tuple(memory.shape), memory.stride(), memory.dtype, fetch, lambda: release_pages(memory)).read
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of
+from shardkit.core.checkpoint.stored import Checkpoint, Part, StoredTensor, mapped_reader, paths_of
 from shardkit.legacy_fsdp_compat.flat_layout import FLAT_NAME, FlatLayout, Interval
 from shardkit.legacy_fsdp_compat.migrate.rank_files import (
     RankFile,
@@ -115,10 +116,11 @@ def _from_cut(files: list[RankFile], where: LeafPath, cut: Cut, path: LeafPath) 
                 f"'{name_of(where)}' is {seen} in {file.path}, expected {expected} for its part of '{cut.name}'; was "
                 "the optimizer built from model.parameters()?"
             )
-        read = mapped_reader(name_of(where), value.view(-1), low - cut.starts[file.rank], str(file.path))
-        parts.append(Part(low, high, read, str(file.path)))
-    held = (file.leaves.get(where) for file in files)
-    dtype = next(one.dtype for one in held if isinstance(one, torch.Tensor))
+        held = value.view(-1).narrow(0, cut.starts[file.rank], high - low)
+        read = mapped_reader(name_of(where), held, str(file.path))
+        parts.append(Part(low, high, read, (str(file.path),)))
+    values = (file.leaves.get(where) for file in files)
+    dtype = next(one.dtype for one in values if isinstance(one, torch.Tensor))
     return StoredTensor(path, dtype, cut.shape, tuple(parts))
 
 
@@ -331,19 +333,12 @@ def _flat_unit(
     ranks = range(len(files))
     cuts = []
     for index, (name, shape) in enumerate(shapes.items()):
-        tensors[name] = _from_flat(flat, name, shape, *layout.intervals[index])
+        read = partial(_shifted, flat, layout.intervals[index][0])
+        tensors[name] = StoredTensor.of((name,), flat.dtype, shape, read, flat.files)
         starts = tuple(layout.within_shard(index, rank)[0] for rank in ranks)
         cuts.append(Cut(name, shape, layout.pieces(index), starts, (layout.shard_numel,) * len(files)))
     return cuts
 
 
-def _from_flat(flat: StoredTensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> StoredTensor:
-    def shifted(read: Read) -> Read:
-        return lambda low, high: read(low + start, high + start)
-
-    parts = [
-        Part(max(start, one.start) - start, min(stop, one.stop) - start, shifted(one.read), one.file)
-        for one in flat.parts
-        if max(start, one.start) < min(stop, one.stop)
-    ]
-    return StoredTensor((name,), flat.dtype, shape, tuple(parts))
+def _shifted(flat: StoredTensor, by: int, low: int, high: int) -> torch.Tensor:
+    return flat.read(low + by, high + by)

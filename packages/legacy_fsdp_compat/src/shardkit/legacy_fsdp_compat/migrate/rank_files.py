@@ -7,13 +7,13 @@ placements give it. Tensor parallelism cuts other dims than the first, and the f
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,10 +21,19 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import is_inside, overlap
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
-from shardkit.core.checkpoint.stored import Checkpoint, Part, Read, StoredTensor, mapped_reader, paths_of, whole
+from shardkit.core.checkpoint.stored import (
+    Checkpoint,
+    Part,
+    Read,
+    StoredTensor,
+    by_rows,
+    mapped_reader,
+    paths_of,
+    whole,
+)
 from shardkit.core.checkpoint.torch_files import load_torch_file
+from shardkit.core.coverage import coverage_problem
 from shardkit.core.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
@@ -164,67 +173,37 @@ class Box:
         return math.prod(self.sizes[1:])
 
 
-def parts_of(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Part, ...]:
-    """The parts, in order, that the boxes make up together; boxes without elements do not count. Raises CheckpointError
-    for a box that is not in the tensor, and for rows that the boxes cover in part or twice. Rows that no box has are
-    for `StoredTensor` to notice.
+def from_boxes(path: LeafPath, dtype: torch.dtype, shape: tuple[int, ...], boxes: Sequence[Box]) -> StoredTensor:
+    """The tensor that boxes make up together; those without elements do not count. Raises CheckpointError for boxes
+    that do not make up one, each element once.
     """
     held = [box for box in boxes if math.prod(box.sizes)]
-    for box in held:
-        if not is_inside(box, shape):
-            raise CheckpointError(
-                f"'{name}' of shape {shape} has a part of shape {box.sizes} at {box.offsets} in {box.file}, which lies "
-                "outside of it"
-            )
+    if problem := coverage_problem(shape, held):
+        raise CheckpointError(
+            f"'{name_of(path)}' of shape {shape}: its parts {problem}. Is a rank's file missing, or are there files of "
+            f"several checkpoints? They are in {sorted({box.file for box in held})}"
+        )
     if all(box.sizes[1:] == shape[1:] for box in held):
-        return tuple(sorted((_rows(box) for box in held), key=lambda part: part.start))
-    edges = sorted({edge for box in held for edge in (box.offsets[0], box.offsets[0] + box.sizes[0])})
-    strips = []
-    for first, last in itertools.pairwise(edges):
-        across = [box for box in held if box.offsets[0] <= first and last <= box.offsets[0] + box.sizes[0]]
-        if across:
-            strips.append(_strip(name, shape, first, last, across))
-    return tuple(strips)
+        return StoredTensor(path, dtype, shape, tuple(sorted(map(_rows, held), key=lambda part: part.start)))
+    read = by_rows(dtype, shape, partial(_fill, held))
+    return StoredTensor.of(path, dtype, shape, read, dict.fromkeys(box.file for box in held))
 
 
 def _rows(box: Box) -> Part:
     """A box of whole rows, as it is."""
     start = box.offsets[0] * box.row if box.offsets else 0
-    return Part(start, start + math.prod(box.sizes), lambda low, high: box.read(low - start, high - start), box.file)
+    return Part(start, start + math.prod(box.sizes), box.read, (box.file,))
 
 
-def _strip(name: str, shape: tuple[int, ...], first: int, last: int, boxes: list[Box]) -> Part:
-    """Rows [first, last), which boxes cover beside each other."""
-    row = math.prod(shape[1:])
-    twice = next((pair for pair in itertools.combinations(boxes, 2) if overlap(*pair)), None)
-    covered = sum(box.row for box in boxes)
-    if twice or covered != row:
-        seen = f"twice, in {twice[0].file} and {twice[1].file}" if twice else f"{covered} of {row} elements of each"
-        raise CheckpointError(
-            f"'{name}' of shape {shape}: of rows {first} to {last} the checkpoint has {seen}; its parts there are "
-            f"{[(box.offsets, box.sizes) for box in boxes]}. Is a rank's file missing, or are there files of several "
-            "checkpoints?"
-        )
-    file, *others = dict.fromkeys(box.file for box in boxes)
-    return Part(first * row, last * row, _reader(shape, boxes), file, tuple(others))
-
-
-def _reader(shape: tuple[int, ...], boxes: list[Box]) -> Read:
-    row = math.prod(shape[1:])
-
-    def read(low: int, high: int) -> torch.Tensor:
-        first, last = low // row, -(-high // row)
-        rows: torch.Tensor | None = None
-        for box in boxes:
-            found = box.read((first - box.offsets[0]) * box.row, (last - box.offsets[0]) * box.row)
-            if rows is None:
-                rows = torch.empty((last - first, *shape[1:]), dtype=found.dtype)
+def _fill(boxes: list[Box], offsets: tuple[int, ...], rows: torch.Tensor) -> None:
+    """Puts the boxes' part of whole rows in."""
+    first, last = offsets[0], offsets[0] + len(rows)
+    for box in boxes:
+        low, high = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
+        if low < high:
+            found = box.read((low - box.offsets[0]) * box.row, (high - box.offsets[0]) * box.row)
             place = tuple(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
-            rows[:, *place] = found.view(last - first, *box.sizes[1:])
-        assert rows is not None
-        return rows.view(-1)[low - first * row : high - first * row]
-
-    return read
+            rows[low - first : high - first, *place] = found.view(high - low, *box.sizes[1:])
 
 
 def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
@@ -410,20 +389,19 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
         for offsets, tensor, _ in value.parts:
             dtype = tensor.dtype
             # Nobody reads a box without elements, which may be of any kind.
-            read = mapped_reader(name, tensor if tensor.numel() else torch.empty(0), 0, str(file.path))
+            read = mapped_reader(name, tensor if tensor.numel() else torch.empty(0), str(file.path))
             box = Box(offsets, tuple(tensor.shape), read, str(file.path))
             known, other = holders.setdefault((offsets, tensor.shape), (group, box))
             if other is box or known & group:
                 boxes.append(box)
             elif notes is not None and not _alone(box, dtype).same_values(_alone(other, dtype)):
                 notes.append(f"'{name}' differs between {other.file} and {box.file}; taken from the first")
-    return StoredTensor(path, dtype, first.whole, parts_of(name, first.whole, boxes))
+    return from_boxes(path, dtype, first.whole, boxes)
 
 
 def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
     """A box as a tensor of its own."""
-    numel = math.prod(box.sizes)
-    return StoredTensor((box.file,), dtype, box.sizes, (Part(0, numel, box.read, box.file),) if numel else ())
+    return from_boxes((box.file,), dtype, box.sizes, [replace(box, offsets=(0,) * len(box.sizes))])
 
 
 def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
