@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def printable(text: str) -> str:
     """Text with its control characters and lone surrogates escaped, but for tabs: one line for a terminal."""
@@ -20,3 +23,19 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """Files that are not what was written: truncated, changed, missing, or swapped. The message names the file."""
+
+
+@contextmanager
+def damage_of(name: str, otherwise: str) -> Iterator[None]:
+    """Around what takes bytes of `name` apart, as damaged ones fail in any way. What is raised is a
+    DamagedCheckpointError with the name; `otherwise` says what is wrong if the error does not say it. A CheckpointError
+    that is none stays as it is.
+    """
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{name}: {error}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(f"{name} {otherwise}: {error!r}") from error

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
 from shardkit.core.coverage import coverage_problem
 
@@ -204,10 +204,8 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     text = data[:-_SEAL_LENGTH]
     if hashlib.sha256(text).hexdigest() != sealed:
         raise DamagedCheckpointError(f"{name} is damaged: its seal does not fit its {len(text)} bytes")
-    try:
+    with damage_of(name, "is not JSON"):
         document = json.loads(text + b"}")
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{name} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise DamagedCheckpointError(f"{name} holds a {type(document).__name__}, expected an object")
     return document
@@ -256,12 +254,8 @@ def unpack(data: bytes, name: str) -> Index:
         raise CheckpointError(
             f"{name} is of version {document.get('version')!r}, this code reads {_VERSION}; use the newer shardkit"
         )
-    try:
+    with damage_of(name, "is not put together as a manifest"):
         return _index(document)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{name}: {error}") from error
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
-        raise DamagedCheckpointError(f"{name} is not put together as a manifest: {error!r}") from error
 
 
 def _index(document: dict[str, Any]) -> Index:

@@ -26,7 +26,7 @@ from shardkit.core.checkpoint.stored import (
     paths_of,
     row_major_strides,
 )
-from shardkit.core.checkpoint.torch_files import Layout, archive_of, layout_in, load_torch_bytes, values_in
+from shardkit.core.checkpoint.torch_files import archive_of, layout_in, load_torch_bytes, values_in
 from shardkit.core.checkpoint.verified_file import VerifiedFile
 
 Span = tuple[int, int]
@@ -124,10 +124,10 @@ def _fill(file: VerifiedFile, read: Read) -> None:
     def fetch(low: int, high: int) -> torch.Tensor:
         values = torch.empty(high - low, dtype=read.dtype, device="cpu")
         file.read_into(start + low * read.dtype.itemsize, memory_of(values))
-        values = values.conj_physical() if layout is not None and layout.is_conj else values
-        return -values if layout is not None and layout.is_neg else values
+        values = values.conj_physical() if layout is not None and layout.is_conj() else values
+        return -values if layout is not None and layout.is_neg() else values
 
-    strides = row_major_strides(sizes) if layout is None else layout.strides
+    strides = row_major_strides(sizes) if layout is None else layout.stride()
     chunk = Memory(sizes, strides, read.dtype, fetch, lambda: None)
     if not sizes:
         target.copy_(fetch(0, 1).view(()))
@@ -140,8 +140,9 @@ def _fill(file: VerifiedFile, read: Read) -> None:
         target[low - first : high - first].copy_(slab[(slice(None), *inner)])
 
 
-def _place(file: VerifiedFile, read: Read) -> tuple[int, Layout | None]:
-    """Where the first element of the chunk lies in its file, and how the others follow; None for row by row.
+def _place(file: VerifiedFile, read: Read) -> tuple[int, torch.Tensor | None]:
+    """Where the first element of the chunk lies in its file, and a meta tensor that the others lie like; None for row
+    by row.
 
     Stock writes a tensor as it lies in memory: transposed, or with the channels last. If its archive does not describe
     it in the words that torch.save has for a contiguous tensor, its description is read.
@@ -155,12 +156,12 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, Layout | None]:
         if nbytes == chunk.numel * itemsize and contiguous in file.read(chunk.offset, start - chunk.offset):
             return start, None
         layout = layout_in(opened, chunk.offset, chunk.length, nbytes, str(file.path))
-    if (layout.shape, layout.dtype) != (chunk.sizes, read.dtype):
+    if (tuple(layout.shape), layout.dtype) != (chunk.sizes, read.dtype):
         raise DamagedCheckpointError(
-            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {layout.shape} of {layout.dtype}, expected "
-            f"{chunk.sizes} of {read.dtype}"
+            f"{read.name}: its chunk at {chunk.offsets} in {file.path} is {tuple(layout.shape)} of {layout.dtype}, "
+            f"expected {chunk.sizes} of {read.dtype}"
         )
-    return start + layout.offset * itemsize, layout
+    return start + int(layout.storage_offset()) * itemsize, layout
 
 
 def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from shardkit.core.checkpoint.directory import CheckpointDirectory, OtherRuns, writing_in
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, damage_of
 from shardkit.core.checkpoint.index import (
     BLOCK_BYTES,
     DTYPES,
@@ -185,7 +185,7 @@ def read_part(directory: Path, rank: int) -> Part | None:
     if not path.exists():
         return None
     found: dict[str, Any] = unseal(read_small(directory, path.name), str(path))
-    try:
+    with damage_of(str(path), "is not put together as a note of a rank"):
         return Part(
             int(found["nbytes"]),
             tuple(found["blocks"]),
@@ -197,8 +197,6 @@ def read_part(directory: Path, rank: int) -> Part | None:
             tuple(decode_path(path) for path in found["empties"]),
             tuple(decode_path(path) for path in found["order"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} is not put together as a note of a rank: {error!r}") from error
 
 
 @dataclass(frozen=True)

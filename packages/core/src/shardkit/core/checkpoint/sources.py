@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, name_of
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
@@ -178,11 +178,9 @@ def tensors_of_files(
         if len(files) != 1:
             raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
         return _of_source(_opened(files[0]), prefix, files[0])
-    try:
+    with damage_of(str(path / HF_INDEX), "is not an index"):
         weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path / HF_INDEX} is not an index: {error!r}") from error
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
         if Path(file).name != file:

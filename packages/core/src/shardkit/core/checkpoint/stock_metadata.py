@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import MANIFEST, SAVE_ID, Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, LeafPath, name_of, stock_path
 from shardkit.core.checkpoint.pickled import check_pickle
@@ -211,10 +211,8 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
     or otherwise transformed.
     """
     data, path = read_small(directory, METADATA), directory / METADATA
-    try:
+    with damage_of(str(path), f"({len(data)} bytes) cannot be read"):
         metadata = unpickle_metadata(data)
-    except Exception as error:  # damaged pickles fail in any way
-        raise DamagedCheckpointError(f"{path} ({len(data)} bytes) cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
     if getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
@@ -222,12 +220,8 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
             f"{directory / MANIFEST} is missing, and with it the checksums of this checkpoint; "
             "torch.distributed.checkpoint loads what is left of it, unverified"
         )
-    try:
+    with damage_of(str(path), "is not put together as metadata"):
         return _index(directory, metadata, left_out)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from error
-    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} is not put together as metadata: {error!r}") from error
 
 
 def _index(directory: Path, metadata: Metadata, left_out: Callable[[LeafPath], bool]) -> Index:

@@ -13,11 +13,8 @@ import functools
 import io
 import mmap
 import pickle
-import pickletools
-import struct
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +22,11 @@ from typing import IO, Any, cast
 
 import torch
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.pickled import check_pickle
 
 ALIGNMENT = 64
 """Values start at multiples of this in a data file, so that they can be copied to and from its image as tensors."""
-
-_LOCAL_HEADER = 30
-_NO_ARCHIVE = (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OSError)
-"""What zipfile raises for bytes that are none, or damaged."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +124,12 @@ class Window:
         return data
 
 
+def _window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    window: Any = Window(file, offset, length)  # has all that zipfile and torch.load ask for
+    found: IO[bytes] = window
+    return found
+
+
 def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int, int]:
     """Where the values of the one tensor lie that bytes [offset, offset + length) of a file hold: (offset, bytes).
     Raises DamagedCheckpointError if these bytes are no such archive, or one of several tensors.
@@ -145,121 +144,43 @@ def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int
 
 def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[str, tuple[int, int]]:
     """Where the values of each storage in an archive of torch.save lie: key -> (offset, bytes); raises the same."""
-    where = f"{name}: bytes {offset} to {offset + length}"
-    try:
-        window: IO[bytes] = Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
-        entries = [one for one in zipfile.ZipFile(window).infolist() if one.filename.split("/")[-2:-1] == ["data"]]
-    except _NO_ARCHIVE as error:
-        raise DamagedCheckpointError(f"{where} are no archive of torch.save: {error}") from error
-    return {one.filename.split("/")[-1]: _place(file, offset, length, one, where) for one in entries}
+    window, found = _window(file, offset, length), {}
+    with (
+        damage_of(f"{name}: bytes {offset} to {offset + length}", "are no archive of torch.save"),
+        zipfile.ZipFile(window) as archive,
+    ):
+        for one in archive.infolist():
+            if one.filename.split("/")[-2:-1] != ["data"]:
+                continue
+            if one.compress_type != zipfile.ZIP_STORED:
+                raise DamagedCheckpointError("a compressed storage, which torch.save never writes")
+            with archive.open(one):  # reads the header before the values, and nothing of them
+                start = window.tell()
+            if start + one.file_size > length:
+                raise DamagedCheckpointError(f"the storage inside claims {one.file_size} bytes")
+            found[one.filename.split("/")[-1]] = offset + start, one.file_size
+    return found
 
 
-def _place(file: IO[bytes], offset: int, length: int, entry: zipfile.ZipInfo, where: str) -> tuple[int, int]:
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise DamagedCheckpointError(f"{where} hold a compressed storage, which torch.save never writes")
-    # zipfile corrects offsets by what it takes for bytes before the archive: damaged ones become negative.
-    header = b""
-    if 0 <= entry.header_offset <= length - _LOCAL_HEADER:
-        file.seek(offset + entry.header_offset)
-        header = file.read(_LOCAL_HEADER)
-    if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
-        raise DamagedCheckpointError(f"{where} hold no storage where their directory says")
-    name_length, extra_length = struct.unpack("<HH", header[26:30])
-    start = offset + entry.header_offset + _LOCAL_HEADER + name_length + extra_length
-    if start < offset or start + entry.file_size > offset + length:
-        raise DamagedCheckpointError(f"{where}: the storage inside claims {entry.file_size} bytes")
-    return start, entry.file_size
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A tensor in a storage; strides, and the offset of the first element, in elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    is_conj: bool = False
-    is_neg: bool = False
-
-
-def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str) -> Layout:
-    """The layout of the one tensor whose archive is bytes [offset, offset + length) of a file.
+def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str) -> torch.Tensor:
+    """The one tensor whose archive is bytes [offset, offset + length) of a file, on the meta device: how it lies in its
+    storage.
 
     `nbytes` are those of its storage, in which the tensor must lie; `name` is for messages. Raises
     DamagedCheckpointError for anything but a plain tensor that lies in its storage.
     """
-    where = f"{name}: bytes {offset} to {offset + length}"
-    try:
-        window: IO[bytes] = Window(file, offset, length)  # type: ignore[assignment]  # all that zipfile asks for
-        data = _pickle_in(window, length, where)
-        check_pickle(data)
-        if any(opcode.name == "BUILD" for opcode, _, _ in pickletools.genops(data)):  # it could change our functions
-            raise pickle.UnpicklingError("BUILD is not allowed in the description of a plain tensor")
-        layout = _LayoutUnpickler(io.BytesIO(data)).load()
-        if not isinstance(layout, Layout) or len(layout.shape) != len(layout.strides):
-            raise ValueError("no tensor")
-        numbers = (*layout.shape, *layout.strides, layout.offset)
-        if any(type(one) is not int or not 0 <= one < 2**62 for one in numbers):
-            raise ValueError(f"shape {layout.shape}, strides {layout.strides}, offset {layout.offset}")
-    except Exception as error:  # damaged pickles fail in any way
-        raise DamagedCheckpointError(f"{where} hold no plain tensor: {error}") from error
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True))
-    needed = 0 if 0 in layout.shape else (layout.offset + reach) * layout.dtype.itemsize
-    if needed > nbytes:
-        raise DamagedCheckpointError(f"{where} hold a storage of {nbytes} bytes; its tensor needs {needed}")
-    return layout
-
-
-_STORAGE_DTYPES = {
-    "UntypedStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-"""What torch.save calls storages by dtype; other dtypes come in untyped ones."""
-
-
-class _LayoutUnpickler(pickle.Unpickler):
-    """Reads how a tensor lies in its storage, and makes nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        rebuild = {"_rebuild_tensor_v2": _layout_v2, "_rebuild_tensor_v3": _layout_v3}.get(name)
-        if module == "torch._utils" and rebuild is not None:
-            return rebuild
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
-        raise pickle.UnpicklingError(f"{module}.{name} is not what a plain tensor is made of")
-
-    def persistent_load(self, pid: Any) -> Any:
-        _, dtype, _, _, _ = pid
-        return dtype
-
-
-def _layout_v2(storage: torch.dtype, offset: int, size: Any, stride: Any, *rest: Any) -> Layout:
-    marks = rest[2] if len(rest) > 2 and rest[2] else {}
-    if not marks.keys() <= {"conj", "neg"}:
-        raise pickle.UnpicklingError(f"a tensor with {marks}")
-    return Layout(storage, tuple(size), tuple(stride), offset, bool(marks.get("conj")), bool(marks.get("neg")))
-
-
-def _layout_v3(
-    storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, dtype: Any, *rest: Any
-) -> Layout:
-    return _layout_v2(dtype, offset, size, stride, requires_grad, hooks, *rest)
+    where, window = f"{name}: bytes {offset} to {offset + length}", _window(file, offset, length)
+    with damage_of(where, "hold no plain tensor"):
+        check_pickle(_pickle_in(window, length))
+        with torch.serialization.skip_data():  # older versions of torch would read the values, to throw them away
+            tensor = torch.load(window, map_location="meta", weights_only=True)
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or vars(tensor):
+            raise ValueError(f"a {type(tensor).__name__} with {vars(tensor)}")
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + reach) * tensor.itemsize if tensor.numel() else 0
+        if needed > nbytes:
+            raise DamagedCheckpointError(f"a storage of {nbytes} bytes, and its tensor needs {needed}")
+    return tensor
 
 
 _MAX_DEPTH = 100
@@ -286,41 +207,35 @@ def load_torch_bytes(data: bytes, name: str, allowed: Sequence[Any] = ()) -> Any
 
 
 def _loaded(file: IO[bytes], path: Path | None, length: int, name: str, allowed: Sequence[Any]) -> Any:
-    try:
-        pickled = _pickle_in(file, length, name)
-        check_pickle(pickled)
-        with torch.serialization.safe_globals(list(allowed)):
-            source: Any = file if path is None else path
-            value = torch.load(source, map_location="cpu", mmap=path is not None, weights_only=True)
-        _check_size(value, length, len(pickled))
-        return value
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        told = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
-        reason = str(told).strip().partition(" Please use")[0].partition("\n")[0]
-        raise CheckpointError(
-            f"{name} holds more than tensors and plain containers, which is refused: {reason}"
-        ) from error
-    except Exception as error:  # whatever damaged bytes lead zipfile, pickle and torch into
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise DamagedCheckpointError(
-            f"{name} ({length} bytes) is not a whole file of torch.save's zip format: {type(error).__name__}: {reason}"
-        ) from error
+    with damage_of(name, f"({length} bytes) is not a whole file of torch.save's zip format"):
+        try:
+            pickled = _pickle_in(file, length)
+            check_pickle(pickled)
+            with torch.serialization.safe_globals(list(allowed)):
+                source: Any = file if path is None else path
+                value = torch.load(source, map_location="cpu", mmap=path is not None, weights_only=True)
+            _check_size(value, length, len(pickled))
+            return value
+        except pickle.UnpicklingError as error:
+            told = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
+            reason = str(told).strip().partition(" Please use")[0].partition("\n")[0]
+            raise CheckpointError(
+                f"{name} holds more than tensors and plain containers, which is refused: {reason}"
+            ) from error
 
 
-def _pickle_in(file: IO[bytes], length: int, name: str) -> bytes:
+def _pickle_in(file: IO[bytes], length: int) -> bytes:
     """The pickle of an archive whose entries are neither compressed nor larger than the archive."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         claimed = sum(one.file_size for one in entries)
         if claimed > length or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
-            raise DamagedCheckpointError(f"{name}: its {length} bytes are compressed or claim to hold {claimed}")
+            raise DamagedCheckpointError(f"its {length} bytes are compressed or claim to hold {claimed}")
         pickles = [one for one in entries if one.filename.split("/")[-1] == "data.pkl"]
         if len(pickles) != 1 or len({one.filename for one in entries}) != len(entries):
             raise DamagedCheckpointError(
-                f"{name} is not a file of torch.save: it holds {len(pickles)} pickles and {len(entries)} entries, "
-                "expected one pickle, and entries of different names"
+                f"not a file of torch.save: it holds {len(pickles)} pickles and {len(entries)} entries, expected one "
+                "pickle, and entries of different names"
             )
         data = archive.open(pickles[0]).read(pickles[0].file_size)
     file.seek(0)

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.stored import (
     Checkpoint,
@@ -311,15 +311,11 @@ def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
     value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
         raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
-    try:
+    with damage_of(str(path), "holds DTensors that are damaged"):
         found = {
             key: without_mesh(name_of(key), leaf, path) if isinstance(leaf, DTensor) else leaf
             for key, leaf in paths_of(dict(value))
         }
-    except CheckpointError:
-        raise
-    except Exception as error:  # DTensors that were put together by hand fail in any way
-        raise DamagedCheckpointError(f"{path} holds DTensors that are damaged: {error}") from error
     for key, leaf in found.items():
         if isinstance(leaf, StoredShards):
             parts = getattr(leaf, "parts", None)  # a stand-in may lack its values
