@@ -12,7 +12,7 @@ import torch
 
 from shardkit.core.checkpoint import DamagedCheckpointError
 from shardkit.core.checkpoint.sources import open_file
-from shardkit.core.checkpoint.torch_files import load_torch_bytes, storages_in, values_in
+from shardkit.core.checkpoint.torch_files import layout_in, load_torch_bytes, storages_in, values_in
 
 NOISE = torch.randn(3000, generator=torch.Generator().manual_seed(0))
 
@@ -105,3 +105,37 @@ def test_one_tensor_is_not_two():
     data = saved((NOISE, NOISE.clone()))
     with pytest.raises(DamagedCheckpointError, match=f"f: bytes 0 to {len(data)} hold 2 storages, expected one"):
         values_in(io.BytesIO(data), 0, len(data), "f")
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+def hidden(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.__dict__["numel"] = 3
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "text"),
+    [
+        (
+            torch.ones(2, 3).t(),
+            (b"K\x03K\x02\x86", b"K\x7fK\x7f\x86"),
+            "a storage of 24 bytes, and its tensor needs 2020",
+        ),
+        (torch.ones(2, 3).t(), (b"K\x01K\x03\x86", b"K\x01K\x7f\x86"), "a storage of 24 bytes, and its tensor needs"),
+        (hidden(torch.ones(6)), (b"", b""), "hold no plain tensor: .*numel"),
+        (torch.nn.Parameter(torch.ones(6)), (b"", b""), "hold no plain tensor: .*a Parameter"),
+        (torch.eye(2).to_sparse(), (b"", b""), "hold no plain tensor"),
+        (torch.ones(6).as_subclass(Odd), (b"", b""), "hold no plain tensor"),
+    ],
+)
+def test_what_is_no_plain_tensor_in_its_storage(tensor: torch.Tensor, change: tuple[bytes, bytes], text: str):
+    with zipfile.ZipFile(io.BytesIO(saved(tensor))) as source, zipfile.ZipFile(file := io.BytesIO(), "w") as target:
+        for one in source.infolist():
+            assert "pkl" not in one.filename or change[0] in source.read(one)
+            target.writestr(one.filename, source.read(one).replace(*change) if change[0] else source.read(one))
+    data = file.getvalue()
+    with pytest.raises(DamagedCheckpointError, match=f"f: bytes 7 to .*{text}"):
+        layout_in(io.BytesIO(b"before " + data), 7, len(data), 24, "f")

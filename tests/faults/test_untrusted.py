@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, TrainingState
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.index import MANIFEST, seal, unseal
+from shardkit.core.checkpoint.leaves import LeftOut
 from shardkit.core.checkpoint.reading import read_objects, stored_tensors
-from shardkit.core.checkpoint.sources import tensors_of_files
+from shardkit.core.checkpoint.sources import weights_of_files
 
 FACTOR = float(os.environ.get("SHARDKIT_FUZZ", "1"))
 INPUTS = dict.fromkeys(
@@ -180,7 +181,7 @@ def test_bytes_of_safetensors(tmp_path_factory: pytest.TempPathFactory, edits: l
     path.write_bytes(mutated(path.read_bytes(), edits))
     INPUTS["safetensors header"] += 1
     try:
-        for one in tensors_of_files(path, ("model",)):
+        for one in weights_of_files(path, LeftOut()).tensors.values():
             assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
     except (CheckpointError, ValueError):
         pass  # ValueError names a dtype or a kind of file that is not known
@@ -196,7 +197,7 @@ def test_bytes_of_a_file_of_torch(tmp_path_factory: pytest.TempPathFactory, edit
     INPUTS["torch file"] += 1
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        for one in tensors_of_files(path, ("model",)):
+        for one in weights_of_files(path, LeftOut()).tensors.values():
             assert sum(slab.nbytes for slab in one.slabs()) == one.nbytes
     except CheckpointError:
         pass
@@ -227,7 +228,7 @@ def test_an_object_that_would_run_code(tmp_path: Path):
 def test_an_index_of_safetensors_that_leads_elsewhere(tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"names the file '\.\./a\.safetensors', expected one beside it"):
-        tensors_of_files(tmp_path, ())
+        weights_of_files(tmp_path, LeftOut())
 
 
 def test_the_number_of_inputs():

@@ -20,11 +20,11 @@ from shardkit.core.checkpoint.directory import candidates
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import MANIFEST, Index, dtype_name
 from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
-from shardkit.core.checkpoint.reading import checkpoint_of, read_objects, stored_tensors
-from shardkit.core.checkpoint.sources import tensors_of_files
+from shardkit.core.checkpoint.reading import checkpoint_of, raw_objects, read_objects, source_of, stored_tensors
+from shardkit.core.checkpoint.sources import weights_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
 from shardkit.core.checkpoint.terminal import progress, run_conversion, say, status_of
-from shardkit.core.checkpoint.verified_file import VerifiedFile, verify
+from shardkit.core.checkpoint.verified_file import verify
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter
 
 
@@ -184,12 +184,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     def export(path: Path, index: Index) -> int:
-        left_out = LeftOut(options.without)
-        if options.all:
-            checkpoint = checkpoint_of(path, index, left_out)
-        else:
-            checkpoint = _weights(path, index, options.prefix, left_out)
-        left_out.check(path)
+        index = _kept(options, path, index)
+        checkpoint = checkpoint_of(path, index) if options.all else _weights(path, index, options.prefix)
         write: Callable[[Path], TorchWriter | SafetensorsWriter]
         if options.to == "torch":
             write = partial(TorchWriter, checkpoint=checkpoint)
@@ -208,26 +204,28 @@ def _export(options: argparse.Namespace) -> int:
     return _of_one(options, export)
 
 
-def _weights(path: Path, index: Index, prefix: str, left_out: LeftOut) -> Checkpoint:
+def _kept(options: argparse.Namespace, path: Path, index: Index) -> Index:
+    """What --without does not name."""
+    left_out = LeftOut(options.without)
+    kept = index.without(left_out)
+    left_out.check(path)
+    return kept
+
+
+def _weights(path: Path, index: Index, prefix: str) -> Checkpoint:
     """The tensors whose names begin with `prefix`, without it and under flat names."""
-    checkpoint = Checkpoint("DCP", [str(path)], index.world_size or max(1, len(index.files)))
-    for one in stored_tensors(path, index):
-        if one.name.startswith(prefix) and not left_out.has(one.path):
-            flat = (one.name.removeprefix(prefix),)
-            checkpoint.tensors[flat] = replace(one, path=flat)
+    checkpoint = source_of(path, index)
+    named = {one.name: one for one in checkpoint.tensors.values() if one.name.startswith(prefix)}
+    flat = ((name.removeprefix(prefix),) for name in named)
+    checkpoint.tensors = {path: replace(one, path=path) for path, one in zip(flat, named.values(), strict=True)}
     if not checkpoint.tensors:
         raise CheckpointError(f"{path} has no tensor whose name begins with '{prefix}'")
     return checkpoint
 
 
 def _import(options: argparse.Namespace) -> int:
-    names: list[str] = []
     left_out = LeftOut(options.without)
-    tensors = tensors_of_files(options.source, ("model",), options.key, names.append)
-    files = dict.fromkeys(file for one in tensors for file in one.files)
-    checkpoint = Checkpoint("FULL", list(files))
-    checkpoint.notes += [f"left out, no tensor: {name}" for name in names]
-    checkpoint.tensors = {one.path: one for one in tensors if not left_out.has(one.path)}
+    checkpoint = weights_of_files(options.source, left_out, options.key)
     left_out.check(options.source)
     if not checkpoint.tensors:
         raise CheckpointError(f"{options.source} holds no tensors")
@@ -236,21 +234,9 @@ def _import(options: argparse.Namespace) -> int:
 
 def _reshard(options: argparse.Namespace) -> int:
     def rewrite(path: Path, index: Index) -> int:
-        left_out = LeftOut(options.without)
-        objects: dict[LeafPath, bytes] = {}
-        for one in index.objects.values():
-            if not left_out.has(one.path):
-                with VerifiedFile(path, index.files[one.file]) as file:
-                    objects[one.path] = file.read(one.offset, one.length)
-        kept = replace(
-            index,
-            empties=tuple(one for one in index.empties if not left_out.has(one)),
-            order=tuple(one for one in index.order if not left_out.has(one)),
-        )
-        checkpoint = Checkpoint("DCP", [str(path)], index.world_size or max(1, len(index.files)), about=kept)
-        checkpoint.tensors = {one.path: one for one in stored_tensors(path, index) if not left_out.has(one.path)}
-        left_out.check(path)
-        return _write_sealed(options, checkpoint, objects)
+        index = _kept(options, path, index)
+        objects = {one.path: data for one, data in raw_objects(path, index, index.objects.values())}
+        return _write_sealed(options, source_of(path, index), objects)
 
     return _of_one(options, rewrite)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import MANIFEST, Index, sealed_as, unpack
-from shardkit.core.checkpoint.leaves import LeafPath
+from shardkit.core.checkpoint.leaves import LeftOut
 from shardkit.core.checkpoint.stock_metadata import METADATA, read_stock
 from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
@@ -233,14 +233,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_index(path: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
+def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
     """What a directory holds: by our manifest, or by stock's metadata if there is no manifest.
 
-    What is `left_out` of stock's need not be there. Raises CheckpointError if it is not a checkpoint;
+    Without what is left out, which need not be there in stock's. Raises CheckpointError if it is not a checkpoint;
     DamagedCheckpointError if it is a damaged one.
     """
+    left_out = left_out or LeftOut()
     if (path / MANIFEST).exists():
-        return read_manifest(path)
+        return read_manifest(path).without(left_out)
     if (path / METADATA).exists():
         return read_stock(path, left_out)
     raise CheckpointError(f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}")

@@ -71,14 +71,14 @@ class ModuleState:
                 objects[name] = value
         return cls(tensors, objects)
 
-    def report(self, fingerprint: str | None) -> Report:
+    def report(self) -> Report:
         """The description of this rank's tensors. Raises as `region_of`, and RuntimeError for an unknown layout."""
         slots = {name: _slot_of(name, tensor) for name, tensor in self.tensors.items()}
         names_of: dict[int, list[str]] = {}
         for name, tensor in self.tensors.items():
             names_of.setdefault(id(tensor), []).append(name)
         ties = tuple(tuple(names) for names in names_of.values() if len(names) > 1)
-        return Report(slots, tuple(self.objects), ties, fingerprint)
+        return Report(slots, tuple(self.objects), ties)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,10 +172,10 @@ def full_state_dict(
     return result
 
 
-def _survey(module: nn.Module, fingerprint: str | None = None) -> tuple[ModuleState | None, Report]:
+def _survey(module: nn.Module) -> tuple[ModuleState | None, Report]:
     try:
         state = ModuleState.of(module)
-        return state, state.report(fingerprint)
+        return state, state.report()
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, after they have told each other)
         return None, Report(failure=_told(error, f"cannot read the state of {type(module).__name__}"))
 
@@ -311,15 +311,16 @@ def load_full_state_dict(
         opened = open_source(source)
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
         unreadable = _told(error, "cannot read the source")
-    state, report = _survey(module, None if opened is None else opened.fingerprint)
-    reports = peers.gather(replace(report, unreadable=unreadable))
+    state, report = _survey(module)
+    fingerprint = None if opened is None else opened.fingerprint
+    reports = peers.gather(replace(report, fingerprint=fingerprint, unreadable=unreadable))
     verdict = _agreed(peers, reports, lambda reports: _judge(module, reports, opened, strict))
     assert state is not None, "a rank that cannot read its module has failed the others too"
     stream = _Stream(peers, verdict, opened, reports)
     if assign:
-        _assign(module, state, stream)
+        _assign(module, state, report, stream)
     else:
-        _write(module, state, stream)
+        _write(module, state, report, stream)
     if verdict.objects:
         module.load_state_dict(verdict.objects, strict=False)
     return IncompatibleKeys(verdict.missing, verdict.unexpected)
@@ -400,13 +401,14 @@ class _Stream:
     source: Source | None
     reports: list[Report] | None
 
-    def fill(self, name: str, local: torch.Tensor, region: Region, device_type: str) -> None:
+    def fill(self, name: str, local: torch.Tensor, slot: Slot) -> None:
         """Writes this rank's piece of a tensor into `local`, in the dtype of `local`."""
+        region = slot.region
         if self.verdict.everyone_reads:
             if region.numel:
                 local.copy_(self._read(name, region))
             return
-        wire = self.peers.device_for(device_type)
+        wire = self.peers.device_for(local.device.type if slot.device_type == "meta" else slot.device_type)
         if name in self.verdict.whole:
             buffer = _landing(local, wire)
             if self.peers.rank == 0:
@@ -451,22 +453,20 @@ def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
+def _write(module: nn.Module, state: ModuleState, report: Report, stream: _Stream) -> None:
     """Writes into the tensors that the module has; those on the meta device get memory first."""
     wanted = {id(state.tensors[name]) for name in stream.verdict.dtypes if state.tensors[name].is_meta}
     if wanted:
         allocate(module, lambda tensor: id(tensor) in wanted)
         state = ModuleState.of(module)
-    report = state.report(None)
     for name in stream.verdict.dtypes:
-        slot = report.slots[name]
-        stream.fill(name, local_part(state.tensors[name]), slot.region, slot.device_type)
+        stream.fill(name, local_part(state.tensors[name]), report.slots[name])
 
 
 @torch.no_grad()
-def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
+def _assign(module: nn.Module, state: ModuleState, report: Report, stream: _Stream) -> None:
     """Builds new tensors in the source's dtype, then puts them in place together; tied names stay tied."""
-    report, home_of = state.report(None), homes(module)
+    home_of = homes(module)
     fresh: dict[int, torch.Tensor] = {}
     assigned: dict[str, torch.Tensor] = {}
     for name, dtype in stream.verdict.dtypes.items():
@@ -477,9 +477,7 @@ def _assign(module: nn.Module, state: ModuleState, stream: _Stream) -> None:
             new = like_dtensor(new, old) if isinstance(old, DTensor) else new
             is_parameter = isinstance(old, nn.Parameter)
             fresh[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-        local = local_part(fresh[id(old)])
-        device_type = local.device.type if slot.device_type == "meta" else slot.device_type
-        stream.fill(name, local, slot.region, device_type)
+        stream.fill(name, local_part(fresh[id(old)]), slot)
         assigned[name] = fresh[id(old)]
     for names in report.ties:
         loaded = [assigned[name] for name in names if name in assigned]

@@ -15,13 +15,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
-from shardkit.core.checkpoint.leaves import LeafPath, decode_path, encode_path, name_of
+from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, encode_path, name_of
 from shardkit.core.coverage import coverage_problem
 
 BLOCK_BYTES = 2**20
@@ -158,6 +158,18 @@ class Index:
             for end in range(1, len(path) + 1):
                 place.setdefault(path[:end], number)
         return dict(sorted(values.items(), key=lambda item: place.get(item[0], -1)))
+
+    def without(self, left_out: LeftOut) -> Index:
+        """What is not left out."""
+        if not left_out.keys:
+            return self
+        return replace(
+            self,
+            tensors={name: one for name, one in self.tensors.items() if not left_out.has(one.path)},
+            objects={name: one for name, one in self.objects.items() if not left_out.has(one.path)},
+            empties=tuple(path for path in self.empties if not left_out.has(path)),
+            order=tuple(path for path in self.order if not left_out.has(path)),
+        )
 
     @property
     def nbytes(self) -> int:

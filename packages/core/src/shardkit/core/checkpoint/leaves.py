@@ -236,13 +236,13 @@ class LeftOut:
     """Names of values, or of dicts with all that lies in them: "rng", "optim.state.embed.weight"."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._keys = tuple(keys)
+        self.keys = tuple(keys)
         self._found: set[str] = set()
 
     def has(self, path: LeafPath) -> bool:
         """Whether what lies at `path` is left out."""
         name = name_of(path)
-        found = [key for key in self._keys if name == key or name.startswith(f"{key}.")]
+        found = [key for key in self.keys if name == key or name.startswith(f"{key}.")]
         self._found.update(found)
         return bool(found)
 
@@ -252,5 +252,5 @@ class LeftOut:
 
     def check(self, source: object) -> None:
         """Raises `CheckpointError` for keys that were not met, once all of a checkpoint was."""
-        if unknown := [key for key in self._keys if key not in self._found]:
+        if unknown := [key for key in self.keys if key not in self._found]:
             raise CheckpointError(f"{source} has no {', '.join(map(repr, unknown))}, which is to be left out")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from shardkit.core.checkpoint.index import Chunk, Index, TensorEntry
-from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of, unflatten
+from shardkit.core.checkpoint.index import Chunk, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
 from shardkit.core.checkpoint.plan import boxes_of
 from shardkit.core.checkpoint.stored import (
     CHUNK_BYTES,
@@ -28,6 +29,8 @@ from shardkit.core.checkpoint.stored import (
 )
 from shardkit.core.checkpoint.torch_files import archive_of, layout_in, load_torch_bytes, values_in
 from shardkit.core.checkpoint.verified_file import VerifiedFile
+
+T = TypeVar("T")
 
 Span = tuple[int, int]
 
@@ -86,28 +89,35 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
 
 def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
     """Values that are no tensors, by path; nothing in the checkpoint is run."""
-    found: dict[LeafPath, Any] = {}
-    by_file: dict[str, list[str]] = {}
-    for name in names:
-        by_file.setdefault(index.objects[name].file, []).append(name)
-    for file, below in by_file.items():
-        with VerifiedFile(directory, index.files[file]) as opened:
-            for name in sorted(below, key=lambda name: index.objects[name].offset):
-                one = index.objects[name]
-                found[one.path] = load_torch_bytes(opened.read(one.offset, one.length), f"{name} in {directory / file}")
-    return found
+    entries = [index.objects[name] for name in names]
+    found = {}
+    for one, data in raw_objects(directory, index, entries):
+        found[one.path] = load_torch_bytes(data, f"{name_of(one.path)} in {directory / one.file}")
+    return {one.path: found[one.path] for one in entries}
+
+
+def raw_objects(directory: Path, index: Index, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+    """The bytes of torch.save of values, in the order in which they lie in the files."""
+    for file, one in _in_files(directory, index, entries, lambda one: (one.file, one.offset)):
+        yield one, file.read(one.offset, one.length)
+
+
+def _in_files(
+    directory: Path, index: Index, items: Iterable[T], place: Callable[[T], tuple[Any, ...]]
+) -> Iterator[tuple[VerifiedFile, T]]:
+    """Items by the file that they lie in, and in order there, so that every block is fetched and hashed once; `place`
+    is the name of the file, and what the order goes by.
+    """
+    for name, below in itertools.groupby(sorted(items, key=place), lambda one: place(one)[0]):
+        with VerifiedFile(directory, index.files[name]) as file:
+            for one in below:
+                yield file, one
 
 
 @torch.no_grad()
 def _run(directory: Path, index: Index, reads: list[Read]) -> None:
-    """File by file and in order, so that every block is fetched and hashed once."""
-    by_file: dict[str, list[Read]] = {}
-    for read in reads:
-        by_file.setdefault(read.chunk.file, []).append(read)
-    for name, below in by_file.items():
-        with VerifiedFile(directory, index.files[name]) as file:
-            for read in sorted(below, key=lambda read: (read.chunk.offset, read.spans)):
-                _fill(file, read)
+    for file, read in _in_files(directory, index, reads, lambda one: (one.chunk.file, one.chunk.offset, one.spans)):
+        _fill(file, read)
 
 
 def _fill(file: VerifiedFile, read: Read) -> None:
@@ -179,18 +189,22 @@ def read_box(directory: Path, index: Index, entry: TensorEntry, offsets: tuple[i
     _run(directory, index, list(reads_of(entry, offsets, target)))
 
 
-def checkpoint_of(directory: Path, index: Index, left_out: LeftOut) -> Checkpoint:
-    """A checkpoint directory as a source of conversions; of what is left out nothing is read.
+def source_of(directory: Path, index: Index) -> Checkpoint:
+    """The tensors of a checkpoint directory as a source of conversions."""
+    ranks = index.world_size or max(1, len(index.files))
+    tensors = {one.path: one for one in stored_tensors(directory, index)}
+    return Checkpoint("DCP", [str(directory)], ranks, tensors, about=index)
+
+
+def checkpoint_of(directory: Path, index: Index) -> Checkpoint:
+    """A whole checkpoint directory as a source of conversions.
 
     Lists without tensors, which were taken apart for torch.distributed.checkpoint, are whole again. Raises
     DamagedCheckpointError for damaged objects.
     """
-    names = [name for name in index.objects if not left_out.has(index.paths[name])]
-    leaves: dict[LeafPath, Any] = read_objects(directory, index, names)
-    leaves |= {one.path: one for one in stored_tensors(directory, index) if not left_out.has(one.path)}
-    in_order = {path: leaves[path] for path in index.paths.values() if path in leaves}
-    empties = [path for path in index.empties if not left_out.has(path)]
-    checkpoint = Checkpoint("DCP", [str(directory)], index.world_size or max(1, len(index.files)), about=index)
-    for path, value in paths_of(unflatten(in_order, empties)):
+    checkpoint = source_of(directory, index)
+    leaves = {**checkpoint.tensors, **read_objects(directory, index, index.objects)}
+    checkpoint.tensors = {}
+    for path, value in paths_of(unflatten(leaves, index.empties)):
         checkpoint.add(path, value, directory)
     return checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
-from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, name_of
+from shardkit.core.checkpoint.leaves import MODEL, LeftOut, decode_path
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, whole
 from shardkit.core.checkpoint.torch_files import load_torch_file
 
@@ -158,42 +158,46 @@ def open_file(path: Path, key: str | None = None) -> Source:
     )
 
 
-def tensors_of_files(
-    path: Path, prefix: LeafPath, key: str | None = None, left_out: Callable[[str], object] = lambda _: None
-) -> list[StoredTensor]:
-    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file.
+def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> Checkpoint:
+    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file, by their
+    names below "model".
 
-    `prefix` goes before the names, `key` is that of `open_file`, and `left_out` is told the names of what is no tensor.
-    Links are followed: the Hugging Face Hub keeps what it has downloaded as links. Names that the index gives lead to
-    files of its directory only. Raises CheckpointError for anything else, and for tensors that the index names and no
-    file has.
+    `key` is that of `open_file`; a note names what is no tensor. Links are followed: the Hugging Face Hub keeps what it
+    has downloaded as links. Names that the index gives lead to files of its directory only. Raises CheckpointError for
+    anything else, and for tensors that the index names and no file has.
     """
-    if key is not None or not path.is_dir():
-        source = _opened(path, key)
-        for name in source.objects:
-            left_out(name)
-        return _of_source(source, prefix, path)
-    if not (path / HF_INDEX).is_file():
+    files, named = [path], {}
+    if key is None and (path / HF_INDEX).is_file():
+        named = _weight_map(path)
+        files = [path / name for name in sorted(set(named.values()))]
+    elif key is None and path.is_dir():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
-        return _of_source(_opened(files[0]), prefix, files[0])
+    checkpoint = Checkpoint("FULL", [str(file) for file in files])
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        source = _opened(file, key)
+        checkpoint.notes += [f"left out, no tensor: {name}" for name in source.objects]
+        found |= {name: whole((MODEL, name), one, str(file)) for name, one in source.tensors.items()}
+    if missing := sorted(named.keys() - found.keys()):
+        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
+    tensors = {(MODEL, name): found[name] for name in named or found}
+    checkpoint.tensors = dict(left_out.rest(tensors))
+    return checkpoint
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file of a directory with a Hugging Face index has a tensor, by its name."""
     with damage_of(str(path / HF_INDEX), "is not an index"):
         weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
-    found: dict[str, StoredTensor] = {}
-    for file in sorted(set(named.values())):
-        if Path(file).name != file:
-            raise DamagedCheckpointError(f"{path / HF_INDEX} names the file {file!r}, expected one beside it")
-        tensors = _of_source(_opened(path / file), prefix, path / file)
-        found.update({name_of(one.path[len(prefix) :]): one for one in tensors})
-    missing = sorted(named.keys() - found.keys())
-    if missing:
-        raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
-    return [found[name] for name in named]
+        if odd := [file for file in named.values() if Path(file).name != file]:
+            raise DamagedCheckpointError(f"names the file {odd[0]!r}, expected one beside it")
+    return named
 
 
-def _opened(path: Path, key: str | None = None) -> Source:
+def _opened(path: Path, key: str | None) -> Source:
     if not path.is_file():
         raise DamagedCheckpointError(f"{path} is missing, or no file")
     try:
@@ -202,7 +206,3 @@ def _opened(path: Path, key: str | None = None) -> Source:
         raise
     except Exception as error:  # torch and safetensors raise what they like
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _of_source(source: Source, prefix: LeafPath, path: Path) -> list[StoredTensor]:
-    return [whole((*prefix, name), source.tensors[name], str(path)) for name in source.tensors]

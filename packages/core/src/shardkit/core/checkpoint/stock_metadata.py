@@ -14,7 +14,7 @@ import functools
 import io
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
 from shardkit.core.checkpoint.index import MANIFEST, SAVE_ID, Chunk, File, Index, ObjectEntry, TensorEntry
-from shardkit.core.checkpoint.leaves import At, LeafPath, name_of, stock_path
+from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, name_of, stock_path
 from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small
 from shardkit.core.torch_compat import CheckpointStorageInfo
@@ -203,7 +203,7 @@ def unpickle_metadata(data: bytes) -> Any:
     return _MetadataUnpickler(data).load()
 
 
-def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _: False) -> Index:
+def read_stock(directory: Path, left_out: LeftOut) -> Index:
     """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
 
     What is `left_out` need not be there. Raises DamagedCheckpointError for metadata that cannot be read or does not fit
@@ -224,11 +224,11 @@ def read_stock(directory: Path, left_out: Callable[[LeafPath], bool] = lambda _:
         return _index(directory, metadata, left_out)
 
 
-def _index(directory: Path, metadata: Metadata, left_out: Callable[[LeafPath], bool]) -> Index:
+def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
     if odd := [name for name in metadata.state_dict_metadata if not isinstance(name, str)]:
         raise DamagedCheckpointError(f"{odd[0]!r} where a name should be")
     paths = {name: _leaf_path(name, metadata.planner_data) for name in metadata.state_dict_metadata}
-    paths = {name: path for name, path in paths.items() if not left_out(path)}
+    paths = {name: path for name, path in paths.items() if not left_out.has(path)}
     infos: dict[str, dict[Any, Any]] = {}
     for where, info in (metadata.storage_data or {}).items():
         if where.fqn not in paths:

@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -142,16 +141,11 @@ class VerifiedFile:
                 raise DamagedCheckpointError(f"{self.path} ends at byte {start + seen}: it was truncated")
             seen += count
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
 
 
 def verify(directory: Path, file: File, progress: Callable[[int], object] = lambda _: None) -> None:

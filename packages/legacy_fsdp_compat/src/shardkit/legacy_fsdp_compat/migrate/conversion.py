@@ -85,15 +85,15 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
 
 def _directory(path: Path, left_out: LeftOut) -> Checkpoint:
     """A directory of torch.distributed.checkpoint, or of core."""
-    index = open_index(path, left_out.has)
-    for name, where in index.paths.items():
-        if name.rpartition(".")[2] == FLAT_NAME and name in index.tensors and not left_out.has(where):
+    index = open_index(path, left_out)
+    for name in index.tensors:
+        if name.rpartition(".")[2] == FLAT_NAME:
             raise CheckpointError(
                 f"'{name}' in {path} is a flat parameter of LOCAL_STATE_DICT, whose padding and order the files "
                 "of ranks tell and a torch.distributed.checkpoint does not; load it where it was saved, and save it "
                 "as SHARDED_STATE_DICT"
             )
-    return checkpoint_of(path, index, left_out)
+    return checkpoint_of(path, index)
 
 
 def _file(path: Path, shapes: ModelShapes | None, left_out: LeftOut) -> Checkpoint:
