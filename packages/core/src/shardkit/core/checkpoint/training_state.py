@@ -174,19 +174,21 @@ class OptimizerNames:
         state, groups = stored.get("state", {}), stored.get("param_groups", [])
         loads, number = [], 0
         for optimizer in self.optimizers:
+            names: list[str] = []
             options = []
             for group in optimizer.param_groups:
-                names = [self.name_of[id(parameter)] for parameter in group["params"]]
-                if names:
-                    found = _group_of(names, groups, number)
+                own = [self.name_of[id(parameter)] for parameter in group["params"]]
+                if own:
+                    found = _group_of(own, groups, number)
                 else:  # options of the stored one in its place, its own if that has parameters
                     stored_group = groups[number] if number < len(groups) else group
                     found = dict(group if stored_group.get("params") else stored_group)
-                options.append({**found, "params": names})
+                options.append({**found, "params": list(range(len(names), len(names) + len(own)))})
+                names += own
                 number += 1
-            loads.append((optimizer, options))
-        for optimizer, options in loads:
-            _load(optimizer, state, options)
+            loads.append((optimizer, names, options))
+        for optimizer, names, options in loads:
+            _load(optimizer, state, names, options)
 
 
 def _is_owned(parameter: torch.Tensor) -> bool:
@@ -194,18 +196,12 @@ def _is_owned(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
 
 
-def _load(optimizer: Optimizer, state: Mapping[str, Any], options: list[dict[str, Any]]) -> None:
-    names = [name for group in options for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in options]
-    optimizer.load_state_dict(
-        {"state": {numbers[name]: state[name] for name in names if name in state}, "param_groups": groups}
-    )
-    for name, parameter in zip(
-        names, (one for group in optimizer.param_groups for one in group["params"]), strict=True
-    ):
-        if name in state:
-            optimizer.state[parameter] = _as_stored(optimizer.state[parameter], state[name])
+def _load(optimizer: Optimizer, state: Mapping[str, Any], names: list[str], options: list[dict[str, Any]]) -> None:
+    stored = {number: state[name] for number, name in enumerate(names) if name in state}
+    optimizer.load_state_dict({"state": stored, "param_groups": options})
+    for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+        if number in stored:
+            optimizer.state[parameter] = _as_stored(optimizer.state[parameter], stored[number])
 
 
 def _as_stored(loaded: Any, stored: Any) -> Any:
