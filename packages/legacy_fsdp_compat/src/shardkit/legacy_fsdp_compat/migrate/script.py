@@ -18,6 +18,8 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from shardkit.core.checkpoint.terminal import note
+
 STOCK, OURS, CORE = "torch.distributed.fsdp", "shardkit.legacy_fsdp_compat", "shardkit.core"
 _MODULES = {
     STOCK: OURS,
@@ -336,16 +338,16 @@ def main(options: argparse.Namespace) -> int:
         source = options.file.read_text()
         result = rewrite(source)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"error: {options.file}: {error}\n")
+        note(f"error: {options.file}: {error}")
         return 2
     name = str(options.file)
     before, after = source.splitlines(keepends=True), result.source.splitlines(keepends=True)
     sys.stdout.writelines(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
     for finding in result.findings:
-        sys.stderr.write(f"{name}:{finding.line}: {finding.text}\n")
+        note(f"{name}:{finding.line}: {finding.text}")
     changed = result.source != source
     if options.write and changed:
         options.file.write_text(result.source)
     does = ("changed" if options.write else "would change (--write does)") if changed else "has nothing to change"
-    sys.stderr.write(f"{name}: {does}; left for you to decide: {len(result.findings) or 'nothing'}\n")
+    note(f"{name}: {does}; left for you to decide: {len(result.findings) or 'nothing'}")
     return 0
