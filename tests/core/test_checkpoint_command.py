@@ -73,6 +73,14 @@ def test_reshard_and_diff(tmp_path: Path, saved: tuple[Path, Any], capsys: pytes
     assert "optimizer.param_groups.0.lr: " in printed and "optimizer.param_groups.0.eps" not in printed
 
 
+def test_what_was_imported_says_in_how_many_files_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.save({"weight": torch.ones(4)}, tmp_path / "weights.pt")
+    assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "two"), "--ranks", "2"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "two"), str(tmp_path / "back.pt"), "--to", "torch"]) == 0
+    assert "DCP checkpoint of 2 rank(s): 1 tensors" in capsys.readouterr().err
+
+
 def test_stock_reads_what_was_resharded(tmp_path: Path, saved: tuple[Path, Any]):
     path, expected = saved
     assert main(["reshard", str(path), str(tmp_path / "resharded"), "--ranks", "3"]) == 0

@@ -17,6 +17,7 @@ from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointEr
 from shardkit.core.checkpoint.index import Chunk, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import LeafPath, name_of, unflatten
 from shardkit.core.checkpoint.plan import boxes_of
+from shardkit.core.checkpoint.stock_metadata import METADATA
 from shardkit.core.checkpoint.stored import (
     CHUNK_BYTES,
     Checkpoint,
@@ -191,7 +192,7 @@ def read_box(directory: Path, index: Index, entry: TensorEntry, offsets: tuple[i
 
 def source_of(directory: Path, index: Index) -> Checkpoint:
     """The tensors of a checkpoint directory as a source of conversions."""
-    ranks = index.world_size or max(1, len(index.files))
+    ranks = index.world_size or max(1, len(index.files.keys() - {METADATA}))
     tensors = {one.path: one for one in stored_tensors(directory, index)}
     return Checkpoint("DCP", [str(directory)], ranks, tensors, about=index)
 
