@@ -9,6 +9,7 @@ import torch
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.directory import open_index
+from shardkit.core.checkpoint.errors import damage_of
 from shardkit.core.checkpoint.index import (
     BLOCK_BYTES,
     Chunk,
@@ -35,6 +36,36 @@ def test_bytes_count_once(tmp_path: Path):
     path.write_bytes(seal(document))
     with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp: \d{7} bytes are said to lie in it, it has \d{4}$"):
         open_index(path.parent)
+
+
+@pytest.mark.parametrize("lacks", [MemoryError(), OSError(5, "Input/output error")])
+def test_what_fails_beside_the_bytes_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: Exception):
+    """Or `fallback` would go back to an older checkpoint, and put a good one aside, for a moment's lack of memory."""
+    state = TrainingState(torch.nn.Linear(3, 2), rng=False)
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state, blocking=True)
+
+    def fail(*_: Any) -> Any:
+        raise lacks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", fail)
+        with pytest.raises(type(lacks)):
+            unpack((tmp_path / "step-000002" / "manifest.json").read_bytes(), "m")
+        with pytest.raises(Exception) as seen:  # noqa: PT011 (as ranks tell each other)
+            manager.restore(state, fallback=True)
+        assert not isinstance(seen.value, DamagedCheckpointError)
+    restored = manager.restore(state, fallback=True)
+    assert restored is not None and restored.step == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error")])
+def test_who_reads_says_what_is_no_damage(error: Exception):
+    with pytest.raises(type(error)), damage_of("m", "is odd"):
+        raise error
+    with pytest.raises(DamagedCheckpointError, match="m is odd"), damage_of("m", "is odd", passing=()):
+        raise error
 
 
 FILE = {"f": File("f", 1000, None)}

@@ -25,11 +25,17 @@ class DamagedCheckpointError(CheckpointError):
     """Files that are not what was written: truncated, changed, missing, or swapped. The message names the file."""
 
 
+_PASSING = (OSError, MemoryError)
+
+
 @contextmanager
-def damage_of(name: str, otherwise: str) -> Iterator[None]:
+def damage_of(name: str, otherwise: str, passing: tuple[type[Exception], ...] = _PASSING) -> Iterator[None]:
     """Around what takes bytes of `name` apart, as damaged ones fail in any way. What is raised is a
-    DamagedCheckpointError with the name; `otherwise` says what is wrong if the error does not say it. A CheckpointError
-    that is none stays as it is.
+    DamagedCheckpointError with the name; `otherwise` says what is wrong if the error does not say it.
+
+    A CheckpointError that is none stays as it is, and so does what is `passing`: a disk or a memory that fails says
+    nothing about the bytes, and nobody should go back to older ones for it. Code that damaged bytes lead to ask for
+    anything, such as torch's, passes none of them.
     """
     try:
         yield
@@ -38,4 +44,6 @@ def damage_of(name: str, otherwise: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
+        if isinstance(error, passing):
+            raise
         raise DamagedCheckpointError(f"{name} {otherwise}: {error!r}") from error

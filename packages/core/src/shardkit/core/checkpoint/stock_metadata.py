@@ -211,7 +211,7 @@ def read_stock(directory: Path, left_out: LeftOut) -> Index:
     or otherwise transformed.
     """
     data, path = read_small(directory, METADATA), directory / METADATA
-    with damage_of(str(path), f"({len(data)} bytes) cannot be read"):
+    with damage_of(str(path), f"({len(data)} bytes) cannot be read", passing=()):
         metadata = unpickle_metadata(data)
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")

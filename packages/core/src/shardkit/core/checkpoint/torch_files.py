@@ -146,7 +146,7 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
     """Where the values of each storage in an archive of torch.save lie: key -> (offset, bytes); raises the same."""
     window, found = _window(file, offset, length), {}
     with (
-        damage_of(f"{name}: bytes {offset} to {offset + length}", "are no archive of torch.save"),
+        damage_of(f"{name}: bytes {offset} to {offset + length}", "are no archive of torch.save", (MemoryError,)),
         zipfile.ZipFile(window) as archive,
     ):
         for one in archive.infolist():
@@ -170,7 +170,7 @@ def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str)
     DamagedCheckpointError for anything but a plain tensor that lies in its storage.
     """
     where, window = f"{name}: bytes {offset} to {offset + length}", _window(file, offset, length)
-    with damage_of(where, "hold no plain tensor"):
+    with damage_of(where, "hold no plain tensor", passing=()):
         check_pickle(_pickle_in(window, length))
         with torch.serialization.skip_data():  # older versions of torch would read the values, to throw them away
             tensor = torch.load(window, map_location="meta", weights_only=True)
@@ -207,7 +207,7 @@ def load_torch_bytes(data: bytes, name: str, allowed: Sequence[Any] = ()) -> Any
 
 
 def _loaded(file: IO[bytes], path: Path | None, length: int, name: str, allowed: Sequence[Any]) -> Any:
-    with damage_of(name, f"({length} bytes) is not a whole file of torch.save's zip format"):
+    with damage_of(name, f"({length} bytes) is not a whole file of torch.save's zip format", passing=()):
         try:
             pickled = _pickle_in(file, length)
             check_pickle(pickled)

@@ -311,7 +311,7 @@ def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
     value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
         raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
-    with damage_of(str(path), "holds DTensors that are damaged"):
+    with damage_of(str(path), "holds DTensors that are damaged", passing=()):
         found = {
             key: without_mesh(name_of(key), leaf, path) if isinstance(leaf, DTensor) else leaf
             for key, leaf in paths_of(dict(value))
