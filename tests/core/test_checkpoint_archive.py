@@ -101,6 +101,20 @@ def test_a_storage_that_is_not_where_the_directory_says(change: Callable[[bytear
         values_in(io.BytesIO(b"before " + data + bytes(2 * 10**6)), 7, len(data), "f")
 
 
+def test_a_pickle_that_is_looked_at_is_the_one_that_is_loaded():
+    """Torch finds `DATA.PKL` where it looks for `data.pkl`: this one would ask for two gigabytes."""
+    asks = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2 * 10**9).to_bytes(5, "little") + b"\x85R."
+    file = io.BytesIO(saved(torch.arange(24.0).view(4, 6).t()))
+    with zipfile.ZipFile(file, "a") as archive:
+        (plain,) = (one.filename for one in archive.infolist() if one.filename.endswith("/data.pkl"))
+        archive.writestr(plain.replace("data.pkl", "DATA.PKL"), asks)
+    data = file.getvalue()
+    with pytest.raises(DamagedCheckpointError, match="entries of different names"):
+        load_torch_bytes(data, "f")
+    with pytest.raises(DamagedCheckpointError, match="entries of different names"):
+        layout_in(file, 0, len(data), 96, "f")
+
+
 def test_one_tensor_is_not_two():
     data = saved((NOISE, NOISE.clone()))
     with pytest.raises(DamagedCheckpointError, match=f"f: bytes 0 to {len(data)} hold 2 storages, expected one"):

@@ -232,7 +232,8 @@ def _pickle_in(file: IO[bytes], length: int) -> bytes:
         if claimed > length or any(one.compress_type != zipfile.ZIP_STORED for one in entries):
             raise DamagedCheckpointError(f"its {length} bytes are compressed or claim to hold {claimed}")
         pickles = [one for one in entries if one.filename.split("/")[-1] == "data.pkl"]
-        if len(pickles) != 1 or len({one.filename for one in entries}) != len(entries):
+        names = {one.filename.lower() for one in entries}  # torch does not tell upper case from lower case
+        if len(pickles) != 1 or len(names) != len(entries):
             raise DamagedCheckpointError(
                 f"not a file of torch.save: it holds {len(pickles)} pickles and {len(entries)} entries, expected one "
                 "pickle, and entries of different names"
