@@ -650,6 +650,17 @@ def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.C
     assert status == 2 and "has no model.safetensors.index.json and 2 safetensors files, expected one of both" in text
 
 
+def test_the_index_says_which_of_two_files_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors")
+    safetensors.save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "g.safetensors")
+    index = {"weight_map": {"a": "f.safetensors", "b": "g.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert said(capsys, "import", tmp_path, tmp_path / "x")[0] == 0
+    assert main(["export", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch"]) == 0
+    assert {name: one.tolist() for name, one in torch.load(tmp_path / "x.pt").items()} == {"a": [1, 1], "b": [1, 1]}
+
+
 def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "f.safetensors")

@@ -179,7 +179,11 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
     for file in files:
         source = _opened(file, key)
         checkpoint.notes += [f"left out, no tensor: {name}" for name in source.objects]
-        found |= {name: whole((MODEL, name), one, str(file)) for name, one in source.tensors.items()}
+        found |= {
+            name: whole((MODEL, name), one, str(file))
+            for name, one in source.tensors.items()
+            if not named or named.get(name) == file.name
+        }
     if missing := sorted(named.keys() - found.keys()):
         raise DamagedCheckpointError(f"{path}: no file has {missing[0]}, which is in {HF_INDEX}")
     tensors = {(MODEL, name): found[name] for name in named or found}
