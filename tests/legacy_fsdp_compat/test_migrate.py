@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as stock_fsdp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardkit.core
 from shardkit.commands.migrate import TARGETS
@@ -31,7 +31,7 @@ from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.migrate.conversion import FORMATS, LOCAL, SHARDED
 from shardkit.legacy_fsdp_compat.migrate.rank_files import StoredShards, leaves_of_file
 from tests.legacy_fsdp_compat.both import OPTIMIZERS, OURS, STOCK, Setting, api, build, train, whole_state, wrap
-from tests.support import run_ranks
+from tests.support import rank_mesh, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -388,6 +388,24 @@ def test_files_of_different_steps(tmp_path: Path):
         state = {"optim": {"state": {"w": {"step": torch.tensor(2.0 + rank)}}}}
         torch.save(state, tmp_path / f"rank{rank}.pt")
     with pytest.raises(CheckpointError, match=r"is 2 in .*rank0.pt and 3 in .*rank1.pt: the files are of different"):
+        open_checkpoint(tmp_path)
+
+
+def _of_two_dtypes(rank: int, world_size: int, directory: Path, rows: int) -> None:
+    local = torch.full((rows // 2 + (rows % 2 and not rank), 2), 1.5, dtype=(torch.float32, torch.bfloat16)[rank])
+    shape = {"shape": torch.Size((rows, 2)), "stride": (2, 1)}
+    weight = DTensor.from_local(local, rank_mesh((2,)), (Shard(0),), run_check=False, **shape)
+    torch.save({"w": weight}, directory / f"rank{rank}.pt")
+
+
+def test_parts_of_two_dtypes(tmp_path: Path):
+    """An empty part may be of any, as nobody reads it."""
+    run_ranks(2, _of_two_dtypes, tmp_path, 1)
+    convert(open_checkpoint(tmp_path), tmp_path / "one", "full")
+    assert torch.equal(torch.load(tmp_path / "one" / "checkpoint.pt")["w"], torch.full((1, 2), 1.5))
+    run_ranks(2, _of_two_dtypes, tmp_path, 4)
+    of_both = r"'w' is of torch.float32 in .*rank0.pt and torch.bfloat16 in .*rank1.pt; are these files of one"
+    with pytest.raises(CheckpointError, match=of_both):
         open_checkpoint(tmp_path)
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardkit.legacy_fsdp_compat.migrate.rank_files import (
     RankFile,
     StoredShards,
     add_leaf,
+    one_dtype,
     same_everywhere,
     stored_shards,
 )
@@ -103,6 +105,7 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, c
 def _from_cut(files: list[RankFile], where: LeafPath, cut: Cut, path: LeafPath) -> StoredTensor:
     """The tensor at `path`, as long as a parameter, whose parts the ranks have at `where`."""
     parts = []
+    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has some
     for file in files:
         low, high = cut.pieces[file.rank]
         if low == high:
@@ -119,9 +122,8 @@ def _from_cut(files: list[RankFile], where: LeafPath, cut: Cut, path: LeafPath) 
         held = value.view(-1).narrow(0, cut.starts[file.rank], high - low)
         read = mapped_reader(name_of(where), held, str(file.path))
         parts.append(Part(low, high, read, (str(file.path),)))
-    values = (file.leaves.get(where) for file in files)
-    dtype = next(one.dtype for one in values if isinstance(one, torch.Tensor))
-    return StoredTensor(path, dtype, cut.shape, tuple(parts))
+        dtypes.setdefault(held.dtype, file.path)
+    return StoredTensor(path, one_dtype(name_of(where), dtypes), cut.shape, tuple(parts))
 
 
 _CANDIDATES = (None, "bfloat16", "float32", "float64", "float8_e4m3fn")

@@ -366,7 +366,7 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
     if not found:
         raise CheckpointError(f"'{name}' is not a ShardedTensor in {files[0].path} or another file; expected its parts")
     first = found[0]
-    dtype = first.dtype
+    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has some
     boxes: list[Box] = []
     holders: dict[tuple[tuple[int, ...], torch.Size], tuple[frozenset[int], Box]] = {}
     for file in files:
@@ -383,16 +383,25 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
             )
         group = frozenset(rank for _, _, rank in value.boxes)
         for offsets, tensor, _ in value.parts:
-            dtype = tensor.dtype
             # Nobody reads a box without elements, which may be of any kind.
+            if tensor.numel():
+                dtypes.setdefault(tensor.dtype, file.path)
             read = mapped_reader(name, tensor if tensor.numel() else torch.empty(0), str(file.path))
             box = Box(offsets, tuple(tensor.shape), read, str(file.path))
             known, other = holders.setdefault((offsets, tensor.shape), (group, box))
             if other is box or known & group:
                 boxes.append(box)
-            elif notes is not None and not _alone(box, dtype).same_values(_alone(other, dtype)):
+            elif notes is not None and not _alone(box, tensor.dtype).same_values(_alone(other, tensor.dtype)):
                 notes.append(f"'{name}' differs between {other.file} and {box.file}; taken from the first")
-    return from_boxes(path, dtype, first.whole, boxes)
+    return from_boxes(path, one_dtype(name, dtypes) if dtypes else first.dtype, first.whole, boxes)
+
+
+def one_dtype(name: str, dtypes: Mapping[torch.dtype, Path]) -> torch.dtype:
+    """The dtype of all parts; `dtypes` has a file for each. Raises CheckpointError if there are several."""
+    if len(dtypes) > 1:
+        described = " and ".join(f"{dtype} in {file}" for dtype, file in dtypes.items())
+        raise CheckpointError(f"'{name}' is of {described}; are these files of one checkpoint?")
+    return next(iter(dtypes))
 
 
 def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
