@@ -28,10 +28,11 @@ def test_a_script_is_run_by_this_interpreter(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_end_reaches_the_command_and_its_last_words_are_heard() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     assert run_command(["sh", "-c", "trap 'exit 5' TERM; while :; do sleep 0.1; done"], os.environ, "watch") == 5
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_an_interrupt_is_the_commands_to_handle() -> None:
