@@ -1,11 +1,19 @@
 """`index.py`: a checkpoint cannot claim to hold more than its files do."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardkit.core.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpointError, TrainingState
 from shardkit.core.checkpoint.directory import open_index
@@ -17,12 +25,14 @@ from shardkit.core.checkpoint.index import (
     Index,
     ObjectEntry,
     TensorEntry,
+    dtype_name,
     pack,
     seal,
     sealed_as,
     unpack,
     unseal,
 )
+from shardkit.core.torch_compat import CheckpointStorageInfo
 
 
 def test_bytes_count_once(tmp_path: Path):
@@ -66,6 +76,24 @@ def test_who_reads_says_what_is_no_damage(error: Exception):
         raise error
     with pytest.raises(DamagedCheckpointError, match="m is odd"), damage_of("m", "is odd", passing=()):
         raise error
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.int4])
+def test_dtypes_that_torch_does_not_copy(dtype: torch.dtype, tmp_path: Path):
+    """A manifest or metadata may claim them for bytes of any kind."""
+    entry = TensorEntry(("w",), dtype, (4,), (piece((0,), (4,), length=16),))
+    with pytest.raises(DamagedCheckpointError, match=f"m is not put together as a manifest.*{dtype_name(dtype)}"):
+        unpack(pack(Index({"w": entry}, {}, FILE), "today"), "m")
+    described = TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size([4]),
+        chunks=[ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))],
+    )
+    place = {MetadataIndex("w", torch.Size([0])): CheckpointStorageInfo("f", 0, 4)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": described}, storage_data=place)))
+    (tmp_path / "f").write_bytes(bytes(4))
+    with pytest.raises(CheckpointError, match=f"w is of {dtype}, which cannot be read; leave it out"):
+        open_index(tmp_path)
 
 
 FILE = {"f": File("f", 1000, None)}

@@ -185,15 +185,20 @@ _FORMAT, _VERSION = "shardkit-checkpoint", 1
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{64})"\}\n')
 _SEAL_LENGTH = 76
 
-DTYPES: dict[str, torch.dtype] = {
-    str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
-}
-"""Every dtype of torch by name."""
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+DTYPES: dict[str, torch.dtype] = {
+    dtype_name(one): one
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype) and not re.fullmatch(r"qu?int.*|u?int[1-7]", dtype_name(one))
+}
+"""Every dtype of torch by name, but for quantized ones, whose scale lies elsewhere, and those of some bits, which torch
+2.15 does not copy.
+"""
 
 
 def seal(document: dict[str, Any]) -> bytes:

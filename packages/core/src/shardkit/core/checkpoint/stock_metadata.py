@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError, damage_of
-from shardkit.core.checkpoint.index import MANIFEST, SAVE_ID, Chunk, File, Index, ObjectEntry, TensorEntry
+from shardkit.core.checkpoint.index import DTYPES, MANIFEST, SAVE_ID, Chunk, File, Index, ObjectEntry, TensorEntry
 from shardkit.core.checkpoint.leaves import At, LeafPath, LeftOut, name_of, stock_path
 from shardkit.core.checkpoint.pickled import check_pickle
 from shardkit.core.checkpoint.verified_file import read_small
@@ -279,4 +279,6 @@ def _tensor(name: str, path: LeafPath, described: TensorStorageMetadata, infos: 
     dtype = described.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise DamagedCheckpointError(f"{name}: dtype {dtype!r}")
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"{name} is of {dtype}, which cannot be read; leave it out")
     return TensorEntry(path, dtype, tuple(map(int, described.size)), tuple(chunks))
