@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,14 +29,17 @@ def note(line: str) -> None:
 
 
 def status_of(run: Callable[[], int]) -> int:
-    """The exit status of a command: its own, or 2 after an error, which is printed to stderr in one line."""
+    """The exit status of a command: its own, 2 after an error, which is printed to stderr in one line, or 141 if nobody
+    reads on before it has ended.
+    """
+    status = 128 + signal.SIGPIPE  # as of a command that the signal ends: cut off, it has shown nothing to be right
     try:
         status = run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return status
     except (CheckpointError, OSError, ImportError) as error:
         note(f"error: {error}")
         return 2
