@@ -122,7 +122,11 @@ def write(rank: int, world_size: int, what: str, use_orig_params: bool, director
         }
     else:
         model = wrapped(Two, use_orig_params)
-        state = {"model": local_state(model), "optim": optimizer_state(what, list(model.parameters()))}
+        kind = "adam" if what == "two dtypes" else what
+        state = {"model": local_state(model), "optim": optimizer_state(kind, list(model.parameters()))}
+        if what == "two dtypes" and rank == 1:
+            averages = state["optim"]["state"][0]
+            averages["exp_avg"] = averages["exp_avg"].bfloat16()
     torch.save(state, directory / f"rank{rank}.pt")
 
 
@@ -275,6 +279,16 @@ def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
     for name, value in expected.items():
         assert torch.equal(found["state"][name]["exp_avg"], 2 * value)
         assert found["state"][name]["step"] == 1
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_state_of_two_dtypes(use_orig_params: bool, tmp_path: Path):
+    """Read as either, one rank's values would be wrong."""
+    run_ranks(2, write, "two dtypes", use_orig_params, tmp_path)
+    shapes = {name: tuple(value.shape) for name, value in build(Two).state_dict().items()}
+    of_both = r"'optim.state.0.exp_avg' is of torch.float32 in .*rank0.pt and torch.bfloat16 in .*rank1.pt"
+    with pytest.raises(CheckpointError, match=of_both):
+        open_checkpoint(tmp_path, shapes)
 
 
 def test_state_by_name_of_an_optimizer_without_any(tmp_path: Path):
