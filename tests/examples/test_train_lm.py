@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -186,7 +187,8 @@ def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Pa
     newest = max(out.glob("checkpoints/step-*"))
     assert job.returncode == 130, complaints
     assert complaints.splitlines()[-1] == f"train_lm: stopped; --resume goes on from {newest}"
-    assert "Traceback" not in complaints
+    # Python itself prints a KeyboardInterrupt that comes while a finalizer runs, and drops it; the others end the job.
+    assert "Traceback" not in re.sub(r"(?m)^Exception ignored in: .*\n(Traceback.*\n( .*\n)+)?", "", complaints)
     assert f"is in {tmp_path / 'run.1'} now" in printed and (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 

@@ -77,13 +77,13 @@ from pathlib import Path
 from shardkit.core.checkpoint import stored
 from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint
 stored.CHUNK_BYTES = 2**20
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+def memory(kind):
+    return 1024 * int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 convert(open_checkpoint(sys.argv[1]), sys.argv[3], "full")  # loads all code
 checkpoint = open_checkpoint(sys.argv[2])
-before = peak()
+peak, held = memory("VmHWM"), memory("RssAnon")
 convert(checkpoint, sys.argv[4], "full")
-print(peak() - before, checkpoint.bound_bytes, checkpoint.nbytes)
+print(memory("VmHWM") - peak, memory("RssAnon") - held, checkpoint.bound_bytes, checkpoint.nbytes)
 """
 
 
@@ -94,22 +94,23 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
     torch.save({"large": torch.zeros(2500, 4000).t()}, tmp_path / "large.pt")
     files = [str(tmp_path / name) for name in ("small.pt", "large.pt", "small", "large")]
     seen = subprocess.run([sys.executable, "-c", _PEAK, *files], check=True, capture_output=True, text=True).stdout
-    rise, bound, nbytes = map(int, seen.split())
+    rise, _, bound, nbytes = map(int, seen.split())
     assert bound < 5e6 < nbytes == 40e6
     assert rise < bound + 16e6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_of_many_tensors_is_given_back(tmp_path: Path):
-    """The heap keeps up to 64 MiB of what tensors of 4 MB were in."""
+    """Under a glibc that gives nothing back unasked: what it keeps else depends on which thread was first."""
     torch.save({"small": torch.ones(8, 8)}, tmp_path / "small.pt")
     torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
     files = [str(tmp_path / name) for name in ("small.pt", "many.pt", "small", "many")]
-    script = _PEAK.replace("stored.CHUNK_BYTES = 2**20\n", "")
-    seen = subprocess.run([sys.executable, "-c", script, *files], check=True, capture_output=True, text=True).stdout
-    rise, bound, nbytes = map(int, seen.split())
+    command = [sys.executable, "-c", _PEAK.replace("stored.CHUNK_BYTES = 2**20\n", ""), *files]
+    keeping = os.environ | {"MALLOC_TRIM_THRESHOLD_": f"{2**31}", "MALLOC_MMAP_THRESHOLD_": f"{2**31}"}
+    seen = subprocess.run(command, check=True, capture_output=True, text=True, env=keeping).stdout
+    _, held, bound, nbytes = map(int, seen.split())
     assert bound < 20e6 < nbytes == 240e6
-    assert rise < bound + 32e6
+    assert held < bound + 8e6
 
 
 def training_state() -> dict[str, Any]:
