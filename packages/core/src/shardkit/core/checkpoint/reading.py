@@ -29,7 +29,7 @@ from shardkit.core.checkpoint.stored import (
     row_major_strides,
 )
 from shardkit.core.checkpoint.torch_files import archive_of, layout_in, load_torch_bytes, values_in
-from shardkit.core.checkpoint.verified_file import VerifiedFile
+from shardkit.core.checkpoint.verified_file import VerifiedFile, hashing_threads
 
 T = TypeVar("T")
 
@@ -109,10 +109,11 @@ def _in_files(
     """Items by the file that they lie in, and in order there, so that every block is fetched and hashed once; `place`
     is the name of the file, and what the order goes by.
     """
-    for name, below in itertools.groupby(sorted(items, key=place), lambda one: place(one)[0]):
-        with VerifiedFile(directory, index.files[name]) as file:
-            for one in below:
-                yield file, one
+    with hashing_threads() as beside:
+        for name, below in itertools.groupby(sorted(items, key=place), lambda one: place(one)[0]):
+            with VerifiedFile(directory, index.files[name], beside) as file:
+                for one in below:
+                    yield file, one
 
 
 @torch.no_grad()

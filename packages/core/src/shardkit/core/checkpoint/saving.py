@@ -136,19 +136,25 @@ def _note(rank: int) -> str:
     return f"part-{rank}.json"
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview], progress: Callable[[int], object]) -> File:
-    """Writes parts one behind the other, and has the system put them on disk.
+def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
+    """Writes parts one behind the other, and has the system put them on disk; a second thread hashes them meanwhile.
 
     Hashing, writing and syncing leave the interpreter to other threads.
     """
     sums = BlockSums()
+
+    def hash_parts() -> None:
+        for data in parts:
+            sums.add(data)
+
+    hashing = threading.Thread(target=hash_parts, name=f"hash-{path.name}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
+        hashing.start()
         for data in parts:
             part = memoryview(data)
             for at in range(0, len(part), BLOCK_BYTES):
                 block = part[at : at + BLOCK_BYTES]
-                sums.add(block)
                 done = 0
                 while done < len(block):
                     done += os.write(descriptor, block[done:])
@@ -156,6 +162,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], progress: Callab
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+        hashing.join()
     return File(path.name, sums.nbytes, sums.finish())
 
 
