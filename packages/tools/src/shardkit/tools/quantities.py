@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 
 from shardkit.tools.files import InputError
 
-__all__ = ["UNITS", "Unit", "parse_quantity", "show", "show_bandwidth"]
-
 Unit: TypeAlias = Literal["bytes", "seconds", "count", "share"]
 
 _BINARY = {name: float(1024**power) for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)}
@@ -45,11 +43,6 @@ def _scaled(value: float, base: str, names: dict[str, float]) -> str:
     if name is None:
         return f"{value:.0f} {base}"
     return f"{value / names[name]:.{2 if name in ('TiB', 'billion', 'million') else 1}f} {name}"
-
-
-def show_bandwidth(value: float | None) -> str:
-    """Bytes per second for people; a dash where nothing was measured."""
-    return "-" if value is None else f"{value / 1e9:.2f} GB/s"
 
 
 def parse_quantity(text: str, unit: Unit) -> float:

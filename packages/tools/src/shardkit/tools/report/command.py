@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shlex
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rich.table import Table
 
 from shardkit.tools.files import InputError, check_targets, write_text
 from shardkit.tools.quantities import show
 from shardkit.tools.report.files import read_estimate, read_report, write_report
-from shardkit.tools.report.measures import MEASURES, parse_limit
+from shardkit.tools.report.measures import MEASURES, owners, parse_limit
 from shardkit.tools.report.page import (
     collective_rows,
     owner_rows,
@@ -26,8 +27,6 @@ from shardkit.tools.report.page import (
 )
 from shardkit.tools.report.schema import CATEGORIES, Report
 from shardkit.tools.terminal import grid, terminal
-
-__all__ = ["print_report", "run", "write_outputs"]
 
 
 def run(options: SimpleNamespace) -> int:
@@ -96,27 +95,18 @@ def _tables(report: Report) -> Iterator[Table]:
     for measure in MEASURES:
         table.add_row(measure.name, show(measure.of(report), measure.unit), measure.meaning)
     yield table
-    table = grid("rank", "step", "exposed", "came last", "late by", "peak memory", "profiler", title="ranks")
-    for row in rank_rows(report, report.ranks):
-        late, peak = show(row["late"], "seconds"), show(row["peak"], "bytes")
-        step, exposed = show(row["step"], "seconds"), show(row["exposed"], "seconds")
-        table.add_row(str(row["rank"]), step, exposed, str(row["last"]), late, peak, row["overhead"])
-    yield table
-    if owned := owner_rows(report):
-        table = grid("rank", "owned", "optimizer", "largest", title="parameters that lie whole on one rank")
+    names = ["rank", "step", "exposed", "came last", "late by", "peak memory", "profiler"]
+    yield _filled(grid(*names, title="ranks"), rank_rows(report, report.ranks), names)
+    if owned := owner_rows(owners(report)):
+        names = ["rank", "owned", "optimizer", "largest"]
+        table = grid(*names, title="parameters that lie whole on one rank")
         table.columns[-1].justify = "left"
-        for row in owned:
-            largest = row["owned"][0]["fqn"] if row["owned"] else "-"
-            table.add_row(str(row["rank"]), show(row["bytes"], "bytes"), show(row["optimizer"], "seconds"), largest)
-        yield table
+        yield _filled(table, owned, names)
     transports = ", ".join(dict.fromkeys(one.transport for one in report.collectives))
     title = f"most waited for, a step (through: {transports})"
     table = grid("group", "collective", "bytes", "exposed", "of it skew", "waited by", "bus", title=title, left=2)
-    for row in collective_rows(report)[:_ROWS]:
-        exposed, skew = show(row["exposed"], "seconds"), show(row["skew"], "seconds")
-        what, size = f"{row['kind']}, {row['phase']}", show(row["bytes"], "bytes")
-        table.add_row(row["fqn"], what, size, exposed, skew, row["waited_by"], row["bandwidth"])
-    yield table
+    rows = [row | {"what": f"{row['what']}, {row['phase']}"} for row in collective_rows(report)[:_ROWS]]
+    yield _filled(table, rows, ["of", "what", "bytes", "exposed", "of it skew", "waited by", "bus bandwidth"])
     worst = max(report.ranks, key=lambda rank: rank.memory.peak)
     where = f"{worst.memory.peak_phase} of {worst.memory.peak_module}"
     table = grid("category", "bytes", title=f"memory at the peak: rank {worst.rank}, in {where}")
@@ -126,6 +116,10 @@ def _tables(report: Report) -> Iterator[Table]:
     yield table
     if report.estimate is not None:
         table = grid("figure", "predicted", "measured", "error", title="estimate against measurement")
-        for row in prediction_rows(report):
-            table.add_row(row["name"], row["predicted"], row["measured"], row["error"])
-        yield table
+        yield _filled(table, prediction_rows(report), ["figure", "predicted", "measured", "error"])
+
+
+def _filled(table: Table, rows: list[dict[str, Any]], names: Sequence[str]) -> Table:
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table

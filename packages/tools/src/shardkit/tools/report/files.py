@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from shardkit.tools.files import InputError, json_text, read_json, write_text
 from shardkit.tools.report.schema import SCHEMA, VERSION, Estimate, Group, Rank, Report, Run
 
@@ -16,8 +18,7 @@ class ReportError(InputError):
     """A file that is no report this version can read; the text says why and what to do."""
 
 
-@dataclass(frozen=True)
-class _Head:
+class _Head(msgspec.Struct):
     schema: str = ""
     version: int = 0
 
@@ -91,34 +92,29 @@ def read_records(directory: Path) -> list[RankRecord]:
     return sorted(records, key=lambda record: record.rank.rank)
 
 
-@dataclass(frozen=True)
-class _Peak:
+class _Peak(msgspec.Struct):
     bytes: int
     by_category: dict[str, int]
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(msgspec.Struct):
     calls: int
     inside: int
     between: int
     of_core: bool
 
 
-@dataclass(frozen=True)
-class _Machine:
+class _Machine(msgspec.Struct):
     device: str
     process_bytes: int
 
 
-@dataclass(frozen=True)
-class _Timeline:
+class _Timeline(msgspec.Struct):
     step: float
     exposed: float
 
 
-@dataclass(frozen=True)
-class _Predicted:
+class _Predicted(msgspec.Struct):
     """What of an estimate has a counterpart in a report."""
 
     kind: Literal["estimate"]

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from shardkit.tools.quantities import show, show_bandwidth
+from shardkit.tools.quantities import show
 from shardkit.tools.report.measures import (
     MEASURES,
+    Owner,
     exposed_by_rank,
     lateness,
     meetings,
@@ -31,7 +32,6 @@ from shardkit.tools.report.schema import CATEGORIES, MemoryOfRank, ModuleOfRank,
 _MOST_RANKS = 16
 _MOST_MODULES = 12
 _MOST_POINTS = 1500
-_OF_COLLECTIVES = ("fqn", "kind", "phase", "waited_by", "bytes", "wire_bytes", "exposed", "transport")
 
 
 def view_of(report: Report) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def view_of(report: Report) -> dict[str, Any]:
     if len(shown) > _MOST_RANKS:
         shown = [report.ranks[index * last // (_MOST_RANKS - 1)] for index in range(_MOST_RANKS)]
         notes.append(f"this page shows {len(shown)} of {len(report.ranks)} ranks one by one; sums are of all of them")
-    run = report.run
+    run, late = report.run, lateness(report)
+    owning = sorted(owners(report), key=lambda one: -one.optimizer)
     return {
         "run": f"{title_of(report)}; shardkit {run.shardkit}, torch {run.torch}",
         "command": shlex.join(run.command),
@@ -51,9 +52,15 @@ def view_of(report: Report) -> dict[str, Any]:
         "phases": sorted({one.phase for one in report.collectives}),
         "memory": [_memory_view(rank) for rank in shown],
         "exposed": _exposed_rows(report, shown),
+        "steps": [[step.end - step.begin for step in rank.steps] for rank in shown],
+        "lateness": [late[rank.rank] for rank in shown],
         "ranks": rank_rows(report, shown),
-        "owners": sorted(owner_rows(report), key=lambda one: -one["optimizer"])[:_MOST_RANKS],
-        "predictions": [row | {"name": row["name"].replace("_", " ")} for row in prediction_rows(report)],
+        "owners": owner_rows(owning)[:_MOST_RANKS],
+        "owned": [
+            [{"parameter": fqn, "bytes": show(size, "bytes")} for fqn, size in one.owned.items()]
+            for one in owning[:_MOST_RANKS]
+        ],
+        "predictions": [row | {"figure": row["figure"].replace("_", " ")} for row in prediction_rows(report)],
         "modules": _module_rows(report),
         "collectives": collective_rows(report),
     }
@@ -65,57 +72,60 @@ def title_of(report: Report) -> str:
     return f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}"
 
 
-# -- ranks, collectives, estimate: rows of the page and of what `shardkit report` prints -------------------------------
+# -- rows of the page and of what `shardkit report` prints, as text by column ------------------------------------------
 
 
-def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
+def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, str]]:
     """What each of these ranks did."""
     late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
-    rows = []
-    for rank in shown:
-        steps = [step.end - step.begin for step in rank.steps]
-        rows.append(
-            {
-                "rank": rank.rank,
-                "host": rank.place.host,
-                "steps": steps,
-                "step": statistics.median(steps or [0.0]),
-                "exposed": exposed[rank.rank],
-                "peak": rank.memory.peak,
-                "last": last[rank.rank],
-                "late": late[rank.rank],
-                "overhead": show(rank.overhead.share, "share"),
-            }
-        )
-    return rows
-
-
-def owner_rows(report: Report) -> list[dict[str, Any]]:
-    """What each rank owns, and how long its optimizer takes, against the mean of all ranks."""
-    found = owners(report)
-    bytes_mean = statistics.fmean(one.bytes for one in found) if found else 0.0
-    seconds_mean = statistics.fmean(one.optimizer for one in found) if found else 0.0
     return [
         {
-            "rank": one.rank,
-            "bytes": one.bytes,
-            "over": show(one.bytes / bytes_mean - 1 if bytes_mean else 0.0, "share"),
-            "optimizer": one.optimizer,
-            "slower": show(one.optimizer / seconds_mean - 1 if seconds_mean else 0.0, "share"),
-            "owned": [{"fqn": fqn, "bytes": size} for fqn, size in one.owned.items()],
+            "rank": str(rank.rank),
+            "host": rank.place.host,
+            "step": show(statistics.median([step.end - step.begin for step in rank.steps] or [0.0]), "seconds"),
+            "exposed": show(exposed[rank.rank], "seconds"),
+            "peak memory": show(rank.memory.peak, "bytes"),
+            "came last": str(last[rank.rank]),
+            "late by": show(late[rank.rank], "seconds"),
+            "profiler": show(rank.overhead.share, "share"),
         }
-        for one in found
+        for rank in shown
     ]
 
 
-def collective_rows(report: Report) -> list[dict[str, Any]]:
+def owner_rows(everyone: list[Owner]) -> list[dict[str, str]]:
+    """What each rank owns, and how long its optimizer takes, against the mean of all ranks."""
+    bytes_mean = statistics.fmean(one.bytes for one in everyone) if everyone else 0.0
+    seconds_mean = statistics.fmean(one.optimizer for one in everyone) if everyone else 0.0
+    return [
+        {
+            "rank": str(one.rank),
+            "owned": show(one.bytes, "bytes"),
+            "over the mean": show(one.bytes / bytes_mean - 1 if bytes_mean else 0.0, "share"),
+            "optimizer": show(one.optimizer, "seconds"),
+            "slower than the mean": show(one.optimizer / seconds_mean - 1 if seconds_mean else 0.0, "share"),
+            "parameters": str(len(one.owned)),
+            "largest": next(iter(one.owned), "-"),
+        }
+        for one in everyone
+    ]
+
+
+def collective_rows(report: Report) -> list[dict[str, str]]:
     """All operations that are alike, most waited for first."""
     return [
-        {name: getattr(one, name) for name in _OF_COLLECTIVES}
-        | {
-            "per_step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
-            "skew": one.exposed_by_skew,
-            "bandwidth": show_bandwidth(one.bus_bandwidth),
+        {
+            "of": one.fqn,
+            "what": one.kind,
+            "phase": one.phase,
+            "a step": f"{one.count / max(1, report.run.recorded_steps):.3g}",
+            "bytes": show(one.bytes, "bytes"),
+            "on the wire": show(one.wire_bytes, "bytes"),
+            "exposed": show(one.exposed, "seconds"),
+            "of it skew": show(one.exposed_by_skew, "seconds"),
+            "waited by": one.waited_by,
+            "bus bandwidth": "-" if one.bus_bandwidth is None else f"{one.bus_bandwidth / 1e9:.2f} GB/s",
+            "through": one.transport,
         }
         for one in report.collectives
     ]
@@ -133,7 +143,7 @@ def prediction_rows(report: Report) -> list[dict[str, Any]]:
             figures.append((f"at the peak: {name}", "bytes", size, at_peak[name]))
     return [
         {
-            "name": name,
+            "figure": name,
             "predicted": show(predicted, unit),
             "measured": show(measured, unit),
             "error": f"{(predicted - measured) / measured:+.1%}" if measured else "-" if predicted else "+0.0%",
@@ -167,7 +177,7 @@ def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
     ]
 
 
-def _module_rows(report: Report) -> list[dict[str, Any]]:
+def _module_rows(report: Report) -> list[dict[str, str]]:
     """Every module once: prefetches of the first rank, peaks of the rank that had most."""
     found: dict[str, list[ModuleOfRank]] = defaultdict(list)
     for rank in report.ranks:
@@ -175,13 +185,13 @@ def _module_rows(report: Report) -> list[dict[str, Any]]:
             found[module.fqn].append(module)
     return [
         {
-            "fqn": name,
-            "hits": modules[0].prefetch_hits,
-            "misses": modules[0].prefetch_misses,
-            "unsharded": max(one.unsharded_peak for one in modules),
-            "gradients": max(one.gradients_peak for one in modules),
-            "communication": max(one.communication_peak for one in modules),
-            "activations": max(one.activations_peak for one in modules),
+            "module": name,
+            "prefetch hits": str(modules[0].prefetch_hits),
+            "misses": str(modules[0].prefetch_misses),
+            "unsharded peak": show(max(one.unsharded_peak for one in modules), "bytes"),
+            "gradients": show(max(one.gradients_peak for one in modules), "bytes"),
+            "communication": show(max(one.communication_peak for one in modules), "bytes"),
+            "activations": show(max(one.activations_peak for one in modules), "bytes"),
         }
         for name, modules in found.items()
     ]

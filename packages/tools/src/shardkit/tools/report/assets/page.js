@@ -23,18 +23,18 @@ function bytes(value) {
 function seconds(value) {
   if (Math.abs(value) >= 1) return `${value.toFixed(2)} s`;
   if (Math.abs(value) >= 1e-3 || value === 0) return `${(value * 1e3).toFixed(1)} ms`;
-  return `${(value * 1e6).toFixed(0)} µs`;
+  return `${(value * 1e6).toFixed(0)} us`;
 }
 
-function fillTable(table, head, rows) {
-  const top = element("tr");
-  head.forEach((name) => top.append(element("th", name)));
-  const body = rows.map((cells) => {
-    const row = element("tr");
-    cells.forEach((cell) => row.append(element("td", cell)));
-    return row;
-  });
-  table.replaceChildren(top, ...body);
+// Rows are texts by column. They have all columns in common; those of `hidden` are not shown.
+function fillTable(table, rows, ...hidden) {
+  const columns = Object.keys(rows[0] ?? {}).filter((name) => !hidden.includes(name));
+  const line = (tag, texts) => {
+    const made = element("tr");
+    made.append(...texts.map((text) => element(tag, text)));
+    return made;
+  };
+  table.replaceChildren(line("th", columns), ...rows.map((row) => line("td", columns.map((name) => row[name]))));
 }
 
 function options(select, entries) {
@@ -164,11 +164,8 @@ function exposedBars() {
 }
 
 function collectivesTable() {
-  const rows = data.collectives.filter((one) => matches(one.fqn, one.phase) || matches(one.waited_by, one.phase));
-  fillTable(byId("collectives"),
-    ["of", "what", "phase", "a step", "bytes", "on the wire", "exposed", "of it skew", "bus bandwidth", "through"],
-    rows.map((one) => [one.fqn, one.kind, one.phase, one.per_step, bytes(one.bytes), bytes(one.wire_bytes),
-      seconds(one.exposed), seconds(one.skew), one.bandwidth, one.transport]));
+  const rows = data.collectives.filter((one) => matches(one.of, one.phase) || matches(one["waited by"], one.phase));
+  fillTable(byId("collectives"), rows, "waited by");
 }
 
 function applyFilters() {
@@ -183,15 +180,15 @@ function stepsChart(place, width) {
     label: `rank ${one.rank}`, stroke: COLORS[index % COLORS.length], width: 1.5,
     value: (u, value) => (value === null ? "-" : seconds(value)),
   }));
-  const numbers = data.ranks[0].steps.map((_, index) => index);
+  const numbers = data.steps[0].map((_, index) => index);
   return new uPlot(
     { width, height: 220, scales: { x: { time: false } }, axes: axes(seconds, (tick) => (Number.isInteger(tick) ? `step ${tick}` : "")),
       series: [{ label: "step" }, ...series] },
-    [numbers, ...data.ranks.map((one) => one.steps)], place);
+    [numbers, ...data.steps], place);
 }
 
 function latenessChart(place, width) {
-  const numbers = data.ranks.map((one) => one.rank);
+  const numbers = data.ranks.map((one) => Number(one.rank));
   return new uPlot(
     { width, height: 200, axes: axes(seconds, (tick) => (numbers.includes(tick) ? `rank ${tick}` : "")),
       scales: { x: { time: false, range: [numbers[0] - 0.5, numbers[numbers.length - 1] + 0.5] }, y: { range: (u, low, high) => [0, high || 1e-3] } },
@@ -199,7 +196,7 @@ function latenessChart(place, width) {
         label: "late by", stroke: "#d9822b", fill: "#d9822b", paths: uPlot.paths.bars({ size: [0.6, 80] }),
         points: { show: false }, value: (u, value) => (value === null ? "-" : seconds(value)),
       }] },
-    [numbers, data.ranks.map((one) => one.late)], place);
+    [numbers, data.lateness], place);
 }
 
 // -- page --------------------------------------------------------------------------------------------------------------
@@ -210,10 +207,10 @@ function estimateTable() {
     return;
   }
   const table = element("table");
-  fillTable(table, ["figure", "predicted", "measured", "error", "predicted above measured"],
-    data.predictions.map((one) => [one.name, one.predicted, one.measured, one.error, ""]));
+  fillTable(table, data.predictions, "bars");
+  table.rows[0].append(element("th", "predicted above measured"));
   data.predictions.forEach((one, index) => {
-    const cell = table.rows[index + 1].cells[4];
+    const cell = table.rows[index + 1].insertCell();
     one.bars.forEach((share, which) => {
       const bar = element("i", "", which ? "pair measured" : "pair");
       bar.style.width = `${100 * share}%`;
@@ -224,15 +221,13 @@ function estimateTable() {
 }
 
 function ownedTable() {
-  const owner = data.owners.find((one) => String(one.rank) === byId("owner").value);
-  fillTable(byId("owned"), ["parameter", "bytes"], owner.owned.map((one) => [one.fqn, bytes(one.bytes)]));
+  fillTable(byId("owned"), data.owned[byId("owner").selectedIndex]);
 }
 
 function ownerTables() {
   byId("owners-section").hidden = !data.owners.length;
   if (!data.owners.length) return;
-  fillTable(byId("owners"), ["rank", "owned", "over the mean", "optimizer", "over the mean", "parameters"],
-    data.owners.map((one) => [one.rank, bytes(one.bytes), one.over, seconds(one.optimizer), one.slower, one.owned.length]));
+  fillTable(byId("owners"), data.owners, "largest");
   options(byId("owner"), data.owners.map((one) => [one.rank, one.rank]));
   byId("owner").addEventListener("change", ownedTable);
   ownedTable();
@@ -251,12 +246,8 @@ function fillPage() {
   options(byId("memory-rank"), data.memory.map((one) => [one.rank, one.rank]));
   options(byId("exposed-rank"), data.ranks.map((one) => [one.rank, one.rank]));
   options(byId("phase-filter"), [["", "all"], ...data.phases.map((name) => [name, name])]);
-  fillTable(byId("ranks"), ["rank", "host", "step", "exposed", "peak memory", "came last", "late by", "profiler"],
-    data.ranks.map((one) => [one.rank, one.host, seconds(one.step), seconds(one.exposed), bytes(one.peak), one.last,
-      seconds(one.late), one.overhead]));
-  fillTable(byId("modules"), ["module", "prefetch hits", "misses", "unsharded peak", "gradients", "communication", "activations"],
-    data.modules.map((one) => [one.fqn, one.hits, one.misses, bytes(one.unsharded), bytes(one.gradients),
-      bytes(one.communication), bytes(one.activations)]));
+  fillTable(byId("ranks"), data.ranks);
+  fillTable(byId("modules"), data.modules);
   ownerTables();
   estimateTable();
 }
