@@ -15,8 +15,6 @@ from shardkit.tools.report.files import is_record, read_records
 from shardkit.tools.report.merge import merge
 from shardkit.tools.terminal import print_error, terminal
 
-__all__ = ["run"]
-
 
 def run(options: SimpleNamespace) -> int:
     """Runs the command; returns its exit status, or 2 if it records nothing."""

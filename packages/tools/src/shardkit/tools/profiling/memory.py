@@ -47,7 +47,6 @@ class Memory:
         self._peak = (0, 0.0, "", "", dict(self._levels))
 
     def follow(self, time: float, entry: Entry, where: Whereabouts) -> None:
-        """Takes the next entry in."""
         if isinstance(entry, Held) and entry.category == "resident":
             self._resident.append((time, entry.bytes))
         elif isinstance(entry, Held):
@@ -65,7 +64,6 @@ class Memory:
             self._release(time, [fqn for fqn in self._accumulated() if fqn not in entry.fqns], where)
 
     def result(self) -> MemoryOfRank:
-        """What the log has said."""
         peak, time, module, phase, levels = self._peak
         return MemoryOfRank(
             categories={category: _thinned(points) for category, points in self._series.items()},
@@ -92,7 +90,6 @@ class Memory:
         return owner
 
     def _accumulated(self) -> list[str]:
-        """The parameters that have an unsharded gradient."""
         return [str(key) for category, key in self._held if category == "gradients"]
 
     def _release(self, time: float, fqns: list[str], where: Whereabouts) -> None:
@@ -121,9 +118,9 @@ class Memory:
         level = self._levels[category] = max(0, self._levels[category] + size)
         self._series[category].append((time, level))
         if module:
-            own, peaks = self._of_module[module], self.module_peaks[module]
+            own = self._of_module[module]
             own[category] = max(0, own[category] + size)
-            peaks[category] = max(own[category], peaks[category])
+            self.module_peaks[module] |= own  # the larger of each
             self._module_series[module].append((time, own.total()))
         total = sum(self._levels.values())
         if total > self._peak[0]:

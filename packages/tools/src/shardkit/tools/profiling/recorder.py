@@ -12,7 +12,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import FSDPModule, Owned, events
+from shardkit.core.tensors import tensors_in
+from shardkit.core.torch_compat import local_of
 from shardkit.tools.profiling.log import STARTED, Entry, GradientsKept, Held, OptimizerBegan, OptimizerEnded, carried
 from shardkit.tools.report.schema import Group
 
@@ -88,7 +90,7 @@ class Recorder:
         self._warmup, self._wanted = warmup, steps
         self._when_full = when_full or self.stop
         self._each_event, self._each_pack = _costs()
-        self._saved = _SavedTensors(self._write, self._alive) if activations else None
+        self._saved = _SavedTensors(self._write, self._alive, activations)
         self._residence = _Residence(device)
         self.capacity = self._residence.capacity()
         self._subscription: events.Subscription | None = None
@@ -118,7 +120,7 @@ class Recorder:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        if self._saved is not None:
+        if self.activations:
             self._saved.hooks.__enter__()
         self._begin()
         self._subscription = events.subscribe(self._hear)
@@ -134,8 +136,7 @@ class Recorder:
         self.ended = time.perf_counter()
         for hook in self._hooks:
             hook.remove()
-        if self._saved is not None:
-            self._saved.stop()
+        self._saved.stop()
         self._residence.close()
         return True
 
@@ -144,13 +145,12 @@ class Recorder:
 
         Elsewhere hooks of the user may lie above them: they stay then, and do nothing once the log is closed.
         """
-        if self._saved is not None:
+        if self.activations:
             self._saved.hooks.__exit__()
 
     def _begin(self) -> None:
-        self.seconds = 0.0
-        if self._saved is not None:
-            self._saved.seconds, self._saved.packed = 0.0, 0
+        self.seconds = self._saved.seconds = 0.0
+        self._saved.packed = 0
         if self.device.type != "cpu":
             event: Any = torch.get_device_module(self.device).Event(enable_timing=True)
             event.record()
@@ -166,10 +166,8 @@ class Recorder:
     @property
     def overhead(self) -> float:
         """Seconds that recording has cost: measured inside, and what it costs to call it, by `_costs`."""
-        outside = len(self.entries) * self._each_event
-        if self._saved is not None:
-            outside += self._saved.seconds + self._saved.packed * self._each_pack
-        return self.seconds + outside
+        outside = len(self.entries) * self._each_event + self._saved.packed * self._each_pack
+        return self.seconds + self._saved.seconds + outside
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
@@ -193,14 +191,13 @@ class Recorder:
                 self._border(event)
                 if self.full:
                     return
-            if self._saved is not None:
-                self._saved.enter_module(event.fqn)
+            self._saved.enter_module(event.fqn)
             if event.root:
                 self._count_gradients()
         self._count_resident()
 
     def _module_ended(self, event: events.ModuleEnded) -> None:
-        if event.phase == "forward" and self._saved is not None:
+        if event.phase == "forward":
             self._saved.leave_module(event.fqn)
         self._count_resident()
 
@@ -229,8 +226,7 @@ class Recorder:
             self._roots.append(weakref.ref(event.module))
 
     def _backward_ended(self, event: events.BackwardEnded) -> None:
-        if self._saved is not None:
-            self._saved.end_backward()
+        self._saved.end_backward()
         self._count_gradients()
         self._count_resident()
 
@@ -264,7 +260,8 @@ class Recorder:
         if roots:
             named = [(name, one) for root in roots for name, one in root.named_parameters()]
             self.shards = {name: _local_bytes(one) for name, one in named}
-            self.owned = {name for name, one in named if _is_owned(one)}
+            placed = ((name, one.placements) for name, one in named if isinstance(one, DTensor))
+            self.owned = {name for name, placements in placed if any(isinstance(one, Owned) for one in placements)}
             self.holders = {
                 f"{path}.{name}" if path else name: _class_of(module)
                 for root in roots
@@ -280,8 +277,8 @@ class Recorder:
             self._count_states()
 
     def _count_states(self) -> None:
-        states = (_tensors(state) for optimizer in self._optimizers for state in optimizer.state.values())
-        self._count("optimizer", sum(_local_bytes(one) for tensors in states for one in tensors))
+        states = [list(optimizer.state.values()) for optimizer in self._optimizers]
+        self._count("optimizer", sum(map(_local_bytes, tensors_in(states))))
 
     def _count_gradients(self) -> None:
         there = ((reference(), size) for reference, size in self._gradients)
@@ -297,21 +294,7 @@ class Recorder:
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of this rank's part."""
-    with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(entry)
-
-
-def _is_owned(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def _class_of(module: nn.Module) -> str:
@@ -344,7 +327,6 @@ class _Residence:
         self._file = os.open("/proc/self/statm", os.O_RDONLY) if device.type == "cpu" else -1
 
     def read(self) -> int:
-        """Bytes that are held now."""
         if self._module is not None:
             return int(self._module.memory_reserved(self._device))
         return int(os.pread(self._file, 64, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -388,11 +370,12 @@ class _SavedTensors:
 
     Args:
         write: what each storage is told to.
+        active: whether to count at all.
     """
 
-    def __init__(self, write: Callable[[Entry], None], roots: Callable[[], list[nn.Module]]) -> None:
+    def __init__(self, write: Callable[[Entry], None], roots: Callable[[], list[nn.Module]], active: bool) -> None:
         self.hooks = saved_tensors_hooks(self._pack, _unchanged)
-        self.active = True
+        self.active = active
         self.seconds = 0.0
         self.packed = 0
         self._write = write
@@ -420,13 +403,13 @@ class _SavedTensors:
             self._unknown.add(fqn)
 
     def leave_module(self, fqn: str) -> None:
-        """The module's forward has ended."""
         self._unknown.discard(fqn)
 
     def end_backward(self) -> None:
         """A backward is over: tells which unsharded gradients are still there."""
-        there = ((name, reference()) for name, reference in self._unsharded.items())
-        self._write(GradientsKept(tuple(name for name, one in there if one is not None and one.grad is not None)))
+        if self.active:
+            there = ((name, reference()) for name, reference in self._unsharded.items())
+            self._write(GradientsKept(tuple(name for name, one in there if one is not None and one.grad is not None)))
 
     def _know_parameters(self) -> None:
         for root in self._roots():

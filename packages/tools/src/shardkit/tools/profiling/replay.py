@@ -97,10 +97,9 @@ class Replay:
             events.ModuleBegan: self._module_began,
             events.ModuleEnded: self._module_ended,
             events.BackwardEnded: self._backward_ended,
-            OptimizerBegan: self._optimizer_began,
-            OptimizerEnded: self._optimizer_ended,
-            events.PrefetchHit: self._prefetch,
-            events.PrefetchMiss: self._prefetch,
+            OptimizerBegan: lambda now, _: self._begin("", "optimizer", now),
+            OptimizerEnded: lambda now, _: self._close("", "optimizer", now, "optimizer"),
+            **dict.fromkeys((events.PrefetchHit, events.PrefetchMiss), self._prefetch),
         }
         for now, entry in entries:
             if self._where.follow(entry):
@@ -211,7 +210,7 @@ class Replay:
     # -- modules and steps ---------------------------------------------------------------------------------------------
 
     def _module_began(self, time: float, event: events.ModuleBegan) -> None:
-        self._open[event.fqn, event.phase].append((time, self._where.step))
+        self._begin(event.fqn, event.phase, time)
         if event.phase == "backward" and self._backward is None:
             self._backward = (time, self._where.step)
 
@@ -226,11 +225,8 @@ class Replay:
             self._seconds["backward"][step] += time - begin
             self._backward = None
 
-    def _optimizer_began(self, time: float, entry: OptimizerBegan) -> None:
-        self._open["", "optimizer"].append((time, self._where.step))
-
-    def _optimizer_ended(self, time: float, entry: OptimizerEnded) -> None:
-        self._close("", "optimizer", time, "optimizer")
+    def _begin(self, fqn: str, phase: str, time: float) -> None:
+        self._open[fqn, phase].append((time, self._where.step))
 
     def _close(self, fqn: str, phase: str, time: float, part: str) -> None:
         if self._open[fqn, phase]:
@@ -282,13 +278,14 @@ def record_of(recorder: Recorder) -> RankRecord:
             len(recorder.entries),
         ),
     )
+    device = recorder.device
     run = Run(
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         command=list(sys.argv),
         shardkit=__version__,
         torch=str(torch.__version__),
         python=platform.python_version(),
-        device=_device_name(recorder.device),
+        device=f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type,
         backend=recorder.backend,
         world_size=recorder.world_size,
         missing_ranks=[],
@@ -317,7 +314,3 @@ def _modules(replay: Replay, holders: dict[str, str]) -> list[ModuleOfRank]:
         )
         for name in dict.fromkeys([*peaks, *(fqn for fqn, _ in prefetches)])
     ]
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
