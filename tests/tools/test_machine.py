@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.tools.machine import Machine, MachineError, load_machine, preset, preset_names
+from shardkit.tools.machine import Machine, MachineError, load_machine, preset, presets
 
 
 def described() -> dict:
@@ -19,7 +19,7 @@ def written(directory: Path, machine: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", presets())
 def test_a_preset_survives_json_and_states_its_sources(name: str, tmp_path: Path):
     machine = preset(name)
     assert load_machine(written(tmp_path, machine.to_json())) == machine

@@ -27,8 +27,6 @@ import click
 
 from shardkit.autoinstall import NEEDS_FSDP1
 
-__all__ = ["main"]
-
 _GROUP = "shardkit.commands"
 _KNOWN = {
     "checkpoint": "inspects, verifies, compares, exports, imports and reshards checkpoints",

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-__all__ = ["InputError", "check_targets", "json_text", "read_json", "write_text"]
-
 _T = TypeVar("_T")
 
 

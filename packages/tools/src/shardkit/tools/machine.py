@@ -21,8 +21,6 @@ import torch
 
 from shardkit.tools.files import InputError, read_json
 
-__all__ = ["Efficiency", "Link", "Machine", "MachineError", "Transport", "load_machine", "preset", "preset_names"]
-
 Transport: TypeAlias = Literal["nccl", "shared", "pairwise"]
 """How core moves bytes there: NCCL in place, gloo through shared memory, gloo between pairs of ranks."""
 
@@ -179,14 +177,10 @@ def load_machine(path: Path) -> Machine:
 
 
 @cache
-def _presets() -> dict[str, Machine]:
+def presets() -> dict[str, Machine]:
+    """The GPUs that `preset` knows, by name."""
     text = files("shardkit.tools").joinpath("machines.json").read_bytes()
     return msgspec.json.decode(text, type=dict[str, Machine])
-
-
-def preset_names() -> tuple[str, ...]:
-    """The GPUs that `preset` knows."""
-    return tuple(_presets())
 
 
 def preset(name: str) -> Machine:
@@ -195,11 +189,11 @@ def preset(name: str) -> Machine:
     Raises:
         MachineError: for a name that is none, with those that are.
     """
-    if name not in _presets():
+    if name not in presets():
         raise MachineError(
-            f"there is no preset '{name}'; there are {', '.join(_presets())}, 'this' (measured), and files (x.json)"
+            f"there is no preset '{name}'; there are {', '.join(presets())}, 'this' (measured), and files (x.json)"
         )
-    return _presets()[name]
+    return presets()[name]
 
 
 def threads_of_each(ranks: int) -> int:

@@ -11,8 +11,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["grid", "print_error", "progress", "terminal"]
-
 # Control characters of ASCII and Latin-1, and those that turn the direction of text; lines may still end.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code != ord("\n")}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}

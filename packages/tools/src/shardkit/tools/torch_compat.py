@@ -12,34 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses import fake_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.flop_counter import flop_registry
 
 from shardkit.core.torch_compat import TorchDispatchMode
-
-__all__ = [
-    "ASK_DEVICE",
-    "FakeTensor",
-    "FakeTensors",
-    "NEEDS_DATA",
-    "READ_VALUE",
-    "OperatorMode",
-    "count_flops",
-    "fake_error_operator",
-    "forget_meshes",
-    "group_named",
-    "is_view",
-    "join_fake_world",
-    "operator_of",
-    "own_store_connection",
-]
 
 # What C++ runs to ask a fake tensor for its device, more often than anything else.
 ASK_DEVICE: Any = torch.ops.prim.device.default
@@ -47,8 +24,10 @@ ASK_DEVICE: Any = torch.ops.prim.device.default
 # What `Tensor.item` runs.
 READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
 
+FakeTensor = fake_tensor.FakeTensor
+
 # What an operator raises that would have to look at the data of a fake tensor.
-NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+NEEDS_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 class OperatorMode(TorchDispatchMode):
@@ -67,7 +46,7 @@ class FakeTensors:
     """
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         self._remembered: dict[Any, Any] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._mode.fake_tensor_converter.meta_converter.tensor_memo = self._remembered  # type: ignore[assignment]
@@ -82,7 +61,7 @@ class FakeTensors:
     @staticmethod
     def real() -> AbstractContextManager[Any]:
         """A context within this one in which tensors have data."""
-        return unset_fake_temporarily()
+        return fake_tensor.unset_fake_temporarily()
 
     def forget(self) -> None:
         """Drops what is remembered: tensors that nobody else holds are freed."""
@@ -234,17 +213,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return resolve(name)
 
 
-def operator_of(function: Any) -> Any:
-    """The operator that an overload belongs to (`aten.mm` of `aten.mm.default`)."""
-    return function._overloadpacket
-
-
 def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of an operator's call; 0 for one that does no matrix product or convolution."""
     products = _CPU_ATTENTION.get(function)
     if products is not None:
         return _attention_flops(products, args)
-    formula: Callable[..., int] | None = flop_registry.get(operator_of(function))
+    formula: Callable[..., int] | None = flop_registry.get(function._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
@@ -260,11 +234,6 @@ def _attention_flops(kernel: tuple[int, int, int], args: tuple[Any, ...]) -> int
     batch, heads, length, width = args[query].shape
     flops: int = products * 2 * batch * heads * length * args[query + 1].shape[2] * width
     return flops // 2 if len(args) > causal and args[causal] else flops
-
-
-def is_view(function: Any) -> bool:
-    """Whether an overload only makes other tensors over the same memory."""
-    return bool(function.is_view)
 
 
 def fake_error_operator(error: BaseException) -> str:

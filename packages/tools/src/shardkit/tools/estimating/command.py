@@ -36,8 +36,6 @@ from shardkit.tools.files import InputError, check_targets, json_text, write_tex
 from shardkit.tools.machine import Machine, load_machine, preset
 from shardkit.tools.terminal import progress, terminal
 
-__all__ = ["collecting_new_garbage", "costs_for", "job_of", "machine_of", "run"]
-
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,

@@ -18,8 +18,6 @@ from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, MakeOptimizer, Policies, TrainingJob
 from shardkit.tools.files import read_json
 
-__all__ = ["COLUMNS", "ROWS", "cut_projections", "job_from_config"]
-
 # Projections whose output features are cut, and those that take what these give, by their names in most models.
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

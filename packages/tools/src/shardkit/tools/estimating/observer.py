@@ -222,10 +222,10 @@ class Observer(OperatorMode):
             self._last = f"{self.repeated}.{list(dict(model.get_submodule(self.repeated).named_children()))[-1]}"
         self.where.name(model)
         for fqn, parameter in model.named_parameters():
-            self.ledger.assign(_on_this_rank(parameter), "sharded_parameters", self._block_of(fqn))
+            self.ledger.assign(on_this_rank(parameter), "sharded_parameters", self._block_of(fqn))
             self._watch_gradient(parameter, fqn)
         for fqn, buffer in model.named_buffers():
-            self.ledger.assign(_on_this_rank(buffer), "other", self._block_of(fqn))
+            self.ledger.assign(on_this_rank(buffer), "other", self._block_of(fqn))
 
     def announce(self, inside: int) -> None:
         """The next communication of core sends so many bytes inside this host."""
@@ -391,7 +391,7 @@ class Observer(OperatorMode):
 
     def _has_gradient(self, block: int | None, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self.ledger.assign(_on_this_rank(parameter.grad), "gradients", block)
+            self.ledger.assign(on_this_rank(parameter.grad), "gradients", block)
 
 
 def _real_only(args: tuple[Any, ...]) -> bool:
@@ -405,7 +405,8 @@ def _real_only(args: tuple[Any, ...]) -> bool:
     return real
 
 
-def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, of a DTensor the part that this rank has."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 

@@ -13,8 +13,6 @@ from shardkit.tools.estimating.result import Estimate
 from shardkit.tools.estimating.trace import CATEGORIES
 from shardkit.tools.quantities import show
 
-__all__ = ["plot_page"]
-
 _WIDTH, _HEIGHT = 1000, 260
 _COLORS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")
 # What a span is coloured by; there are more modules than colours.

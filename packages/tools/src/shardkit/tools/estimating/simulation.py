@@ -26,10 +26,9 @@ from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.storage import note_allocated, note_freed
-from shardkit.core.torch_compat import local_of
 from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
-from shardkit.tools.estimating.observer import Observer
+from shardkit.tools.estimating.observer import Observer, on_this_rank
 from shardkit.tools.estimating.trace import Trace, neighbourhood
 from shardkit.tools.machine import Machine
 from shardkit.tools.machine import Transport as Kind
@@ -193,13 +192,11 @@ class SimulatedNetwork(SimulatedTransport, FlatTransport):
     """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
-        """Nothing to wait for."""
         return ()
 
     def exchange(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int], tag: int
     ) -> Sequence[dist.Work]:
-        """Nothing to wait for."""
         return ()
 
 
@@ -365,6 +362,6 @@ def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
     parameters = list(model.parameters())
     sizes = []
     for tensors in ([*parameters, *model.buffers()], _states(optimizer, parameters)):
-        own = [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        own = map(on_this_rank, tensors)
         sizes += [sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (own, tensors)]
     return Sizes(sum(parameter.numel() for parameter in parameters), *sizes)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.tensors import tensors_in
-from shardkit.tools.torch_compat import count_flops, is_view
+from shardkit.tools.torch_compat import count_flops
 
 Collective: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "other"]
 
@@ -94,7 +94,7 @@ class Operators:
         if operator is None:
             tensors = tensors_in((args, kwargs))
             dtype = tensors[0].dtype if tensors else None
-            moved = 0 if is_view(function) else sum(map(_nbytes, (*tensors, *tensors_in(out))))
+            moved = 0 if function.is_view else sum(map(_nbytes, (*tensors, *tensors_in(out))))
             flops = count_flops(function, args, kwargs, out)
             operator = Operator(function, specs, dict(named), dtype, flops, moved, "attention" in str(function))
             self._known[key] = operator

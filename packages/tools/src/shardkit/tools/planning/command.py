@@ -16,8 +16,6 @@ from shardkit.tools.planning.search import NothingFits, Proposal, below, propose
 from shardkit.tools.quantities import show
 from shardkit.tools.terminal import grid, print_error, progress, terminal
 
-__all__ = ["run"]
-
 
 def run(options: SimpleNamespace) -> int:
     """Runs `shardkit plan`; the exit status is 1 if nothing fits."""
