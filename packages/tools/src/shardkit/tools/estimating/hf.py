@@ -86,20 +86,7 @@ def _built(model_class: Callable[[Any], nn.Module], config: Any, experts: str, p
     choose: Any = getattr(model, "set_experts_implementation", None)
     if choose is not None and any(hasattr(module, "experts") for module in model.modules()):
         choose(experts)
-    _move_to_cpu(model)
-    return model.train()
-
-
-def _move_to_cpu(model: nn.Module) -> None:
-    """Gives parameters and buffers memory, which is fake in an estimate; `to_empty` cannot swap fake parameters."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, one in list(module.named_parameters(recurse=False)):
-            if id(one) not in made:
-                made[id(one)] = nn.Parameter(torch.empty_like(one, device="cpu"), one.requires_grad)
-            setattr(module, name, made[id(one)])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return model.to_empty(device="cpu").train()
 
 
 def _batch(config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
