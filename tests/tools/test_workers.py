@@ -35,7 +35,7 @@ def _made_in() -> tuple[list[int], Workers[int]]:
 def test_estimates_of_other_processes_are_those_of_this_one():
     here, workers = _made_in()
     with workers:
-        workers.begin(2, 4, 8)
+        workers.begin([2, 4, 8])
         found = [workers.estimate(size).to_json() for size in (2, 4, 8)]
     assert found == [estimate_job(_job(), size).to_json() for size in (2, 4, 8)]
     assert not here
@@ -54,7 +54,7 @@ def test_errors_and_what_cannot_be_sent_back_come_from_this_process():
 
     expected = estimate_job(_job(), 2).to_json()
     with Workers(make) as workers:
-        workers.begin("wrong", "fine")
+        workers.begin(["wrong", "fine"])
         with pytest.raises(EstimateError, match=f"wrong in {here}"):
             workers.estimate("wrong")
         assert workers.estimate("fine").to_json() == expected
@@ -71,7 +71,7 @@ def test_nothing_runs_beside_what_is_measured():
         return estimate_job(_job(), size)
 
     with Workers(make, alone=True) as workers:
-        workers.begin(2, 4)
+        workers.begin([2, 4])
         assert not made
         workers.estimate(2)
     assert made == [os.getpid()]

@@ -94,11 +94,7 @@ def run(options: SimpleNamespace) -> int:
 
 
 def _settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """`world-size=8,64`, or names alone (`dtype,prefetch`) for the usual values.
-
-    Raises:
-        EstimateError: for settings that there are not.
-    """
+    """`world-size=8,64`, or names alone (`dtype,prefetch`) for the usual values."""
     chosen: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, given, values = text.partition("=")
@@ -115,7 +111,7 @@ def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]
     points = []
     combinations = list(itertools.product(*values.values()))
     with collecting_new_garbage(), workers, progress("estimating") as done:
-        workers.begin(*combinations)
+        workers.begin(combinations)
         for number, combination in enumerate(combinations):
             done(number, len(combinations))
             settings = dict(zip(values, combination, strict=True))
@@ -140,11 +136,7 @@ def collecting_new_garbage() -> Iterator[None]:
 
 
 def job_of(options: SimpleNamespace) -> TrainingJob:
-    """The job that the options tell.
-
-    Raises:
-        EstimateError: if they tell none, or one that cannot be made.
-    """
+    """The job that the options tell; raises `EstimateError` if they tell none, or one that cannot be made."""
     optimizer, policies = _optimizer(options.optimizer), _policies(options)
     parameters, state = (_DTYPES[text or "own"] for text in (options.param_dtype, options.optimizer_dtype))
     batch, sequence = options.batch or 1, options.sequence or 2048
@@ -228,11 +220,7 @@ def _policies(options: SimpleNamespace) -> Policies | None:
 
 
 def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
-    """The policies with settings that are given as texts.
-
-    Raises:
-        EstimateError: for a text that is no such setting.
-    """
+    """The policies with settings that are given as texts."""
     changes: dict[str, Any] = {}
     if (text := settings.get("reshard")) is not None:
         changes["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _count_of("reshard", text, 1)
@@ -247,7 +235,6 @@ def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
 
 
 def _count_of(name: str, text: str, least: int) -> int:
-    """A whole number from `least` on."""
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise EstimateError(f"{name} is '{text}'; expected a whole number from {least} on")
     return int(text)
@@ -290,11 +277,7 @@ def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCos
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """`8`, or `dp_replicate=2,dp_shard=4`.
-
-    Raises:
-        EstimateError: for anything else.
-    """
+    """`8`, or `dp_replicate=2,dp_shard=4`; raises `EstimateError` for anything else."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, count = part.rpartition("=")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -49,7 +49,7 @@ class Workers(Generic[_Task]):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, *tasks: _Task) -> None:
+    def begin(self, tasks: Iterable[_Task]) -> None:
         """These will be asked for, or may be."""
         for task in tasks:
             if self._pool is not None and task not in self._begun:
@@ -59,8 +59,8 @@ class Workers(Generic[_Task]):
         """The estimate of a task; raises what making it raises."""
         if self._pool is not None:
             try:
-                self.begin(task)
-                return self._begun.pop(task).result()
+                self.begin([task])
+                return self._begun[task].result()
             except Exception:  # noqa: BLE001 - told below, if it is not the process that failed
                 pass
         return _without_trace(self._make(task))

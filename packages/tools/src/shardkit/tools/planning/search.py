@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import product
@@ -63,11 +63,9 @@ class Candidate:
         return math.prod(size for name, size in self.axes if name != "tp")
 
     def changed(self, **policies: Any) -> Candidate:
-        """The candidate with other policies."""
         return replace(self, policies=replace(self.policies, **policies))
 
     def describe(self) -> str:
-        """The choices in a few words."""
         policies = self.policies
         mesh = " x ".join(f"{name} {length}" for name, length in self.axes)
         parts = [mesh, f"micro-batch {self.micro_batch}"]
@@ -165,10 +163,6 @@ class _Search:
         job = with_micro_batch(replace(self.job, policies=candidate.policies), candidate.micro_batch)
         return estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
 
-    def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Begins with candidates that are about to be attempted."""
-        self.workers.begin(*(one for one in candidates if one not in self.known))
-
     def attempt(self, candidate: Candidate) -> None:
         """Estimates one, if that is possible; if not, that is told."""
         if candidate in self.known:
@@ -206,13 +200,7 @@ class _Search:
         least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
         return candidate.policies.placements is None and least > self.limit
 
-    def is_exposed(self, candidate: Candidate) -> bool:
-        """Whether communication that nothing hides takes enough of a step to prefetch more."""
-        line = self.known[candidate].timeline
-        return line.exposed > _EXPOSED * line.step
-
     def sample_seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step for each of its samples."""
         samples = candidate.micro_batch * candidate.policies.accumulate * candidate.samplers
         return self.known[candidate].timeline.step / samples
 
@@ -289,12 +277,12 @@ def _explore(
         )
         for wrap, recompute in product(wraps, (True,) if job.policies.checkpoint else (False, True))
     ]
-    search.expect(plain)
+    search.workers.begin(plain)
     for candidate in plain:
         if search.fits(candidate):  # keeping parameters from forward to backward reserves no less
             search.attempt(candidate.changed(reshard_after_forward=False))
     replicated = [[(one, replace(one, axes=axes)) for axes in other] for one in search.ranked()[:_REPLICATED]]
-    search.expect(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
+    search.workers.begin(wider for ways in replicated for one, wider in ways if not search.too_few_shards(wider, one))
     for ways in replicated:
         for one, wider in ways:
             if search.too_few_shards(wider, one) or not search.fits(wider):
@@ -303,12 +291,13 @@ def _explore(
         raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
     _cut_further(search, world_size)
     grown = [replace(one, micro_batch=2 * one.micro_batch) for one in search.ranked()[:_GROWN]]
-    search.expect(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
+    search.workers.begin(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))
     for one in grown:
         while one.micro_batch <= most_micro_batch and not search.too_large(one) and search.fits(one):
             one = replace(one, micro_batch=2 * one.micro_batch)
-    exposed = [one for one in search.ranked()[:_PREFETCHED] if search.is_exposed(one)]
-    search.expect(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
+    lines = ((one, search.known[one].timeline) for one in search.ranked()[:_PREFETCHED])
+    exposed = [one for one, line in lines if line.exposed > _EXPOSED * line.step]
+    search.workers.begin(one.changed(prefetch_depth=one.policies.prefetch_depth + 1) for one in exposed)
     for one in exposed:
         _prefetch_more(search, one)
 
@@ -336,7 +325,7 @@ def _cut_further(search: _Search, world_size: int) -> None:
         return
     best = search.ranked() or sorted(search.known, key=lambda one: search.known[one].reserved_bytes)
     ways = [replace(candidate, axes=axes) for candidate, axes in product(best[:_CUT], cut)]
-    search.expect(ways)
+    search.workers.begin(ways)
     for candidate in ways:
         search.attempt(candidate)
 
@@ -433,6 +422,5 @@ def _closest(search: _Search, limit: int, margin: float) -> str:
 
 
 def below(limit: int, margin: float) -> str:
-    """What may be taken of a limit, in words."""
     less = f" ({show(limit, 'bytes')} less {margin:.0%} for errors)" if margin else ""
     return show(limit * (1 - margin), "bytes") + less
