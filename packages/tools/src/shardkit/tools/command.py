@@ -84,6 +84,16 @@ class _Tree(click.Group):
 
 def _command_of(entry: EntryPoint) -> click.Command:
     """A command of another distribution, which parses its own arguments."""
+
+    def run(arguments: tuple[str, ...]) -> int:
+        parser = f"{_GROUP}.{entry.name}"
+        if find_spec(_GROUP) is not None and find_spec(parser) is not None:
+            parse = getattr(import_module(parser), "parse", None)
+            if parse is not None:
+                parse(list(arguments))
+        status: int = entry.load()(list(arguments))
+        return status
+
     origin = f"(of {entry.dist.name})" if entry.dist is not None else ""
     arguments = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     return click.Command(
@@ -91,19 +101,9 @@ def _command_of(entry: EntryPoint) -> click.Command:
         context_settings=_PASSED_ON,
         add_help_option=False,
         params=[arguments],
-        callback=lambda arguments: _run_foreign(entry, list(arguments)),
+        callback=run,
         short_help=f"{_KNOWN.get(entry.name, '')} {origin}".strip(),
     )
-
-
-def _run_foreign(entry: EntryPoint, arguments: list[str]) -> int:
-    parser = f"{_GROUP}.{entry.name}"
-    if find_spec(_GROUP) is not None and find_spec(parser) is not None:
-        parse = getattr(import_module(parser), "parse", None)
-        if parse is not None:
-            parse(arguments)
-    status: int = entry.load()(arguments)
-    return status
 
 
 def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:

@@ -56,7 +56,6 @@ class Facts:
     """Sums over a report.
 
     Attributes:
-        steps: how many were recorded.
         peak: bytes of counted tensors at the peak of the rank that has most.
         used, capacity: bytes of memory in use and in all, where least is free; 0 and 0 if that is not known.
         short: whether memory is what binds, so that nothing may be advised that takes more of it. Also where it is not
@@ -64,6 +63,9 @@ class Facts:
         first_rank: the rank to look at where all do the same.
         missed: modules whose gathers the first rank had to launch when it needed them.
         gathers: the all-gathers of each group, by its label.
+        last: how often each rank came last to a collective.
+        late: the rank that comes last to most collectives, if there is one.
+        waited: seconds a step that the rank that waits most for others does so.
     """
 
     def __init__(self, report: Report) -> None:
@@ -78,6 +80,10 @@ class Facts:
         for one in report.collectives:
             if one.kind == "all-gather":
                 self.gathers[one.fqn].append(one)
+        self.last, ranks = times_last(report), len(report.ranks)
+        met, (rank, count) = sum(self.last.values()), self.last.most_common(1)[0]
+        self.late = rank if count >= max(0.7, 1.5 / ranks) * max(1, met) else None
+        self.waited = max(skew_by_rank(report).values()) if met and ranks > 1 else 0.0
 
     @cached_property
     def root(self) -> str:
@@ -90,7 +96,6 @@ class Facts:
 
     @property
     def room(self) -> str:
-        """How much of the memory is in use, in words."""
         if not self.capacity:
             return "the report does not say how much memory there is"
         return f"{show(self.used, 'bytes')} of {show(self.capacity, 'bytes')} of memory are in use"
@@ -115,27 +120,14 @@ class Seen(NamedTuple):
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def _mostly_last(facts: Facts) -> int | None:
-    """The rank that comes last to most collectives, if there is one."""
-    last = times_last(facts.report)
-    rank, count = last.most_common(1)[0]
-    return rank if count >= max(0.7, 1.5 / len(facts.report.ranks)) * max(1, sum(last.values())) else None
-
-
-def _waited(facts: Facts) -> float:
-    """Seconds that the rank that waits most for others does so."""
-    met = sum(times_last(facts.report).values())
-    return max(skew_by_rank(facts.report).values()) if met and len(facts.report.ranks) > 1 else 0.0
-
-
 def late_rank(facts: Facts) -> Iterator[Seen]:
     """A rank that the others wait for, again and again."""
-    rank, last = _mostly_last(facts), times_last(facts.report)
+    rank, last = facts.late, facts.last
     if rank is None:
         return
     host = next(one.place.host for one in facts.report.ranks if one.rank == rank)
     yield Seen(
-        _waited(facts),
+        facts.waited,
         f"rank {rank} ({host}) came last to {last[rank]} of {sum(last.values())} collectives, "
         f"{show(lateness(facts.report)[rank], 'seconds')} after the first on average",
         "look at what only this rank does: its input pipeline, longer samples, logging or checkpoints, other load "
@@ -145,11 +137,10 @@ def late_rank(facts: Facts) -> Iterator[Seen]:
 
 def ranks_in_turn(facts: Facts) -> Iterator[Seen]:
     """Ranks that wait for each other in turn."""
-    if _mostly_last(facts) is None:
-        last = dict(sorted(times_last(facts.report).items()))
+    if facts.late is None:
         yield Seen(
-            _waited(facts),
-            f"ranks wait for each other, no rank in particular is late (last: {last})",
+            facts.waited,
+            f"ranks wait for each other, no rank in particular is late (last: {dict(sorted(facts.last.items()))})",
             "balance the work of each step: pack samples to equal length, keep evaluation and logging alike on all "
             "ranks, and see that ranks do not share processor cores",
         )
@@ -195,7 +186,6 @@ def uneven_owners(facts: Facts) -> Iterator[Seen]:
 
 
 def slow_optimizer(facts: Facts) -> Iterator[Seen]:
-    """The optimizer takes a large part of a step."""
     cost = max(statistics.fmean(step.optimizer for step in rank.steps) for rank in facts.report.ranks)
     yield Seen(
         cost,
@@ -341,7 +331,6 @@ _UNSHARDED = 3
 
 
 def padding(facts: Facts) -> Iterator[Seen]:
-    """Memory and bytes for padding."""
     wasted = {fqn: max(one.padding_bytes for one in gathers) for fqn, gathers in facts.gathers.items()}
     cost = sum(sorted(wasted.values())[-_UNSHARDED:])
     if cost:
@@ -445,7 +434,6 @@ def _advice(facts: Facts, seen: Seen) -> str:
 
 
 def run(options: SimpleNamespace) -> int:
-    """Runs `shardkit doctor`."""
     check_targets(options.json)
     findings = diagnose(read_report(options.report))
     if options.json is not None:

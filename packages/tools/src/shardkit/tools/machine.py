@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -29,10 +28,16 @@ class MachineError(InputError):
     """A description that is wrong, or does not say what is asked of it."""
 
 
-def _check(described: Link | Machine, *names: str, may_be_zero: Sequence[str]) -> None:
-    for name in names:
-        value = getattr(described, name)
-        if not 0 <= value < math.inf or (not value and name not in may_be_zero):
+# What costs nothing, where it costs anything.
+_MAY_BE_ZERO = {"latency", "operator_seconds", "process_bytes", "collective_seconds"}
+_MAY_BE_ZERO |= {"dtensor_seconds", "dtensor_each_seconds"}
+
+
+def _check_numbers(described: Link | Machine) -> None:
+    for name, value in vars(described).items():
+        if type(value) not in (int, float):
+            continue
+        if not 0 <= value < math.inf or (not value and name not in _MAY_BE_ZERO):
             raise ValueError(f'"{name}" is {value}; expected a positive number')
 
 
@@ -49,7 +54,7 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        _check(self, "bandwidth", "latency", may_be_zero=("latency",))
+        _check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,6 @@ class Efficiency:
         for name, value in vars(self).items():
             if not 0 < value <= 1:
                 raise ValueError(f'"{name}" is {value}; expected a part of the peak numbers, from 0 to 1')
-
-
-# What costs nothing, where it costs anything.
-_MAY_BE_ZERO = ("operator_seconds", "process_bytes", "dtensor_seconds", "dtensor_each_seconds", "collective_seconds")
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,7 @@ class Machine:
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = [one.name for one in dataclasses.fields(self) if type(getattr(self, one.name)) in (int, float)]
-        _check(self, *numbers, may_be_zero=_MAY_BE_ZERO)
+        _check_numbers(self)
         if not self.flops or any(not 0 < one < math.inf for one in self.flops.values()):
             raise ValueError(f'"flops" is {self.flops}; expected positive FLOP/s by dtype, such as "bfloat16": 9.9e14')
 

@@ -48,11 +48,7 @@ def run(options: SimpleNamespace) -> int:
 
 
 def _clear(records: Path) -> None:
-    """Makes the directory, and takes away the records of an earlier run; nothing else.
-
-    Raises:
-        InputError: if it is a file, or a file in it has the name of a record and is none.
-    """
+    """Makes the directory, and takes away the records of an earlier run; nothing else."""
     try:
         records.mkdir(parents=True, exist_ok=True)
     except OSError as error:

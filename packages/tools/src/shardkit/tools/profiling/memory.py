@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from shardkit.core.events import ModuleBegan, StorageAllocated, StorageFreed, StorageKind
 from shardkit.tools.profiling.log import Entry, GradientsKept, Held, Whereabouts
@@ -54,14 +54,14 @@ class Memory:
         elif isinstance(entry, StorageAllocated):
             owner = self.owner(entry.fqn)
             if entry.kind == "gradient":  # the reduction has taken them over
-                self._release(time, [fqn for fqn in self._accumulated() if self.owner(fqn) == owner], where)
+                self._release(time, lambda fqn: self.owner(fqn) == owner, where)
             self._change(time, _OF_KIND[entry.kind], owner, entry.bytes, where)
         elif isinstance(entry, StorageFreed):
             self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), -entry.bytes, where)
             if entry.kind == "reduce_output":
                 self._deliver(time, entry.bytes, where)
         elif isinstance(entry, GradientsKept):
-            self._release(time, [fqn for fqn in self._accumulated() if fqn not in entry.fqns], where)
+            self._release(time, lambda fqn: fqn not in entry.fqns, where)
 
     def result(self) -> MemoryOfRank:
         peak, time, module, phase, levels = self._peak
@@ -89,13 +89,11 @@ class Memory:
             owner = self._owners[fqn] = max(fits, key=len, default=self._root)
         return owner
 
-    def _accumulated(self) -> list[str]:
-        return [str(key) for category, key in self._held if category == "gradients"]
-
-    def _release(self, time: float, fqns: list[str], where: Whereabouts) -> None:
-        """These unsharded gradients are a reduction's, or have become sharded ones."""
-        for fqn in fqns:
-            self._hold(time, "gradients", fqn, 0, where)
+    def _release(self, time: float, gone: Callable[[str], bool], where: Whereabouts) -> None:
+        """The unsharded gradients of some parameters are a reduction's, or have become sharded ones."""
+        for fqn in [str(key) for category, key in self._held if category == "gradients"]:
+            if gone(fqn):
+                self._hold(time, "gradients", fqn, 0, where)
 
     def _deliver(self, time: float, size: int, where: Whereabouts) -> None:
         """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""

@@ -40,17 +40,14 @@ class Recorder:
 
     Attributes:
         entries: (seconds of `time.perf_counter`, entry), in order.
-        began, ended: when the recording did.
         anchor: host time and a timing event that the device had reached then, None on a CPU.
         truncated: whether there were more entries than are kept.
         full: whether the last wanted step is over.
         rank, world_size, backend: this rank's place when the recording begins: groups may be gone when it ends.
-        groups: the process groups that communication ran on.
         shards: bytes of this rank's part of each parameter, by FQN.
         owned: those that lie whole on one rank.
         holders: the class of the module that holds each parameter, by the parameter's FQN.
         capacity: bytes of memory that there are, on a CPU for all ranks of the host; 0 if that is not known.
-        activations: whether what autograd saves is counted.
         seconds: spent in the recorder.
 
     Args:
