@@ -236,7 +236,6 @@ class MeasuredCosts:
         self._company = []
 
     def seconds(self, operator: Operator) -> float:
-        """Seconds of one call."""
         key = (operator.function, operator.args, tuple(operator.kwargs.items()))
         if key not in self._known:
             self._known[key] = self._measure(operator)

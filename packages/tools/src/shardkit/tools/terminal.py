@@ -38,7 +38,6 @@ def terminal(*, stderr: bool = False) -> Console:
 
 
 def print_error(text: str) -> None:
-    """One line on standard error."""
     terminal(stderr=True).print(f"error: {' '.join(text.split())}")
 
 

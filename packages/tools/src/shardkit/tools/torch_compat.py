@@ -60,7 +60,6 @@ class FakeTensors:
 
     @staticmethod
     def real() -> AbstractContextManager[Any]:
-        """A context within this one in which tensors have data."""
         return fake_tensor.unset_fake_temporarily()
 
     def forget(self) -> None:

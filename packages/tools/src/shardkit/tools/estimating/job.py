@@ -70,7 +70,6 @@ class _PreciseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
         for own, weight, stepper in self._steppers:
             if own.grad is None:
                 continue
@@ -102,7 +101,6 @@ class _Together(torch.optim.Optimizer):
         self._optimizers = optimizers
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each."""
         for one in self._optimizers:
             one.step()
             self.state.update(one.state)

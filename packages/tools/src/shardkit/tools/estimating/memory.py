@@ -36,11 +36,9 @@ class Ledger:
 
     @property
     def live(self) -> list[tuple[Held, int]]:
-        """Every storage with its bytes, those of unsharded parameters too while they have none."""
         return [(entry.held, entry.nbytes) for entry in self._entries.values()]
 
     def find(self, tensor: torch.Tensor) -> Held | None:
-        """What is known of a tensor's storage."""
         entry = self._entries.get(id(tensor.untyped_storage()))
         return None if entry is None else entry.held
 
@@ -99,7 +97,6 @@ class Peak:
 
     @property
     def place(self) -> str:
-        """Where the rank was, in words."""
         if self.fqn:
             return f"in {self.phase} of '{self.fqn}'"
         return "outside of the model's modules" if self.phase == "between" else f"in {self.phase}"

@@ -80,7 +80,6 @@ class Whereabouts:
         ]
 
     def name(self, model: nn.Module) -> None:
-        """Takes the FQNs of the modules of `model`."""
         self._names = {id(module): fqn for fqn, module in model.named_modules()}
 
     def here(self) -> tuple[str, Phase]:
@@ -163,8 +162,6 @@ class Observer(OperatorMode):
     """Keeps the ledger and the trace of a rank while it is open.
 
     Attributes:
-        ledger: the memory.
-        where: FQN and phase.
         trace: what happened since `start`.
         values_read: where the data of a tensor was asked for, which fake ones have not; 1 was the answer.
         repeated: FQN of the list of repeated blocks that the trace tells apart (`Entered`, `Held.block`), if any.
@@ -205,7 +202,6 @@ class Observer(OperatorMode):
         self._open.close()
 
     def start(self) -> None:
-        """From now on everything counts."""
         self.trace = Trace(held=self.ledger.live)
         self._block = None
         self._recording = True

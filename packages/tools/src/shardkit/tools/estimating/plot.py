@@ -109,7 +109,6 @@ def _memory(estimate: Estimate) -> str:
 
 
 def _time_axis(whole: float, y: float) -> str:
-    """Times below a drawing of a step."""
     return "".join(
         _text(part / 4 * _WIDTH, y, show(part / 4 * whole, "seconds"), anchor)
         for part, anchor in enumerate(("start", "middle", "middle", "middle", "end"))
@@ -117,7 +116,6 @@ def _time_axis(whole: float, y: float) -> str:
 
 
 def _streams(estimate: Estimate) -> str:
-    """What runs on each stream over the time of the step."""
     spans, whole = estimate.timeline.spans, estimate.timeline.step or 1.0
     lanes = list(dict.fromkeys(one.lane for one in spans))
     body = [_text(4, 40 * row + 12, lane) for row, lane in enumerate(lanes)]

@@ -26,16 +26,7 @@ from torch import nn
 from shardkit.tools.estimating.job import EstimateError, TrainingJob, blocks_of, call
 from shardkit.tools.estimating.observer import Observer
 from shardkit.tools.estimating.simulation import Recording, Sizes, simulate
-from shardkit.tools.estimating.trace import (
-    CATEGORIES,
-    Changed,
-    Entered,
-    Held,
-    Step,
-    Trace,
-    Transfer,
-    block_of,
-)
+from shardkit.tools.estimating.trace import CATEGORIES, Changed, Entered, Held, Step, Trace, Transfer, block_of
 from shardkit.tools.machine import Machine
 from shardkit.tools.torch_compat import FakeTensors
 
@@ -274,16 +265,11 @@ class _Parts:
         for step in part.steps:
             if isinstance(step, Entered):
                 continue
-            run, own, number = self.names.get(_about(step), (None, None, None))
+            run, own, number = self.names.get(getattr(step, "about", 0), (None, None, None))
             category = step.about.category if isinstance(step, Changed) else None
             about = run, None if own is None else own - part.block, number, category
             seen.append(self.moved(step, -part.block, about))
         return seen
-
-
-def _about(step: Step) -> Any:
-    """The storage or communication that a step is about, if any."""
-    return getattr(step, "about", None)
 
 
 def lengthened(recording: Recording, repeated: str, more: int) -> Recording | None:
@@ -324,7 +310,7 @@ def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
     """
     for part in parts.all:
         for step in part.steps:
-            run, own, _ = parts.names.get(_about(step), (0, None, 0))
+            run, own, _ = parts.names.get(getattr(step, "about", 0), (0, None, 0))
             if own is None:
                 continue
             if part.block in (middle, middle + 1):
@@ -375,4 +361,4 @@ class _Longer:
         by = to - block if block >= 0 else 0
         if block < 0 and block_of(step.fqn, self._parts.prefix) > self._middle:
             by = self._more  # outside of blocks, but about one of the last
-        return self._parts.moved(step, by, self._about(_about(step), block, to))
+        return self._parts.moved(step, by, self._about(getattr(step, "about", 0), block, to))

@@ -192,7 +192,6 @@ def assess(
     machine: Machine,
     costs: OperatorCosts | None = None,
 ) -> Estimate:
-    """What a recording means on a machine."""
     sizes, owners = recording.sizes, recording.owners
     timeline = replay(recording.trace, machine, costs or Roofline(machine))
     if owners is not None:

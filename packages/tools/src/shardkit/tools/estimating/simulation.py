@@ -53,11 +53,7 @@ def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
-    """Within this context the process is `rank` of a world without peers; gives its mesh, on "cpu".
-
-    Raises:
-        EstimateError: if the process is a rank of something already, or the world has no such rank.
-    """
+    """Within this context the process is `rank` of a world without peers; gives its mesh, on "cpu"."""
     if dist.is_initialized():
         raise EstimateError(
             "this process has a default process group already; an estimate runs in a process of its own, without "
@@ -344,7 +340,6 @@ def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Mod
 
 
 def _states(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state of some parameters."""
     values = (value for one in parameters if one in optimizer.state for value in optimizer.state[one].values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 

@@ -17,7 +17,6 @@ _SHOWN = 12
 
 
 def print_estimate(estimate: Estimate, console: Console) -> None:
-    """Prints what an estimate says, table by table."""
     axes = " x ".join(f"{name} {length}" for name, length in estimate.axes.items())
     console.print(
         f"{show(estimate.parameters, 'count')} parameters, rank {estimate.rank} of {estimate.world_size} ({axes}), on "
@@ -84,7 +83,6 @@ def _tables(estimate: Estimate) -> Iterator[Table]:
 
 
 def _sent(rows: Sequence[TrafficRow]) -> tuple[str, str, str]:
-    """Calls, and bytes that stay in the host and leave it."""
     inside, between = sum(row.inside for row in rows), sum(row.between for row in rows)
     return str(sum(row.calls for row in rows)), show(inside, "bytes"), show(between, "bytes")
 
@@ -98,7 +96,6 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The settings in words."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items())
 
 

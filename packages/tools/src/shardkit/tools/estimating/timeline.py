@@ -163,7 +163,6 @@ class _Lanes:
 
 
 def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
-    """The times of a trace on a machine."""
     lanes = _Lanes(machine)
     queued = machine.device != "cpu"
     seconds_of: dict[Operator, float] = {}

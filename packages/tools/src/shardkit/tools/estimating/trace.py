@@ -118,8 +118,6 @@ def _spec(value: Any) -> Any:
 
 
 class Ran(msgspec.Struct, frozen=True, gc=False):
-    """An operator ran in a module."""
-
     operator: Operator
     fqn: str
     phase: str
@@ -222,5 +220,4 @@ class Trace:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Every communication, in order."""
         return [step for step in self.steps if isinstance(step, Transfer)]

@@ -91,7 +91,6 @@ def code_of(proposal: Proposal) -> str:
 
 
 def _imports(body: str) -> list[str]:
-    """What the code needs of torch and of shardkit."""
     used = set(re.findall(r"\w+", body))
     found = {module: [name for name in names if name in used] for module, names in _NAMES.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in found.items() if names]
@@ -99,7 +98,6 @@ def _imports(body: str) -> list[str]:
 
 
 def _keywords(proposal: Proposal) -> list[str]:
-    """Arguments of every `fully_shard` beside the mesh."""
     policies = proposal.candidate.policies
     dtypes = {"param_dtype": policies.param_dtype, "reduce_dtype": policies.reduce_dtype}
     told = ", ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if dtype is not None)

@@ -56,7 +56,6 @@ def run(options: SimpleNamespace) -> int:
 
 
 def write_outputs(report: Report, json: Path | None, html: Path | None, trace: Path | None) -> None:
-    """Writes a report in those forms for which there is a path."""
     if json is not None:
         write_report(report, json)
     if html is not None:

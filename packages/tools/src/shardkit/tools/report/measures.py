@@ -67,7 +67,6 @@ class Owner:
 
     @property
     def bytes(self) -> int:
-        """Of all that it owns."""
         return sum(self.owned.values())
 
 
@@ -101,7 +100,6 @@ def step_time(report: Report) -> float:
 
 
 def _step_times(report: Report) -> list[float]:
-    """Seconds of each step, on the rank that took longest in it."""
     steps = [[step.end - step.begin for step in rank.steps] for rank in report.ranks]
     return [max(times) for times in zip(*steps, strict=False)]
 
@@ -223,7 +221,6 @@ class Limit:
 
     @property
     def needs_base(self) -> bool:
-        """Whether it compares with another run."""
         return self.kind != "absolute"
 
     def violation(self, report: Report, base: Report | None) -> str | None:

@@ -67,7 +67,6 @@ def view_of(report: Report) -> dict[str, Any]:
 
 
 def title_of(report: Report) -> str:
-    """On what the run ran, and when."""
     run = report.run
     return f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}"
 
@@ -76,7 +75,6 @@ def title_of(report: Report) -> str:
 
 
 def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, str]]:
-    """What each of these ranks did."""
     late, last, exposed = lateness(report), times_last(report), exposed_by_rank(report)
     return [
         {
@@ -112,7 +110,6 @@ def owner_rows(everyone: list[Owner]) -> list[dict[str, str]]:
 
 
 def collective_rows(report: Report) -> list[dict[str, str]]:
-    """All operations that are alike, most waited for first."""
     return [
         {
             "of": one.fqn,
@@ -244,7 +241,6 @@ _DANGEROUS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u
 
 
 def page_html(report: Report) -> str:
-    """The page's text."""
     parts = {
         "chart-css": _asset("uPlot.min.css"),
         "page-css": _asset("page.css"),

@@ -73,7 +73,6 @@ class PlaceOfRank:
 
     @staticmethod
     def of_this_process() -> PlaceOfRank:
-        """The place of the caller."""
         host = socket.gethostname()
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

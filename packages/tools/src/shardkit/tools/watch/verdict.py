@@ -29,7 +29,6 @@ class Process:
 
     @staticmethod
     def own() -> Process:
-        """That of the caller."""
         return Process(PlaceOfRank.of_this_process(), _stat(os.getpid())[1])
 
     def condition(self) -> str:

@@ -59,7 +59,6 @@ class Witness:
         self._newest: _Collective | None = None
 
     def hear(self, event: Entry) -> None:
-        """Takes an event in, or the begin or end of an optimizer's step."""
         with self._lock:
             self._where.follow(event)
             if type(event) in STARTED:
@@ -110,7 +109,6 @@ class Witness:
         return WaitingFor(event.operation, event.fqn, kind, number, time.monotonic() - began)
 
     def statement(self, failure: str | None) -> Statement:
-        """Everything that is known of this rank now."""
         waiting = self.waiting()
         frame = sys._current_frames().get(self._main or 0)
         stack = [] if frame is None else traceback.extract_stack(frame)[-_FRAMES:]
@@ -156,7 +154,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="shardkit-watch", daemon=True)
 
     def begin(self) -> None:
-        """Tells the others where this process is and starts to watch."""
         self._store.set(f"place/{self._rank}", msgspec.json.encode(Process.own()).decode())
         while self._store.check([f"alarm/{self._number}"]):
             self._number += 1

@@ -26,9 +26,9 @@ function seconds(value) {
   return `${(value * 1e6).toFixed(0)} us`;
 }
 
-// Rows are texts by column. They have all columns in common; those of `hidden` are not shown.
-function fillTable(table, rows, ...hidden) {
-  const columns = Object.keys(rows[0] ?? {}).filter((name) => !hidden.includes(name));
+// Rows are texts by column: those of the first of `all`, but for the `hidden` one.
+function fillTable(table, rows, hidden, all = rows) {
+  const columns = Object.keys(all[0] ?? {}).filter((name) => name !== hidden);
   const line = (tag, texts) => {
     const made = element("tr");
     made.append(...texts.map((text) => element(tag, text)));
@@ -165,7 +165,7 @@ function exposedBars() {
 
 function collectivesTable() {
   const rows = data.collectives.filter((one) => matches(one.of, one.phase) || matches(one["waited by"], one.phase));
-  fillTable(byId("collectives"), rows, "waited by");
+  fillTable(byId("collectives"), rows, "waited by", data.collectives);
 }
 
 function applyFilters() {
