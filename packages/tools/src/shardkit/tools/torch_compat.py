@@ -16,8 +16,6 @@ from torch._subclasses import fake_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.flop_counter import flop_registry
 
-from shardkit.core.torch_compat import TorchDispatchMode
-
 # What C++ runs to ask a fake tensor for its device, more often than anything else.
 ASK_DEVICE: Any = torch.ops.prim.device.default
 
@@ -30,14 +28,6 @@ FakeTensor = fake_tensor.FakeTensor
 NEEDS_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
-class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that dynamo is not kept out of: nothing is compiled here, and that would cost at each call."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 class FakeTensors:
     """A context in which tensors have shapes, dtypes and storage sizes, but no data.
 
@@ -48,7 +38,6 @@ class FakeTensors:
     def __init__(self) -> None:
         self._mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         self._remembered: dict[Any, Any] = {}
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._mode.fake_tensor_converter.meta_converter.tensor_memo = self._remembered  # type: ignore[assignment]
 
     def __enter__(self) -> FakeTensors:
@@ -98,18 +87,7 @@ class FakeTensors:
             tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
             if part.memory_of is not None:
                 tensor.set_(tensors[part.memory_of].untyped_storage(), part.offset, part.shape, part.stride)
-        attributes = self._attributes.get(part.device)
-        if attributes is None:
-            made = FakeTensor(self._mode, tensor, part.device)
-            self._attributes[part.device] = dict(vars(made))
-            return made
-        # What FakeTensor() does, which takes six times as long to check and convert its arguments.
-        made = torch.Tensor._make_subclass(
-            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=part.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes)
-        return made
+        return FakeTensor(self._mode, tensor, part.device)
 
     def _pictured(self, value: Any, tensors: list[FakeTensor]) -> Any:
         """Arguments in a form that is equal for calls with the same outcome; their tensors go to `tensors`.

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardkit.core import events
 from shardkit.core.tensors import tensors_in, tensors_with_grad
-from shardkit.core.torch_compat import in_backward, local_of
+from shardkit.core.torch_compat import TorchDispatchMode, in_backward, local_of
 from shardkit.tools.estimating.job import EstimateError
 from shardkit.tools.estimating.memory import Ledger
 from shardkit.tools.estimating.trace import (
@@ -44,7 +44,6 @@ from shardkit.tools.torch_compat import (
     READ_VALUE,
     FakeTensor,
     FakeTensors,
-    OperatorMode,
     fake_error_operator,
     group_named,
 )
@@ -158,7 +157,7 @@ _COMMUNICATION: dict[str, Collective] = {
 }
 
 
-class Observer(OperatorMode):
+class Observer(TorchDispatchMode):
     """Keeps the ledger and the trace of a rank while it is open.
 
     Attributes:
