@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,7 +109,7 @@ def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]
     """Estimates every combination of the values; one that fails says why in the table and does not end the others."""
     points = []
     combinations = list(itertools.product(*values.values()))
-    with collecting_new_garbage(), workers, progress("estimating") as done:
+    with workers, progress("estimating") as done:
         workers.begin(combinations)
         for number, combination in enumerate(combinations):
             done(number, len(combinations))
@@ -120,16 +119,6 @@ def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]
             except InputError as error:
                 points.append(Point(settings, None, str(error)))
     return points
-
-
-@contextmanager
-def collecting_new_garbage() -> Iterator[None]:
-    """Collections of cycles pass over what is there now: imported modules, which take longer than all estimates."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # -- what options name -------------------------------------------------------------------------------------------------

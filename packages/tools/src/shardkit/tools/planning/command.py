@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from shardkit.tools.estimating.command import collecting_new_garbage, costs_for, job_of, machine_of
+from shardkit.tools.estimating.command import costs_for, job_of, machine_of
 from shardkit.tools.estimating.job import EstimateError
 from shardkit.tools.estimating.plot import plot_page
 from shardkit.tools.files import check_targets, json_text, write_text
@@ -30,11 +30,7 @@ def run(options: SimpleNamespace) -> int:
     told: list[str] = []
     named = {name: getattr(options, name) for name in ("micro_batch", "most_micro_batch", "count")}
     try:
-        with (
-            collecting_new_garbage(),
-            costs_for(options.machine, machine) as costs,
-            progress("estimating ways to shard") as done,
-        ):
+        with costs_for(options.machine, machine) as costs, progress("estimating ways to shard") as done:
             named |= {"margin": margin, "costs": costs, "tell": told.append, "progress": lambda one: done(one, None)}
             found = propose(job, int(options.mesh), machine, limit, **named)
     except NothingFits as error:
