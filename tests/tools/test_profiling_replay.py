@@ -142,10 +142,11 @@ def test_what_began_before_the_recording_is_left_out() -> None:
 
 
 def memory_of(*entries: Entry) -> Memory:
-    where, memory = Whereabouts(True), Memory(entries)
+    where = Whereabouts(True)
+    memory = Memory(entries, where)
     for index, entry in enumerate(entries):
         where.follow(entry)
-        memory.follow(float(index), entry, where)
+        memory.follow(float(index), entry)
     return memory
 
 

@@ -30,9 +30,12 @@ class Memory:
 
     Args:
         entries: the whole log, for the names of its modules: a prefetched one's memory comes before its name.
+        where: follows the same log, one entry ahead.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry], where: Whereabouts) -> None:
+        self._where = where
+        self._now = 0.0
         self.module_peaks: dict[str, Counter[str]] = defaultdict(Counter)
         self._levels = dict.fromkeys(CATEGORIES, 0)
         self._of_module: dict[str, Counter[str]] = defaultdict(Counter)
@@ -46,22 +49,23 @@ class Memory:
         self._root = next((entry.fqn for entry in begun if entry.root), "")
         self._peak = (0, 0.0, "", "", dict(self._levels))
 
-    def follow(self, time: float, entry: Entry, where: Whereabouts) -> None:
+    def follow(self, time: float, entry: Entry) -> None:
+        self._now = time
         if isinstance(entry, Held) and entry.category == "resident":
             self._resident.append((time, entry.bytes))
         elif isinstance(entry, Held):
-            self._hold(time, entry.category, entry.key, entry.bytes, where)
+            self._hold(entry.category, entry.key, entry.bytes)
         elif isinstance(entry, StorageAllocated):
             owner = self.owner(entry.fqn)
             if entry.kind == "gradient":  # the reduction has taken them over
-                self._release(time, lambda fqn: self.owner(fqn) == owner, where)
-            self._change(time, _OF_KIND[entry.kind], owner, entry.bytes, where)
+                self._release(lambda fqn: self.owner(fqn) == owner)
+            self._change(_OF_KIND[entry.kind], owner, entry.bytes)
         elif isinstance(entry, StorageFreed):
-            self._change(time, _OF_KIND[entry.kind], self.owner(entry.fqn), -entry.bytes, where)
+            self._change(_OF_KIND[entry.kind], self.owner(entry.fqn), -entry.bytes)
             if entry.kind == "reduce_output":
-                self._deliver(time, entry.bytes, where)
+                self._deliver(entry.bytes)
         elif isinstance(entry, GradientsKept):
-            self._release(time, lambda fqn: fqn not in entry.fqns, where)
+            self._release(lambda fqn: fqn not in entry.fqns)
 
     def result(self) -> MemoryOfRank:
         peak, time, module, phase, levels = self._peak
@@ -89,40 +93,42 @@ class Memory:
             owner = self._owners[fqn] = max(fits, key=len, default=self._root)
         return owner
 
-    def _release(self, time: float, gone: Callable[[str], bool], where: Whereabouts) -> None:
+    def _release(self, gone: Callable[[str], bool]) -> None:
         """The unsharded gradients of some parameters are a reduction's, or have become sharded ones."""
         for fqn in [str(key) for category, key in self._held if category == "gradients"]:
             if gone(fqn):
-                self._hold(time, "gradients", fqn, 0, where)
+                self._hold("gradients", fqn, 0)
 
-    def _deliver(self, time: float, size: int, where: Whereabouts) -> None:
+    def _deliver(self, size: int) -> None:
         """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""
         counted, parameters = (
             self._held.get((category, ""), (0, ""))[0] for category in ("sharded_gradients", "sharded_parameters")
         )
-        self._hold(time, "sharded_gradients", "", counted + min(size, max(0, parameters - counted)), where)
+        self._hold("sharded_gradients", "", counted + min(size, max(0, parameters - counted)))
 
-    def _hold(self, time: float, category: str, key: int | str, size: int, where: Whereabouts) -> None:
-        module = self.owner(str(key)) if category == "gradients" else where.module if category == "activations" else ""
+    def _hold(self, category: str, key: int | str, size: int) -> None:
+        module = (
+            self.owner(str(key)) if category == "gradients" else self._where.module if category == "activations" else ""
+        )
         before, module = self._held.get((category, key), (0, module))
         self._held[category, key] = (size, module)
         if not size:
             del self._held[category, key]
-        self._change(time, "gradients" if category == "sharded_gradients" else category, module, size - before, where)
+        self._change("gradients" if category == "sharded_gradients" else category, module, size - before)
 
-    def _change(self, time: float, category: str, module: str, size: int, where: Whereabouts) -> None:
+    def _change(self, category: str, module: str, size: int) -> None:
         if not size:
             return
         level = self._levels[category] = max(0, self._levels[category] + size)
-        self._series[category].append((time, level))
+        self._series[category].append((self._now, level))
         if module:
             own = self._of_module[module]
             own[category] = max(0, own[category] + size)
             self.module_peaks[module] |= own  # the larger of each
-            self._module_series[module].append((time, own.total()))
+            self._module_series[module].append((self._now, own.total()))
         total = sum(self._levels.values())
         if total > self._peak[0]:
-            self._peak = (total, time, where.module, where.phase, dict(self._levels))
+            self._peak = (total, self._now, self._where.module, self._where.phase, dict(self._levels))
 
 
 def _thinned(points: list[tuple[float, int]]) -> Series:

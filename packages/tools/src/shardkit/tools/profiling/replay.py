@@ -74,9 +74,9 @@ class Replay:
         self.waits: list[Wait] = []
         self.spans: list[Span] = []
         self.prefetches: Counter[tuple[str, type]] = Counter()
-        self.memory = Memory(entry for _, entry in entries)
         self._anchor = anchor
         self._where = Whereabouts(trains)
+        self.memory = Memory((entry for _, entry in entries), self._where)
         self._borders: list[float] = []
         self._forwards = 0
         self._group_index: dict[dist.ProcessGroup, int] = {}
@@ -107,7 +107,7 @@ class Replay:
             reaction = reactions.get(type(entry))
             if reaction is not None:
                 reaction(now, entry)
-            self.memory.follow(now, entry, self._where)
+            self.memory.follow(now, entry)
         self.operations.sort(key=lambda one: one.start)
         self.groups = [groups[group] for group in self._group_index]
 
