@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]["scripts"]
 # Instead of ours, which take a minute: what is tested is the scripts.
@@ -24,6 +26,7 @@ def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_slower_than_the_saved_one_fails(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(BENCHMARK)
     done = _run("bench-save", tmp_path)

@@ -164,6 +164,7 @@ def test_exit_status_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "no-such-launcher cannot be run: No such file or directory" in capfd.readouterr().err
 
 
+@pytest.mark.daily(arguments=[("--",)])
 @pytest.mark.parametrize("arguments", [(), ("--",)])
 def test_a_missing_command(arguments: tuple[str, ...], tmp_path: Path):
     done = core_run(*arguments, cwd=tmp_path)

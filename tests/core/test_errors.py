@@ -686,6 +686,7 @@ def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, c
         assert "set_reduce_scatter_unused_params(True)" in text
 
 
+@pytest.mark.daily(apart=[False])
 @pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
 @pytest.mark.parametrize("shared", [False, True], ids=["network", "shared memory"])
 def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> None:

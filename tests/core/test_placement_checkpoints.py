@@ -215,6 +215,7 @@ def _full(rank: int, world_size: int, path: Path) -> None:
         )
 
 
+@pytest.mark.daily(world_size=[1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_full_state_dicts(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, _full, tmp_path)

@@ -355,6 +355,7 @@ def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
     return trace
 
 
+@pytest.mark.daily(schedule=["ScheduleGPipe", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize(
     ("world_size", "schedule", "stages_per_rank"),
     [

@@ -70,6 +70,7 @@ def _reduces(
 @pytest.mark.parametrize(
     ("grad_dtype", "reduce_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16), (F16, BF16)]
 )
+@pytest.mark.daily(world_size=[1, 3])
 @pytest.mark.parametrize("kind", ["shared", "pairwise"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_owners_sum_in_rank_order(
@@ -83,6 +84,7 @@ def _exact(rank: int, world_size: int, kind: str, grad_dtype: torch.dtype, reduc
 
 
 @pytest.mark.parametrize("kind", ["c10d_packed", "c10d_direct", "custom"])
+@pytest.mark.daily(world_size=[2, 3])
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_collectives_reduce_in_fp32(world_size: int, kind: str, grad_dtype: torch.dtype) -> None:

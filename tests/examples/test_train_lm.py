@@ -192,6 +192,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Pa
     assert f"is in {tmp_path / 'run.1'} now" in printed and (tmp_path / "run.1" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_resuming_on_one_process_instead_of_two(finished: Path, broken_off: Path, text: Path) -> None:
     # The loop by itself, as another launcher than ours would start it.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.faults.campaign import KINDS, Result, Undisturbed, known, pristine, table, try_one, undisturbed, verdict
-from tests.faults.damage import FILE_KINDS, can_mount, try_file
-from tests.faults.injection import Fault
+from tests.faults.damage import DISK_KINDS, FILE_KINDS, can_mount, try_file
+from tests.faults.injection import STEP_KINDS, Fault
 
 _SEED = 17
 
@@ -32,6 +32,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.daily(kind=["kill", "system", "writer", "store", *STEP_KINDS, *FILE_KINDS, *DISK_KINDS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_survived(tmp_path: Path, expected: Undisturbed, kind: str):
     if kind == "full" and not can_mount():

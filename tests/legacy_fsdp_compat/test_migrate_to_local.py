@@ -124,6 +124,7 @@ def same(one: Any, other: Any, where: str) -> None:
         assert type(one) is type(other) and one == other, where
 
 
+@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize(
     ("world_size", "kind", "use_orig_params", "mixed"),
     [

@@ -35,6 +35,7 @@ def job(policies: Policies, model=Layered) -> TrainingJob:
     return TrainingJob(model, lambda: torch.randint(128, (2, 16)), policies=policies)
 
 
+@pytest.mark.daily(axes=[{"dp_replicate": 4, "dp_shard": 16}, {"dp": 8}])
 @pytest.mark.parametrize(
     ("policies", "axes"),
     [

@@ -317,6 +317,7 @@ def test_the_smallest_micro_batch_is_the_jobs_own(ample: list[Proposal]):
     assert {proposal.candidate.micro_batch for proposal in ample} == {2}
 
 
+@pytest.mark.slow
 def test_no_way_is_estimated_twice_and_none_that_cannot_hold_its_state(monkeypatch: pytest.MonkeyPatch):
     ran: list[tuple[Any, int]] = []
 

@@ -101,6 +101,7 @@ def test_a_stopped_rank_is_named() -> None:
         assert job.exit_codes() == [0, 0, 0]
 
 
+@pytest.mark.daily(shared=["0"])
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_a_rank_that_has_died_is_named(shared: str) -> None:
     with ranks(2, "kill", SHARDKIT_SHARED_MEMORY=shared) as job:
@@ -116,6 +117,7 @@ def test_a_rank_that_waits_elsewhere_is_named_with_its_line() -> None:
         assert f"{small_job.__file__}:" in text
 
 
+@pytest.mark.daily(shared=["1"])
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_a_rank_that_took_another_branch_is_named(shared: str) -> None:
     with ranks(2, "branch", SHARDKIT_SHARED_MEMORY=shared) as job:

@@ -61,6 +61,7 @@ def trains_like_one_process(rank: int, world_size: int, name: str, shape: tuple[
         assert not [fqn for fqn in full if not torch.equal(loaded[fqn], full[fqn])], assign
 
 
+@pytest.mark.daily(shape=[(2, 2), (1, 2, 2)])
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
