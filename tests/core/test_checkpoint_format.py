@@ -6,6 +6,9 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from shardkit.core.checkpoint.index import BLOCK_BYTES, File
 from shardkit.core.checkpoint.saving import write_file
 from shardkit.core.checkpoint.stock_metadata import unpickle_metadata
 from shardkit.core.checkpoint.torch_files import archive_of
+from shardkit.core.checkpoint.verified_file import BlockSums
 from shardkit.core.checkpoint.writers import DataFile
 from tests.core.checkpoint_cases import Trainee, differences
 from tests.support import run_ranks
@@ -160,6 +164,47 @@ def test_what_the_system_takes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mo
     data = os.urandom(BLOCK_BYTES + 5)
     write_file(tmp_path / "file", [data], lambda _: None)
     assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_file_whose_hashing_fails_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hashed = BlockSums.add
+
+    def add(sums: BlockSums, data: Any) -> None:
+        if sums.nbytes:
+            raise MemoryError("no memory left")
+        hashed(sums, data)
+
+    monkeypatch.setattr(BlockSums, "add", add)
+    with pytest.raises(MemoryError, match="no memory left"):
+        write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
+
+
+def test_a_file_is_written_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    written = write_file(tmp_path / "file", [b"one", b"two"], lambda _: None)
+    assert written.blocks == checksums(b"onetwo")
+
+
+_VERIFIED_AT_THE_END = """
+import atexit, pathlib, sys
+from shardkit.core.checkpoint.index import File
+from shardkit.core.checkpoint.verified_file import checksum, verify
+
+path = pathlib.Path(sys.argv[1])
+file = File(path.name, path.stat().st_size, (checksum(path.read_bytes()),))
+atexit.register(lambda: (verify(path.parent, file), print("verified")))
+"""
+
+
+def test_a_file_is_read_while_the_interpreter_ends(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    command = [sys.executable, "-c", _VERIFIED_AT_THE_END, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "verified\n", ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -139,18 +139,25 @@ def _note(rank: int) -> str:
 def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
     """Writes parts one behind the other, and has the system put them on disk; a second thread hashes them meanwhile.
 
-    Hashing, writing and syncing leave the interpreter to other threads.
+    Hashing, writing and syncing leave the interpreter to other threads. Raises OSError, and what hashing raises.
     """
     sums = BlockSums()
+    failed: list[BaseException] = []
 
     def hash_parts() -> None:
-        for data in parts:
-            sums.add(data)
+        try:
+            for data in parts:
+                sums.add(data)
+        except BaseException as error:  # noqa: BLE001 (raised below: what was not hashed is not saved)
+            failed.append(error)
 
     hashing = threading.Thread(target=hash_parts, name=f"hash-{path.name}")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        hashing.start()
+        try:
+            hashing.start()
+        except RuntimeError:  # no room for a thread, or the interpreter ends
+            hash_parts()
         for data in parts:
             part = memoryview(data)
             for at in range(0, len(part), BLOCK_BYTES):
@@ -162,7 +169,10 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-        hashing.join()
+        if hashing.ident is not None:
+            hashing.join()
+    if failed:
+        raise failed[0]
     return File(path.name, sums.nbytes, sums.finish())
 
 

@@ -114,7 +114,7 @@ class VerifiedFile:
             part = target[done : done + take]
             if take == size:
                 self._read(number * BLOCK_BYTES, part)
-                hashed.append((number, size, self._beside.submit(checksum, part)))
+                hashed.append((number, size, self._hash(part)))
             else:
                 if self._at != number:
                     self._at = -1
@@ -130,6 +130,14 @@ class VerifiedFile:
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
+
+    def _hash(self, block: memoryview) -> Future[str]:
+        try:
+            return self._beside.submit(checksum, block)
+        except RuntimeError:  # the interpreter ends, as in functions of atexit, or there is no room for a thread
+            done: Future[str] = Future()
+            done.set_result(checksum(block))
+            return done
 
     def _fetch(self, number: int, block: memoryview) -> None:
         """Reads a whole block and verifies it."""
