@@ -65,6 +65,21 @@ def test_tensors_are_found_and_replaced(kind: str) -> None:
     assert all(one is two for one, two in zip(found, again, strict=True)), "the original was changed"
 
 
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_in_which_nothing_changes_are_passed_on(kind: str) -> None:
+    value = CONTAINERS[kind]()
+    assert map_tensors(lambda tensor: tensor, value) is value
+
+
+def test_only_the_containers_around_a_change_are_copied() -> None:
+    seen: list[Any] = []
+    value = {"one": _one(), "seen": seen, "deep": Frozen(torch.tensor(1), deep={"seen": seen})}
+    changed = map_tensors(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, value)
+    assert changed is not value
+    assert changed["seen"] is seen
+    assert changed["deep"] is value["deep"]
+
+
 def test_a_dataclass_that_is_a_dict_is_changed_in_both_views() -> None:
     output = map_tensors(lambda tensor: tensor * 2, ModelOutput(logits=_one()))
     assert output.logits is output["logits"]

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,31 +35,51 @@ _DEEPEST = 4
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `function` of it; containers are copied, everything else is passed on."""
+    """`value` with every tensor replaced by `function` of it. Containers in which something is replaced are copied.
+
+    Every other one is passed on, so that what a forward adds to it is seen by all that hold it.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     kind = type(value)
     if kind is tuple or kind is list:  # nearly always; the remaining checks are slow
-        return kind([map_tensors(function, one) for one in value])
+        mapped = [map_tensors(function, one) for one in value]
+        return kind(mapped) if _differ(mapped, value) else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        result = copy.copy(value)
-        # A dataclass that is a dict too (model outputs of Hugging Face) keeps both in step in its own __setattr__.
-        assign = setattr if isinstance(value, dict) else object.__setattr__
-        for field in dataclasses.fields(value):
-            assign(result, field.name, map_tensors(function, getattr(value, field.name)))
-        return result
+        return _map_fields(function, value)
     if isinstance(value, dict):
+        entries = {key: map_tensors(function, one) for key, one in value.items()}
+        if not _differ(entries.values(), value.values()):
+            return value
         mapping = copy.copy(value)
-        for key, one in value.items():
-            mapping[key] = map_tensors(function, one)
+        for key, one in entries.items():
+            mapping[key] = one
         return mapping
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, one) for one in value))
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(map_tensors(function, one) for one in value)
+        mapped = [map_tensors(function, one) for one in value]
+        if not _differ(mapped, value):
+            return value
+        return kind(*mapped) if hasattr(value, "_fields") else kind(mapped)
     return value
+
+
+def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    mapped = {name: map_tensors(function, one) for name, one in fields.items()}
+    if not _differ(mapped.values(), fields.values()):
+        return value
+    result = copy.copy(value)
+    # A dataclass that is a dict too (model outputs of Hugging Face) keeps both in step in its own __setattr__.
+    assign = setattr if isinstance(value, dict) else object.__setattr__
+    for name, one in mapped.items():
+        assign(result, name, one)
+    return result
+
+
+def _differ(mapped: Iterable[Any], value: Iterable[Any]) -> bool:
+    return any(new is not old for new, old in zip(mapped, value, strict=True))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
