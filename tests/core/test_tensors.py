@@ -80,6 +80,13 @@ def test_only_the_containers_around_a_change_are_copied() -> None:
     assert changed["deep"] is value["deep"]
 
 
+def test_a_container_that_stands_in_two_places_is_copied_once() -> None:
+    twice = [_one()]
+    changed = map_tensors(lambda tensor: tensor * 2, (twice, {"again": twice}))
+    assert changed[0] is not twice
+    assert changed[0] is changed[1]["again"]
+
+
 def test_a_dataclass_that_is_a_dict_is_changed_in_both_views() -> None:
     output = map_tensors(lambda tensor: tensor * 2, ModelOutput(logits=_one()))
     assert output.logits is output["logits"]

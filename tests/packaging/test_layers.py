@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
         "events",
         "gradient_dtype",
         "gradient_hooks",
+        "handed",
         "kept_views",
         "lost_writes",
         "shard_checks",

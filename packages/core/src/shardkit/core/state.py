@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.context import CommContext
+from shardkit.core.handed import HandedContainers
 from shardkit.core.lazy_init import initialise_root
 from shardkit.core.managed import STATE
 from shardkit.core.order import Pass, ScheduledState
@@ -99,6 +100,7 @@ class FSDPState:
         self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._inputs: type[_Inputs] | None = None
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and what forward gets of them
+        self._handed = HandedContainers()
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
         self._pending: set[int] = set()
         self._depth = 0
@@ -141,9 +143,11 @@ class FSDPState:
             restore_interrupted_steps()
         self._depth += 1  # from here on post_forward undoes what was done
         if self._depth == 1:
+            self._handed.forget()
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, self._forward_name, bool(self.is_root)))
+        own_args, own_kwargs = args, kwargs
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -169,6 +173,9 @@ class FSDPState:
             self.schedule.enter_forward(self, listed)
             if torch.is_grad_enabled():
                 args, kwargs = self._watch_inputs(args, kwargs)
+        copies_only = not (begins and torch.is_grad_enabled())
+        self._handed.note(own_args, args, copies_only=copies_only)
+        self._handed.note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
         return args, kwargs
 
     @property
@@ -233,6 +240,7 @@ class FSDPState:
                     f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
                 ) from error
             output = self._watch_outputs(output)
+            self._take_handed()
             if not failed and not transforms_active():
                 self._watch_kept(self._began)
                 if isinstance(self._outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
@@ -307,6 +315,14 @@ class FSDPState:
                 continue
             if group.settings.reshard_after_forward or frees:
                 group.reshard(keep=with_grad, release=with_grad)
+
+    def _take_handed(self) -> None:
+        """Gives the caller what forward has put into its lists and dicts; backward may enter through that, too."""
+        if torch.is_grad_enabled() and not transforms_active():
+            for tensor in self._handed.added():
+                if tensor.requires_grad and made_since(tensor, self._began):
+                    self._watch_output(tensor)
+        self._handed.give_back(undo=self.schedule.in_backward)
 
     def _own_outputs(self, output: Any) -> Any:
         """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
@@ -480,6 +496,7 @@ class FSDPState:
         self._in_pass = False
         self._outer = None
         self._given.clear()
+        self._handed.forget()
         self._hooked_later.clear()
         self._pending.clear()
         self._depth = 0
@@ -494,7 +511,7 @@ class FSDPState:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return args, kwargs
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return cast_floating((args, kwargs), dtype)  # type: ignore[no-any-return]
 
     def _cast_outputs(self, output: Any) -> Any:
         dtype = self.mp_policy.output_dtype

@@ -35,22 +35,32 @@ _DEEPEST = 4
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `function` of it. Containers in which something is replaced are copied.
-
-    Every other one is passed on, so that what a forward adds to it is seen by all that hold it.
+    """`value` with every tensor replaced by `function` of it. Containers in which something is replaced are copied,
+    once wherever they stand. Every other one is passed on: what forward adds to it is seen by all that hold it.
     """
+    return _map(function, value, {})
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     kind = type(value)
-    if kind is tuple or kind is list:  # nearly always; the remaining checks are slow
-        mapped = [map_tensors(function, one) for one in value]
-        return kind(mapped) if _differ(mapped, value) else value
+    if kind is tuple:  # nearly always; the remaining checks are slow
+        mapped = [_map(function, one, done) for one in value]
+        return tuple(mapped) if _differ(mapped, value) else value
+    if id(value) not in done:
+        done[id(value)] = _map_container(function, value, done)
+    return done[id(value)]
+
+
+def _map_container(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
+    kind = type(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_fields(function, value)
+        return _map_fields(function, value, done)
     if isinstance(value, dict):
-        entries = {key: map_tensors(function, one) for key, one in value.items()}
+        entries = {key: _map(function, one, done) for key, one in value.items()}
         if not _differ(entries.values(), value.values()):
             return value
         mapping = copy.copy(value)
@@ -58,16 +68,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             mapping[key] = one
         return mapping
     if isinstance(value, list | tuple | set | frozenset):
-        mapped = [map_tensors(function, one) for one in value]
+        mapped = [_map(function, one, done) for one in value]
         if not _differ(mapped, value):
             return value
         return kind(*mapped) if hasattr(value, "_fields") else kind(mapped)
     return value
 
 
-def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, Any]) -> Any:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    mapped = {name: map_tensors(function, one) for name, one in fields.items()}
+    mapped = {name: _map(function, one, done) for name, one in fields.items()}
     if not _differ(mapped.values(), fields.values()):
         return value
     result = copy.copy(value)

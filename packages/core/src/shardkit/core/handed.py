@@ -1,0 +1,105 @@
+"""Lists, dicts and dataclasses among the inputs of a forward, and what forward does to them.
+
+Note [Containers that forward changes]
+A caller may hand a list down from block to block for each to add its auxiliary loss, or a dict that is a cache. Where
+inputs are cast or watched, forward gets copies of the containers that they lie in (tensors.py, `map_tensors`), and what
+it adds to those must reach the caller's own: after forward, a container that has changed is written back. What forward
+was given goes back as the caller had it, not as the cast or watched tensor that forward had. Backward may enter through
+what was added, as through an output. What a recomputation adds, forward has added already: it is taken out again, as
+the next recomputation would be given tensors whose graph is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from shardkit.core.tensors import tensors_in
+
+__all__ = ["HandedContainers"]
+
+
+class HandedContainers:
+    """Those of one forward."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Handed] = {}  # by the id of what forward has
+        self._owned: dict[int, Any] = {}  # what the caller has, by the id of what forward has in its place
+
+    def note(self, own: Any, given: Any, *, copies_only: bool) -> None:
+        """Before forward: remembers `given`, and what lies in it, which the caller has as `own`; with `copies_only` not
+        what forward gets as it is.
+        """
+        if given is not own:
+            self._owned[id(given)] = own
+        elif copies_only:
+            return
+        if isinstance(given, torch.Tensor | str | bytes | int | float) or given is None:
+            return
+        if isinstance(given, tuple):
+            inner: Any = zip(own, given, strict=True)
+        elif isinstance(given, list | dict) or (dataclasses.is_dataclass(given) and not isinstance(given, type)):
+            if id(given) in self._found:
+                return
+            handed = self._found[id(given)] = _Handed(own, given, _entries(given))
+            inner = zip(_entries(own).values(), handed.before.values(), strict=True)
+        else:
+            return
+        for mine, one in inner:
+            self.note(mine, one, copies_only=copies_only)
+
+    def added(self) -> list[torch.Tensor]:
+        """After forward: the tensors that it has put into them. To be asked before `give_back`."""
+        found: list[torch.Tensor] = []
+        for handed in self._found.values():
+            before = {id(one) for one in handed.before.values()}
+            found += tensors_in([one for one in _entries(handed.given).values() if id(one) not in before])
+        return [tensor for tensor in found if id(tensor) not in self._owned]
+
+    def give_back(self, *, undo: bool) -> None:
+        """After forward: makes the caller's containers what forward has made of its own, or what they were (`undo`)."""
+        for handed in reversed(self._found.values()):  # innermost first
+            now = _entries(handed.given)
+            if list(now) == list(handed.before) and all(now[key] is one for key, one in handed.before.items()):
+                continue
+            if not undo:
+                _become(handed.own, {key: self._owned.get(id(one), one) for key, one in now.items()})
+            elif handed.given is handed.own:
+                _become(handed.own, handed.before)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is given back."""
+        self._found, self._owned = {}, {}
+
+
+@dataclasses.dataclass
+class _Handed:
+    own: Any
+    given: Any
+    before: dict[Any, Any]
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    if dataclasses.is_dataclass(container):
+        return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
+    return dict(container)
+
+
+def _become(container: Any, entries: dict[Any, Any]) -> None:
+    if isinstance(container, list):
+        container[:] = entries.values()
+    elif dataclasses.is_dataclass(container):
+        for name, one in entries.items():
+            if getattr(container, name) is not one:
+                setattr(container, name, one)
+    else:
+        for key in container.keys() - entries.keys():
+            del container[key]
+        for key, one in entries.items():
+            if key not in container or container[key] is not one:
+                container[key] = one

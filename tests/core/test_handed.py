@@ -1,0 +1,142 @@
+"""Lists, dicts and dataclasses that a caller hands down, and what forwards put into them: as in one process."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.core import MixedPrecisionPolicy, fully_shard
+from tests.core.single_process import Twins, batch
+from tests.support import run_ranks
+
+
+@dataclasses.dataclass
+class Cache:
+    """What blocks leave for later ones."""
+
+    total: Any = 0.0
+    calls: int = 0
+
+
+class _Block(nn.Module):
+    """Has a router, whose loss goes into a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.kind = kind
+
+    def forward(self, x: Tensor, into: Any) -> Tensor | None:
+        hidden = self.linear(x).relu()
+        loss = self.router(hidden).square().mean()
+        if self.kind == "dict":
+            into["losses"] = [*into.get("losses", ()), loss]
+            into.pop("first", None)
+        elif self.kind == "dataclass":
+            into.total, into.calls = into.total + loss, into.calls + 1
+        else:
+            losses = into[0]["losses"] if self.kind == "nested" else into
+            losses.append(loss)
+            if self.kind == "nothing returned":
+                losses.append(hidden)
+                return None
+        return hidden
+
+
+class _Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(kind) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Any] = []
+        into: Any = {"dict": {"first": x}, "dataclass": Cache(), "nested": ({"losses": losses},)}.get(self.kind, losses)
+        for block in self.blocks:
+            returned = block(x, into=into)
+            x = losses.pop() if returned is None else returned
+        if self.kind == "dataclass":
+            assert into.calls == 3
+            return x.square().mean() + into.total
+        losses = into["losses"] if self.kind == "dict" else losses
+        assert len(losses) == 3
+        assert "first" not in into
+        return x.square().mean() + torch.stack(losses).sum()
+
+
+def _shard(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _train(rank: int, world_size: int, kind: str) -> None:
+    twins = Twins.of(rank, world_size, lambda: _Model(kind), _shard)
+    for needs_gradient in (False, True, False):
+        twins.step(lambda model, of, needs=needs_gradient: model(batch(of, 2, 5).requires_grad_(needs)))
+    with torch.no_grad():
+        twins.sharded(batch(rank, 2, 5))
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "dataclass", "nested", "nothing returned"])
+def test_blocks_hand_their_losses_on(kind: str) -> None:
+    run_ranks(2, _train, kind)
+
+
+class _Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
+        cache["seen"].append(x)
+        cache["last"] = self.linear(x)
+        return cache["last"]  # type: ignore[no-any-return]
+
+
+def _fill_a_cache(rank: int, world_size: int, fails: bool) -> None:
+    model = _Caching()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen: list[Tensor] = []
+    cache = {"seen": seen, "scale": torch.ones(3)}
+    scale, x = cache["scale"], batch(rank, 2, 5)
+    with torch.no_grad():
+        for _ in range(2):
+            if fails:
+                with pytest.raises(RuntimeError, match="shapes"):
+                    model(x[:, 1:], cache)
+            else:
+                model(x, cache)
+    assert cache["seen"] is seen
+    assert len(seen) == 2
+    assert cache["scale"] is scale, "a cast of what forward has not changed came back"
+    assert ("last" in cache) is not fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cache_is_filled_although_inputs_are_cast(fails: bool) -> None:
+    run_ranks(2, _fill_a_cache, fails)
+
+
+class _Recomputing(_Model):
+    """Recomputes blocks in backward, which adds to the list once more; what they add has no gradient in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        into: list[Tensor] = []
+        for block in self.blocks:
+            x = checkpoint(block, x, into, use_reentrant=True)
+        assert len(into) == 3
+        return x.square().mean()
+
+
+def _recompute(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, lambda: _Recomputing("list"), _shard)
+    for _ in range(2):
+        twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
+
+
+def test_a_recomputation_is_not_given_what_others_added() -> None:
+    run_ranks(2, _recompute)
