@@ -25,6 +25,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.storages: dict[int, Any] = {}
         self.mapped: set[int] = set()
+        self.earlier = weakref.WeakSet(segment._segments)  # of other tests' models, which may still be alive
         self.peak = 0
         self.at = ""
         self.slow = False
@@ -70,7 +71,7 @@ class Meter(TorchDispatchMode):
     def now(self) -> int:
         live = (storage() for storage in list(self.storages.values()))
         own = sum(storage.nbytes() for storage in live if storage is not None)
-        return own + sum(one.nbytes for one in segment._segments)
+        return own + sum(one.nbytes for one in segment._segments if one not in self.earlier)
 
 
 @dataclass
