@@ -26,14 +26,15 @@ class HandedContainers:
 
     def __init__(self) -> None:
         self._found: dict[int, _Handed] = {}  # by the id of what forward has
-        self._owned: dict[int, Any] = {}  # what the caller has, by the id of what forward has in its place
+        # What forward has and what the caller has in its place, by the id of the first, which is held: ids come again.
+        self._owned: dict[int, tuple[Any, Any]] = {}
 
     def note(self, own: Any, given: Any, *, copies_only: bool) -> None:
         """Before forward: remembers `given`, and what lies in it, which the caller has as `own`; with `copies_only` not
         what forward gets as it is.
         """
         if given is not own:
-            self._owned[id(given)] = own
+            self._owned[id(given)] = given, own
         elif copies_only:
             return
         if isinstance(given, torch.Tensor | str | bytes | int | float) or given is None:
@@ -65,7 +66,7 @@ class HandedContainers:
             if list(now) == list(handed.before) and all(now[key] is one for key, one in handed.before.items()):
                 continue
             if not undo:
-                _become(handed.own, {key: self._owned.get(id(one), one) for key, one in now.items()})
+                _become(handed.own, {key: self._owned.get(id(one), (one, one))[1] for key, one in now.items()})
             elif handed.given is handed.own:
                 _become(handed.own, handed.before)
         self.forget()
