@@ -13,7 +13,7 @@ from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import GatherItem, ReduceItem, plan_gather, plan_reduce
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 
 # A transformer block of width 512: 12 MiB in fp32.
 SHAPES = ((1536, 512), (512, 512), (2048, 512), (512, 2048), (512,), (512,))

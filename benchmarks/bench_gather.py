@@ -9,7 +9,7 @@ from benchmarks.rank_clock import by_ranks, clock, sampled
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import GatherItem, plan_gather
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 
 CPU = torch.device("cpu")
 # Numels by name (MiB in fp32), all divisible by 12. `block` is a transformer block of width 512.

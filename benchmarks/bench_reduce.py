@@ -10,7 +10,7 @@ from benchmarks.rank_clock import by_ranks, clock, sampled
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.plan import ReduceItem, plan_reduce
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 
 
 @by_ranks

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardkit.core import adapters
+from shardkit.core.parameters import adapters
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from shardkit.core.runtime.plan import (
     plan_gather,
     plan_reduce,
 )
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import shared_copies
 from shardkit.core.runtime.shared.transport import SharedTransport
-from shardkit.core.sharding import ChunkLayout
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from shardkit.core import adapters, fully_shard
-from shardkit.core.adapters import Holder
+from shardkit.core import fully_shard
 from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.parameters import adapters
+from shardkit.core.parameters.adapters import Holder
 from shardkit.core.torch_compat import local_of, new_dtensor
 from tests.core.installed_adapters import install_adapter, installed_adapters, no_installed_adapters
 from tests.support import rank_mesh, run_ranks

@@ -23,7 +23,7 @@ from shardkit.core.checkpoint.leaves import At, flatten, stock_path, unflatten
 from shardkit.core.checkpoint.plan import Layout, Piece
 from shardkit.core.checkpoint.saving import Header, Part, build_index, chunks_after
 from shardkit.core.checkpoint.stock_metadata import stock_metadata, unpickle_metadata
-from shardkit.core.region import region_at, regions_of_mesh
+from shardkit.core.parameters.region import region_at, regions_of_mesh
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

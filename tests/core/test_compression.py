@@ -14,7 +14,7 @@ from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed import wire
 from shardkit.core.runtime.compressed.wire import format_of
 from shardkit.core.runtime.pairwise import PairwiseTransport
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime_cases import (
     CASES,
     CPU,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardkit.core.runtime.compressed.wire import AsDtype, Int8Blocks, WireFormat, format_of, rows_of
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 
 # Just below fp32's largest number, a block's largest element may round up to infinity.
 FLOATS = st.floats(-(2.0**127), 2.0**127, width=32)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.core import fully_shard
 from shardkit.core.checkpoint import full_state_dict, load_full_state_dict
 from shardkit.core.checkpoint.sources import open_source
-from shardkit.core.region import Region, region_at, region_of
+from shardkit.core.parameters.region import Region, region_at, region_of
 from tests.support import rank_mesh, run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]

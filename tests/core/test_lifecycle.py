@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, register_fsdp_forward_method
-from shardkit.core.state import state_of
+from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.models import MLP, Block

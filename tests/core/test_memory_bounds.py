@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events, fully_shard
-from shardkit.core.param_group import Residence
-from shardkit.core.state import state_of
+from shardkit.core.engine.param_group import Residence
+from shardkit.core.engine.state import state_of
 from tests.support import run_ranks
 
 BLOCKS = 6

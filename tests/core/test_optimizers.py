@@ -12,7 +12,7 @@ from shardkit.core import (
     materialize,
     optimizer_step_on_shards,
 )
-from shardkit.core.param import sharded_counterpart
+from shardkit.core.parameters.param import sharded_counterpart
 from tests.support import run_ranks
 
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardkit.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from shardkit.core.adapters import form_of
 from shardkit.core.mesh import data_parallel_mesh
-from shardkit.core.param import FSDPParam
-from shardkit.core.slot import Slot
+from shardkit.core.parameters.adapters import form_of
+from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 from tests.support import rank_mesh, run_ranks
 from tests.support.models import MLP

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core import Blocks, Owned, clip_grad_norm_, events, fully_shard, grad_norm
-from shardkit.core.placements import layout_for
+from shardkit.core.parameters.placements import layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.pairwise import PairwiseTransport

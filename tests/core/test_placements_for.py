@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core import Blocks, Owned, fully_shard, optimizer_step_on_shards, placements_for
-from shardkit.core.region import region_of
+from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh, run_ranks
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
-from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.state import state_of
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.state import state_of
 from tests.core.single_process import batch
 from tests.core.test_lifecycle import Routes
 from tests.support import networked_mesh, rank_mesh, run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import fully_shard, placements_for
 from shardkit.core.checkpoint import CheckpointManager, TrainingState
-from shardkit.core.region import region_of
+from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 from tests.support import rank_mesh, run_ranks
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.core.residency import (
+from shardkit.core.engine.residency import (
     Ahead,
     LastFirst,
     Ledger,

@@ -5,7 +5,7 @@ import torch
 
 from shardkit.core import events
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.storage import raw_view
+from shardkit.core.runtime.storage import raw_view
 from tests.core.runtime_cases import CASES, CPU, chunk_of, gather_plan, placed, run_gather, transport, whole
 from tests.support import run_ranks
 

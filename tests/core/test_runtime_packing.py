@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardkit.core.runtime import packing as module
 from shardkit.core.runtime.packing import Packing, as_dtype, pack, strided
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime_cases import chunk_of, whole
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

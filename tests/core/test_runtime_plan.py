@@ -12,9 +12,9 @@ from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import Holder, hold, make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, ReduceItem, plan_gather, plan_reduce
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.transport import SharedTransport
-from shardkit.core.sharding import ChunkLayout
-from shardkit.core.storage import allocate_storage, free_storage, raw_view
+from shardkit.core.runtime.storage import allocate_storage, free_storage, raw_view
 from tests.core.runtime_cases import BF16, CASES, CPU, F32, flats_for, gather_plan, reduce_plan, transport
 from tests.support import run_ranks
 

@@ -326,7 +326,7 @@ class Moved(TorchDispatchMode):
 
 
 def _compares(rank: int, world_size: int, layers: int, models: str) -> int:
-    from shardkit.core.lazy_init import initialise_root
+    from shardkit.core.engine.lazy_init import initialise_root
 
     model: Any = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(layers)))
     differ = models == "different"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardkit.core import Owned, plan_owners
-from shardkit.core.separate_steps import joins_parameters
+from shardkit.core.optimizer_steps.separate_steps import joins_parameters
 from tests.core.test_whole_steps import build, gradients_for, matrices, shard
 from tests.support import run_ranks
 

@@ -29,7 +29,7 @@ def test_a_name_without_a_docstring_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_reference_has_the_public_names():
     core = api_reference.pages()["core.md"]
-    for name in ("fully_shard.fully_shard", "module.FSDPModule", "clip.clip_grad_norm_", "placements.Owned"):
+    for name in ("fully_shard.fully_shard", "module.FSDPModule", "clip.clip_grad_norm_", "policies.AllGather"):
         assert f"::: shardkit.core.{name}\n" in core
     assert "::: shardkit.tools.estimating.job.TrainingJob\n" in api_reference.pages()["tools.md"]
 

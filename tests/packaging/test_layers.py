@@ -10,60 +10,25 @@ from tests.packaging.workspace import Import, Package, Source, packages
 
 CORE = "shardkit.core"
 
-# From the ground up. A module may import from its own layer and from those before it.
+# From the ground up: folders, and files beside them. A module may import from its own layer and from those before it.
 LAYERS: list[set[str]] = [
     {
-        "version",
-        "sharding",
-        "storage",
-        "mesh",
-        "policies",
-        "adapters",
-        "block_steps",
         "coverage",
         "events",
-        "gradient_dtype",
-        "gradient_hooks",
-        "handed",
-        "kept_views",
-        "lost_writes",
-        "shard_checks",
+        "mesh",
         "observers",
-        "on_stack",
-        "ownership",
-        "placed",
-        "placements",
-        "ranges",
-        "region",
-        "residency",
-        "separate_steps",
-        "settings",
+        "policies",
         "stock_names",
-        "slot",
         "tensors",
         "torch_compat",
-        "transforms",
-        "waiting_gradient",
         "users_code",
+        "version",
     },
     {"runtime"},
-    {
-        "communication",
-        "context",
-        "group_gather",
-        "managed",
-        "order",
-        "order_check",
-        "param",
-        "param_group",
-        "prefetch",
-        "reduction",
-        "shard_steps",
-        "whole_state",
-        "whole_steps",
-    },
-    {"first_step", "lazy_init", "schedule", "state"},
-    {"fully_shard", "module", "checkpoint", "clip", "initialisation", "materialize", "optimizers"},
+    {"parameters"},
+    {"optimizer_steps"},
+    {"engine"},
+    {"fully_shard", "module", "checkpoint", "clip", "first_step", "initialisation", "materialize", "optimizers"},
     {"install"},
     {"__init__", "__main__"},
 ]
@@ -174,16 +139,16 @@ def fake_source(directory: Path, module: str, text: str) -> Source:
 
 
 def test_an_upward_import_is_found(tmp_path: Path):
-    low = fake_source(tmp_path, "param", "def f():\n    from shardkit.core.state import FSDPState\n")
-    high = fake_source(tmp_path, "state", "from .param import f\n")
-    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.state, which lies above it"]
+    low = fake_source(tmp_path, "parameters.param", "def f():\n    from shardkit.core.engine.state import FSDPState\n")
+    high = fake_source(tmp_path, "engine.state", "from shardkit.core.parameters.param import f\n")
+    assert upward_imports([low, high]) == [f"{low}:2: imports shardkit.core.engine.state, which lies above it"]
 
 
 def test_a_cycle_is_found_also_if_it_is_for_types_only(tmp_path: Path):
-    first = fake_source(tmp_path, "state", "import shardkit.core.schedule\n")
-    second = fake_source(tmp_path, "schedule", "from shardkit.core import state\n")
-    assert set(find_cycle([first, second])) == {"shardkit.core.state", "shardkit.core.schedule"}
-    second.path.write_text("if TYPE_CHECKING:\n    from shardkit.core import state\n")
+    first = fake_source(tmp_path, "engine.state", "import shardkit.core.engine.schedule\n")
+    second = fake_source(tmp_path, "engine.schedule", "from shardkit.core.engine import state\n")
+    assert set(find_cycle([first, second])) == {"shardkit.core.engine.state", "shardkit.core.engine.schedule"}
+    second.path.write_text("if TYPE_CHECKING:\n    from shardkit.core.engine import state\n")
     assert len(find_cycle([first, Source(second.path, second.module)])) == 3
 
 

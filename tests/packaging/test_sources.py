@@ -119,7 +119,7 @@ def test_license_travels_with_the_package(package):
     ],
 )
 def test_stock_fsdp_is_found(text: str, tmp_path: Path):
-    assert stock_fsdp_uses(fake_source(tmp_path, "shardkit.core.state", text))
+    assert stock_fsdp_uses(fake_source(tmp_path, "shardkit.core.engine.state", text))
 
 
 @pytest.mark.parametrize(("name", "forbidden"), [("FSDPModule", False), ("FullyShardedDataParallel", True)])
@@ -137,4 +137,4 @@ def test_torch_compat_may_recognise_only(name: str, forbidden: bool, tmp_path: P
     ],
 )
 def test_private_names_are_found(text: str, tmp_path: Path):
-    assert private_torch_uses(fake_source(tmp_path, "shardkit.core.state", text))
+    assert private_torch_uses(fake_source(tmp_path, "shardkit.core.engine.state", text))

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.core.coverage import coverage_problem
-from shardkit.core.region import Region
+from shardkit.core.parameters.region import Region
 from shardkit.tp_adapter import CheckedLoadPlanner
 from shardkit.tp_adapter.boxes import Boxes
 from shardkit.tp_adapter.logical_tensor import LogicalTensor

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.coverage import coverage_problem
-from shardkit.core.region import Region
+from shardkit.core.parameters.region import Region
 from shardkit.tp_adapter import SubBlocks
 from shardkit.tp_adapter.logical import logical_part
 from shardkit.tp_adapter.logical_tensor import LogicalTensor

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.region import region_at
+from shardkit.core.parameters.region import region_at
 from shardkit.tp_adapter import placing
 from shardkit.tp_adapter.placing import Axis, order_of_cuts, region_held, torch_reads_truly
 

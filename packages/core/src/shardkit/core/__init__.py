@@ -13,8 +13,9 @@ from shardkit.core.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardkit.core.ownership import newton_schulz_flops, placements_for, plan_owners
-from shardkit.core.placements import Blocks, Owned
+from shardkit.core.optimizer_steps.shard_steps import optimizer_step_on_shards
+from shardkit.core.parameters.ownership import newton_schulz_flops, placements_for, plan_owners
+from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.policies import (
     AllGather,
     CompressionPolicy,
@@ -24,7 +25,6 @@ from shardkit.core.policies import (
     OffloadPolicy,
     ReduceScatter,
 )
-from shardkit.core.shard_steps import optimizer_step_on_shards
 from shardkit.core.version import __version__
 
 __all__ = [

@@ -11,20 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from shardkit.core.adapters import form_of
-from shardkit.core.gradient_hooks import move_gradient_hooks
-from shardkit.core.managed import (
-    Managed,
-    ManagedParameter,
-    check_annotations,
-    check_subclasses,
-    manage,
-    mesh_of_parameter,
-    modules_of_argument,
-    move_buffers,
-    placement_of,
-    with_owners,
-)
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.state import FSDPState, state_of
 from shardkit.core.mesh import (
     DataParallelMesh,
     PostForwardMesh,
@@ -36,8 +24,21 @@ from shardkit.core.mesh import (
 from shardkit.core.module import FSDPModule, make_sharded_class
 from shardkit.core.observers import start_observers
 from shardkit.core.optimizers import watch_optimizers
-from shardkit.core.param import FSDPParam
-from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.parameters.adapters import form_of
+from shardkit.core.parameters.gradient_hooks import move_gradient_hooks
+from shardkit.core.parameters.managed import (
+    Managed,
+    ManagedParameter,
+    check_annotations,
+    check_subclasses,
+    manage,
+    mesh_of_parameter,
+    modules_of_argument,
+    move_buffers,
+    placement_of,
+    with_owners,
+)
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import (
     CompressionPolicy,
     CPUOffloadPolicy,
@@ -49,7 +50,6 @@ from shardkit.core.policies import (
     as_offload,
 )
 from shardkit.core.runtime.gloo_threads import wait_at_exit
-from shardkit.core.state import FSDPState, state_of
 from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]

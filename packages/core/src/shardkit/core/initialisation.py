@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.region import region_of
+from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import TorchDispatchMode, local_of
 
 _RANDOM = frozenset(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.engine.state import state_of
 from shardkit.core.initialisation import InitialisationWatch
-from shardkit.core.state import state_of
 from shardkit.core.torch_compat import apply_to_tensors
 
 __all__ = ["allocate", "homes", "materialize"]

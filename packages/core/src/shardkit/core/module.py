@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import deprecated
 
-from shardkit.core.adapters import user_attributes
-from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.prefetch import Prefetch
+from shardkit.core.engine.schedule import Finalization, Schedule
+from shardkit.core.engine.state import FSDPState, state_of
+from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.policies import AllGather, ReduceScatter
-from shardkit.core.prefetch import Prefetch
-from shardkit.core.schedule import Finalization, Schedule
-from shardkit.core.state import FSDPState, state_of
 from shardkit.core.torch_compat import (
     StockFSDPModule,
     StockGradientReductionHandle,

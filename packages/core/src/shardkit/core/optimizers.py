@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardkit.core.lazy_init import live_roots
-from shardkit.core.lost_writes import check_gradient
-from shardkit.core.managed import added_parameters
-from shardkit.core.param import sharded_counterpart
-from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.engine.lazy_init import live_roots
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.optimizer_steps.whole_state import cut_whole_state
+from shardkit.core.optimizer_steps.whole_steps import after_step, before_step
+from shardkit.core.parameters.lost_writes import check_gradient
+from shardkit.core.parameters.managed import added_parameters
+from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import no_dynamo
-from shardkit.core.whole_state import cut_whole_state
-from shardkit.core.whole_steps import after_step, before_step
 
 __all__ = ["watch_optimizers"]
 

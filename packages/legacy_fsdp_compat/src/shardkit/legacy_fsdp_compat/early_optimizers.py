@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.param import FSDPParam, sharded_counterpart
+from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.torch_compat import like_dtensor
 
 __all__ = ["adopt_early_optimizers"]

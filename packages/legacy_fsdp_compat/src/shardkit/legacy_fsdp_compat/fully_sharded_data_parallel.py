@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.core import CPUOffloadPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
-from shardkit.core.lazy_init import initialise_root
+from shardkit.core.engine.lazy_init import initialise_root
+from shardkit.core.engine.order_check import OrderCheck
+from shardkit.core.engine.prefetch import Prefetch
+from shardkit.core.engine.state import FSDPState, state_of
 from shardkit.core.module import refuse_deepcopy
-from shardkit.core.order_check import OrderCheck
-from shardkit.core.param import sharded_counterpart
-from shardkit.core.prefetch import Prefetch
-from shardkit.core.state import FSDPState, state_of
+from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.legacy_fsdp_compat import api
 from shardkit.legacy_fsdp_compat.api import *  # noqa: F403 - stock has these names here too
 from shardkit.legacy_fsdp_compat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, own

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.core.param import sharded_counterpart
+from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter, clean_name
 
 __all__ = ["NamedParameter", "ParameterNames", "key_of_each"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.state import FSDPState
+from shardkit.core.engine.state import FSDPState
 from shardkit.core.torch_compat import in_backward, like_dtensor, local_of
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.adapters import Holder
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.region import region_at
+from shardkit.core.parameters.adapters import Holder
+from shardkit.core.parameters.region import region_at
 from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.declared import declared_of, placements_in_whole
@@ -25,7 +25,7 @@ __all__ = ["TensorParallelAdapter", "TensorParallelForm", "adapter"]
 
 @dataclass(frozen=True)
 class TensorParallelForm:
-    """The form of one DTensor parameter: see `shardkit.core.adapters.ParameterForm`.
+    """The form of one DTensor parameter: see `shardkit.core.parameters.adapters.ParameterForm`.
 
     Attributes:
         fqn: for messages.

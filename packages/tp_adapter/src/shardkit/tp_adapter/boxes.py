@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardkit.core.region import Box, Region
+from shardkit.core.parameters.region import Box, Region
 from shardkit.tp_adapter.torch_compat import no_torch_function, over_memory_of
 
 __all__ = ["Boxes", "BoxedTensor"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardkit.core.adapters import Holder
-from shardkit.core.region import regions_of_mesh
+from shardkit.core.parameters.adapters import Holder
+from shardkit.core.parameters.region import regions_of_mesh
 from shardkit.tp_adapter.placing import cuts
 from shardkit.tp_adapter.sub_blocks import SubBlocks, check_sub_blocks
 from shardkit.tp_adapter.torch_compat import StridedShard

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.region import region_at
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.parameters.region import region_at
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import local_of, new_dtensor
 from shardkit.tp_adapter.adapter import adapter
 from shardkit.tp_adapter.torch_compat import ShardedTensor, ShardedTensorShard, group_of, root_of, sharded_tensor

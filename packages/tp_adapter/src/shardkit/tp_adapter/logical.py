@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.region import Region, Run, region_of
+from shardkit.core.parameters.region import Region, Run, region_of
 from shardkit.core.torch_compat import local_of
 from shardkit.tp_adapter.boxes import BoxedTensor, Boxes
 from shardkit.tp_adapter.declared import Declared, declared_of

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.region import Region
+from shardkit.core.parameters.region import Region
 from shardkit.tp_adapter.boxes import Boxes
 from shardkit.tp_adapter.torch_compat import no_torch_function, wrapper_of
 

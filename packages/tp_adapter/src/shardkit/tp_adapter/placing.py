@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardkit.core.region import Region, region_at
+from shardkit.core.parameters.region import Region, region_at
 from shardkit.tp_adapter.torch_compat import FALLS_BACK, StridedShard
 
 __all__ = ["Axis", "cuts", "order_of_cuts", "region_held", "torch_reads_truly"]

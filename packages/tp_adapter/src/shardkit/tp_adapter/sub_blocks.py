@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardkit.core.region import Run
+from shardkit.core.parameters.region import Run
 
 __all__ = ["SubBlocks", "check_sub_blocks"]
 

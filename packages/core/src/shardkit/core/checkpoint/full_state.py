@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.checkpoint.agreement import Peers
 from shardkit.core.checkpoint.sources import Source, open_source
 from shardkit.core.materialize import allocate, homes
-from shardkit.core.region import Region, region_of
+from shardkit.core.parameters.region import Region, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 
 T = TypeVar("T")

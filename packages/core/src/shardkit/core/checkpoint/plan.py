@@ -37,8 +37,8 @@ from shardkit.core.checkpoint.leaves import (
     name_of,
     object_bytes,
 )
-from shardkit.core.placements import is_ours
-from shardkit.core.region import Box, regions_of_mesh
+from shardkit.core.parameters.placements import is_ours
+from shardkit.core.parameters.region import Box, regions_of_mesh
 from shardkit.core.torch_compat import local_of
 
 Sizes = tuple[int, ...]

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardkit.core.block_steps import target_by_block
 from shardkit.core.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from shardkit.core.checkpoint.index import Index, TensorEntry
 from shardkit.core.checkpoint.leaves import (
@@ -41,8 +40,9 @@ from shardkit.core.checkpoint.leaves import (
     unflatten,
 )
 from shardkit.core.checkpoint.reading import read_objects, read_tensors
-from shardkit.core.placements import Owned
-from shardkit.core.whole_state import NUMBERS
+from shardkit.core.optimizer_steps.block_steps import target_by_block
+from shardkit.core.optimizer_steps.whole_state import NUMBERS
+from shardkit.core.parameters.placements import Owned
 
 
 def get_rng_state() -> dict[str, Any]:

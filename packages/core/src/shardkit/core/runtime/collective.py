@@ -15,7 +15,7 @@ from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, hold
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, NetworkTransport, ReducePlan, Transport, divisors
-from shardkit.core.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]

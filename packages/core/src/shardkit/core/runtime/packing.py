@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardkit.core.sharding import ChunkLayout, runs_together
+from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 
 # Items of a buffer of bytes start at multiples of this, so that each can be viewed as its own dtype; 16 is what the

@@ -26,7 +26,7 @@ from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradien
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import ReducePlan, divisors
-from shardkit.core.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
 __all__ = ["PairwiseTransport"]

@@ -28,7 +28,7 @@ from shardkit.core import events
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Packing, Place, Slots, pack
-from shardkit.core.sharding import ChunkLayout, runs_together
+from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its

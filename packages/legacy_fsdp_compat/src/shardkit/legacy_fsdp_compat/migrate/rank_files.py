@@ -34,7 +34,7 @@ from shardkit.core.checkpoint.stored import (
 )
 from shardkit.core.checkpoint.torch_files import load_torch_file
 from shardkit.core.coverage import coverage_problem
-from shardkit.core.region import regions_of_mesh
+from shardkit.core.parameters.region import regions_of_mesh
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
 

@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardkit.core import Owned
-from shardkit.core.ownership import newton_schulz_flops
-from shardkit.core.placements import is_ours, layout_for
+from shardkit.core.parameters.ownership import newton_schulz_flops
+from shardkit.core.parameters.placements import is_ours, layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import FlatTransport
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
-from shardkit.core.storage import note_allocated, note_freed
+from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.observer import Observer, on_this_rank

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from shardkit.core.adapters import ADAPTERS
+from shardkit.core.parameters.adapters import ADAPTERS
 from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import (
     EstimateError,

@@ -36,7 +36,7 @@ from shardkit.core.runtime.plan import (
     Transport,
     divisors,
 )
-from shardkit.core.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 
 __all__ = ["CompressedTransport"]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardkit.core.sharding import ChunkLayout, runs_together
+from shardkit.core.runtime.sharding import ChunkLayout, runs_together
 
 __all__ = ["AsDtype", "Int8Blocks", "Row", "RowRun", "WireFormat", "chunks_of", "format_of", "rows_of"]
 

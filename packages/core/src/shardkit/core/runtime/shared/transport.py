@@ -27,7 +27,7 @@ from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport, diviso
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
-from shardkit.core.storage import note_let_go, note_taken
+from shardkit.core.runtime.storage import note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["Outbox", "Posting", "SharedTransport"]

@@ -26,11 +26,11 @@ from typing import Any, Protocol
 import torch
 
 from shardkit.core import events
-from shardkit.core.context import CommContext
-from shardkit.core.on_stack import calling_frame, is_on_stack, runs_elsewhere
-from shardkit.core.order import Order, Pass, ScheduledState
-from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.prefetch import Prefetch, PrefetchPolicy
+from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.on_stack import calling_frame, is_on_stack, runs_elsewhere
+from shardkit.core.engine.order import Order, Pass, ScheduledState
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.prefetch import Prefetch, PrefetchPolicy
 from shardkit.core.torch_compat import in_backward, outside_transforms, queue_end_of_backward, transforms_active
 
 __all__ = ["Finalization", "RootedState", "Schedule"]

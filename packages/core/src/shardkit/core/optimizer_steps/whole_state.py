@@ -12,10 +12,10 @@ from weakref import WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.block_steps import inner_tensors, target_by_block
-from shardkit.core.param import sharded_counterpart
-from shardkit.core.placements import is_ours
-from shardkit.core.region import region_of
+from shardkit.core.optimizer_steps.block_steps import inner_tensors, target_by_block
+from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.placements import is_ours
+from shardkit.core.parameters.region import region_of
 from shardkit.core.torch_compat import like_dtensor, local_of
 
 __all__ = ["NUMBERS", "cut_whole_state", "part_of_state"]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from shardkit.core.sharding import ChunkLayout
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import is_plain
 
 __all__ = ["Blocks", "Owned", "is_ours", "layout_for", "shard_of"]

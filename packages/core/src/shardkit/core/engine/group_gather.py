@@ -13,12 +13,12 @@ from operator import contains, is_
 import torch
 
 from shardkit.core import events
-from shardkit.core.adapters import HOOK
-from shardkit.core.communication import Communication
-from shardkit.core.context import CommContext
+from shardkit.core.engine.communication import Communication
+from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.order_check import agree
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.order_check import agree
-from shardkit.core.param import FSDPParam
+from shardkit.core.parameters.adapters import HOOK
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone

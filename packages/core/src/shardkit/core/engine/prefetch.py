@@ -24,11 +24,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from shardkit.core import residency
-from shardkit.core.context import DEFAULT_PREFETCH_DEPTH, CommContext
-from shardkit.core.order import Order
-from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.residency import LastFirst, Ledger, Uses
+from shardkit.core.engine import residency
+from shardkit.core.engine.context import DEFAULT_PREFETCH_DEPTH, CommContext
+from shardkit.core.engine.order import Order
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.residency import LastFirst, Ledger, Uses
 
 __all__ = ["Prefetch", "PrefetchPolicy"]
 

@@ -29,12 +29,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from shardkit.core.block_steps import steps_by_block
-from shardkit.core.param import sharded_counterpart
-from shardkit.core.placed import PlacedTensor
-from shardkit.core.placements import Blocks, Owned
-from shardkit.core.separate_steps import joins_parameters, settings_of
-from shardkit.core.shard_steps import ELEMENTWISE, ShardSteps, Twin, steps_by_element
+from shardkit.core.optimizer_steps.block_steps import steps_by_block
+from shardkit.core.optimizer_steps.separate_steps import joins_parameters, settings_of
+from shardkit.core.optimizer_steps.shard_steps import ELEMENTWISE, ShardSteps, Twin, steps_by_element
+from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.placed import PlacedTensor
+from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.torch_compat import (
     hook_innermost,
     is_compared_with_whole_state,

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardkit.core.placements import is_ours
-from shardkit.core.region import region_at, region_of
+from shardkit.core.parameters.placements import is_ours
+from shardkit.core.parameters.region import region_at, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
 __all__ = ["PlacedTensor"]

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardkit.core.placements import Blocks, Owned, is_ours
-from shardkit.core.region import region_at
+from shardkit.core.parameters.placements import Blocks, Owned, is_ours
+from shardkit.core.parameters.region import region_at
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
 __all__ = [

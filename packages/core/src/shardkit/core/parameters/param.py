@@ -29,10 +29,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit.core.adapters import HOOK, ParameterForm, SubclassGather, new_parameter, unsharded_class, user_attributes
-from shardkit.core.gradient_dtype import GradientDtype
-from shardkit.core.gradient_hooks import hooked
-from shardkit.core.lost_writes import (
+from shardkit.core.mesh import DataParallelMesh
+from shardkit.core.parameters.adapters import (
+    HOOK,
+    ParameterForm,
+    SubclassGather,
+    new_parameter,
+    unsharded_class,
+    user_attributes,
+)
+from shardkit.core.parameters.gradient_dtype import GradientDtype
+from shardkit.core.parameters.gradient_hooks import hooked
+from shardkit.core.parameters.lost_writes import (
     check_gradient,
     check_replacement,
     lost_parameter,
@@ -40,16 +48,16 @@ from shardkit.core.lost_writes import (
     mark_gradient,
     refuse_gradient,
 )
-from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.placements import layout_for, shard_of
+from shardkit.core.parameters.placements import layout_for, shard_of
+from shardkit.core.parameters.shard_checks import check_device, check_shape
+from shardkit.core.parameters.slot import Slot
+from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import locate
-from shardkit.core.shard_checks import check_device, check_shape
-from shardkit.core.sharding import ChunkLayout
-from shardkit.core.slot import Slot
+from shardkit.core.runtime.storage import allocate_storage, dense_view, flat_without_memory, free_storage, raw_view
 from shardkit.core.stock_names import answers_stock_names
-from shardkit.core.storage import allocate_storage, dense_view, flat_without_memory, free_storage, raw_view
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
     like_dtensor,
@@ -59,7 +67,6 @@ from shardkit.core.torch_compat import (
     take_meaning,
     version_of,
 )
-from shardkit.core.waiting_gradient import StandIn
 
 __all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.placements import Blocks, Owned
+from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.torch_compat import local_of
 
 __all__ = [

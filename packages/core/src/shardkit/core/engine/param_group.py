@@ -24,18 +24,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
-from shardkit.core.context import CommContext
-from shardkit.core.group_gather import GroupGather, register_sharded, register_unsharded
-from shardkit.core.kept_views import KeptViews, kept_parameter
+from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.group_gather import GroupGather, register_sharded, register_unsharded
+from shardkit.core.engine.kept_views import KeptViews, kept_parameter
+from shardkit.core.engine.order_check import OrderCheck
+from shardkit.core.engine.ranges import profiler_range
+from shardkit.core.engine.reduction import GradientReduction
+from shardkit.core.engine.residency import Ledger
+from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
-from shardkit.core.order_check import OrderCheck
-from shardkit.core.param import FSDPParam
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
-from shardkit.core.ranges import profiler_range
-from shardkit.core.reduction import GradientReduction
-from shardkit.core.residency import Ledger
 from shardkit.core.runtime.lanes import Ticket
-from shardkit.core.settings import GroupSettings
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.torch_compat import outside_transforms
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from shardkit.core.adapters import ParameterForm
+from shardkit.core.parameters.adapters import ParameterForm
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor, version_of
 
 __all__ = ["StandIn"]

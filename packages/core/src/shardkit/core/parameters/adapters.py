@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.placed import PlacedTensor
-from shardkit.core.placements import Blocks, Owned, is_ours
+from shardkit.core.parameters.placed import PlacedTensor
+from shardkit.core.parameters.placements import Blocks, Owned, is_ours
 from shardkit.core.policies import MixedPrecisionPolicy
 from shardkit.core.torch_compat import PARAMETER_FLAG, local_of, new_dtensor, wraps_tensors
 

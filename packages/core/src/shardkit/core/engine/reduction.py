@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.param import FSDPParam
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
 from shardkit.core.runtime.plan import ReducePlan, Transport, plan_reduce
-from shardkit.core.settings import GroupSettings
-from shardkit.core.storage import note_allocated, note_freed
+from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 __all__ = ["Division", "GradientReduction", "division_for"]

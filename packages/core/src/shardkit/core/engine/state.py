@@ -21,15 +21,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
-from shardkit.core.context import CommContext
-from shardkit.core.handed import HandedContainers
-from shardkit.core.lazy_init import initialise_root
-from shardkit.core.managed import STATE
-from shardkit.core.order import Pass, ScheduledState
-from shardkit.core.param import param_over
-from shardkit.core.param_group import FSDPParamGroup, Phase
+from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.handed import HandedContainers
+from shardkit.core.engine.lazy_init import initialise_root
+from shardkit.core.engine.order import Pass, ScheduledState
+from shardkit.core.engine.param_group import FSDPParamGroup, Phase
+from shardkit.core.engine.schedule import Schedule
+from shardkit.core.engine.transforms import watch_each, watch_together
+from shardkit.core.optimizer_steps.whole_steps import restore_interrupted_steps
+from shardkit.core.parameters.managed import STATE
+from shardkit.core.parameters.param import param_over
 from shardkit.core.policies import MixedPrecisionPolicy
-from shardkit.core.schedule import Schedule
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.tensors import (
     cast_floating,
@@ -53,8 +55,6 @@ from shardkit.core.torch_compat import (
     transforms_active,
     unwrapped,
 )
-from shardkit.core.transforms import watch_each, watch_together
-from shardkit.core.whole_steps import restore_interrupted_steps
 
 __all__ = ["FSDPState", "state_of"]
 

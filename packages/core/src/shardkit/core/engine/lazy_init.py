@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.core import events
-from shardkit.core.managed import STATE
-from shardkit.core.order_check import OrderCheck, agree, order_check_wanted
-from shardkit.core.param_group import FSDPParamGroup
-from shardkit.core.placements import is_ours
-from shardkit.core.schedule import RootedState
+from shardkit.core.engine.order_check import OrderCheck, agree, order_check_wanted
+from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.schedule import RootedState
+from shardkit.core.parameters.managed import STATE
+from shardkit.core.parameters.placements import is_ours
 from shardkit.core.torch_compat import outside_transforms, stock_modules_around
 
 __all__ = ["initialise_root", "live_roots"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from shardkit.core.placements import Blocks, Owned, layout_for
+from shardkit.core.parameters.placements import Blocks, Owned, layout_for
 
 Run = tuple[int, int]
 """Indices [start, stop) of one dim."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from shardkit.core.param_group import FSDPParamGroup
+from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import runs_in_this_backward
 
 __all__ = ["Order", "Pass", "ScheduledState"]

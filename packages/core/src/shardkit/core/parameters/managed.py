@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardkit.core.adapters import Holder, SubclassGather
 from shardkit.core.mesh import DataParallelMesh
-from shardkit.core.ownership import owners_for
-from shardkit.core.param import FSDPParam, sharded_counterpart
-from shardkit.core.placements import Blocks, Owned
-from shardkit.core.slot import Slot
+from shardkit.core.parameters.adapters import Holder, SubclassGather
+from shardkit.core.parameters.ownership import owners_for
+from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
+from shardkit.core.parameters.placements import Blocks, Owned
+from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import is_plain, is_replicated, local_of, stock_engine_of
 
 __all__ = [

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.adapters import user_attributes
-from shardkit.core.block_steps import (
+from shardkit.core.optimizer_steps.block_steps import (
     carry_overrides,
     check_blocks,
     is_laid_out_by_block,
@@ -31,10 +30,11 @@ from shardkit.core.block_steps import (
     scales_of_shards,
     steps_by_block,
 )
-from shardkit.core.param import sharded_counterpart
-from shardkit.core.placements import is_ours
+from shardkit.core.optimizer_steps.whole_state import NUMBERS, part_of_state
+from shardkit.core.parameters.adapters import user_attributes
+from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.placements import is_ours
 from shardkit.core.torch_compat import hook_innermost, lies_like, like_dtensor, local_of, no_dynamo
-from shardkit.core.whole_state import NUMBERS, part_of_state
 
 __all__ = ["ELEMENTWISE", "ShardSteps", "Twin", "optimizer_step_on_shards", "steps_by_element"]
 
