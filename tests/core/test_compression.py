@@ -132,6 +132,26 @@ def _reduces(rank: int, world_size: int, kind: str, name: str, cases: Sequence[s
                     assert torch.equal(seen[i], expected), (case_name, item, step, grad_dtype, reduce_dtype)
 
 
+def _narrow_gradients(rank: int, world_size: int, kind: str, name: str) -> None:
+    """Each rank sends its peers' rows once, in two bytes an element, and the sum in fp32 is that of the exact terms."""
+    over = _over(kind, POLICIES[name])
+    case = CASES["small"]  # vectors as well, which no policy rounds
+    plan = reduce_plan(case, over, BF16, F32, label="narrow")
+    assert (plan.transport is over) == (kind != "pairwise" or name == "int8")
+    assert plan.wire_dtype is BF16
+    if name == "bf16":
+        terms = [_terms(case, BF16, one) for one in range(world_size)]
+        for seen, item, *given in zip(run_reduce(plan, terms[rank], None, None), plan.items, *terms, strict=True):
+            chunks = [chunk_of(term, item.layout, rank).float() for term in given]
+            assert torch.equal(seen, summed(chunks, F32, None, None))
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(kind: str, name: str) -> None:
+    run_ranks(2, _narrow_gradients, kind, name)
+
+
 @pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardkit.core import CompressionPolicy
 from tests.simulation.model import BlockSpec, Checkpointed
 from tests.simulation.timeline import Costs, Timeline, holds_gathered
 from tests.simulation.training import BLOCK, SHARDS, Scenario, accumulating, pipelined, started, take_steps
@@ -126,6 +127,9 @@ _SLOW = {"all_gather": 14.0, "reduce_scatter": 14.0}
 _FAST = {"all_gather": 4.0, "reduce_scatter": 4.0}
 _SLOW_HSDP = {**_FAST, "all_reduce": 22.0}
 
+_BETWEEN_HOSTS = Scenario("bf16, fp32 reduction, between hosts", mixed=True)
+_NETWORK = replace(rates(**_SLOW), copy=rates(**_SLOW).all_gather * 50 / 3000)
+
 COMPARISONS: list[Comparison] = [
     *_both("base"),
     *_both("slow links", _SLOW),
@@ -145,6 +149,17 @@ COMPARISONS: list[Comparison] = [
     *_both("recomputation", prepare=recompute),
     *_both("explicit lists, two ahead", prepare=two_ahead),
     *_both("bf16, fp32 reduction", mixed=True),
+    # A card of 400 Gbit/s for each device, and memory of 3 TB/s.
+    Comparison(_BETWEEN_HOSTS, _NETWORK, lambda step: True),
+    Comparison(
+        replace(
+            _BETWEEN_HOSTS,
+            name="bf16, fp32 reduction, between hosts, sent as bf16",
+            our_options={"compression_policy": CompressionPolicy(reduce="bf16")},
+        ),
+        _NETWORK,
+        lambda step: True,
+    ),
     *_both("pipeline stages", stages=2, step=pipelined),
     *_both("CPU offload", {"transfer": 6.0}, offload={}),
     *_both("CPU offload, bf16", {"transfer": 6.0}, offload={}, mixed=True),

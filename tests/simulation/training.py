@@ -114,8 +114,9 @@ def unshard_ahead(stage: Any) -> list[Any]:
 class Scenario:
     """A model, how it is sharded and how it is stepped.
 
-    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`. `build` runs before sharding
-    and `prepare` after it; `order` before each step, with its number and the number of blocks.
+    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`; `our_options`: what stock does
+    not know. `build` runs before sharding and `prepare` after it; `order` before each step, with its number and the
+    number of blocks.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Scenario:
     mixed: bool = False
     offload: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    our_options: dict[str, Any] = field(default_factory=dict)
     coalescing: bool = True
     steps: int = 4
     build: Callable[[Any], None] = lambda model: None
@@ -163,6 +165,8 @@ def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
     """Shards every block, but those that stay with the root, and the root."""
     scenario = run.scenario
     options: dict[str, Any] = {"mesh": mesh, **scenario.options}
+    if run.engine is ours:
+        options |= scenario.our_options
     if scenario.mixed:
         options["mp_policy"] = run.engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if scenario.offload is not None:

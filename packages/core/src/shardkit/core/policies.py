@@ -107,8 +107,10 @@ class CompressionPolicy:
     """How one `fully_shard` call's parameters and gradients are rounded to travel in fewer bytes.
 
     Parameters with fewer than two dims (norms, biases, scalars) travel as they are, and so does what is no wider than
-    its compressed form. Between ranks that share memory nothing travels, and nothing is compressed. The all-reduce of
-    HSDP is not compressed either. Sharded parameters, gradients and the optimizer keep their dtypes.
+    its compressed form. bf16 gradients that are summed in fp32 travel as bf16 with any `reduce`, which rounds nothing;
+    without a policy NCCL casts them to fp32 first. Between ranks that share memory nothing travels, and nothing is
+    compressed. The all-reduce of HSDP is not compressed either. Sharded parameters, gradients and the optimizer keep
+    their dtypes.
 
     Attributes:
         gather: "int8", "bf16" or None for full precision. All ranks compute with the same, rounded, parameters.

@@ -134,8 +134,10 @@ class Transport(ABC):
         """The transport that gathers `items` best: this one, or the one below it."""
         return self
 
-    def for_reduction(self, items: Sequence[ReduceItem], wire_dtype: torch.dtype) -> Transport:
-        """Likewise for gradients that would travel in `wire_dtype`."""
+    def for_reduction(
+        self, items: Sequence[ReduceItem], wire_dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> Transport:
+        """Likewise for gradients that would travel in `wire_dtype` and are summed in `reduce_dtype`."""
         return self
 
     def compressing(self, policy: CompressionPolicy) -> Transport:
@@ -445,7 +447,7 @@ def plan_reduce(
 
     `members` are their places in their group; None if they are all of it.
     """
-    transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype))
+    transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype), reduce_dtype)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)

@@ -114,9 +114,13 @@ class CompressedTransport(Transport):
         formats = [format_of(self.policy.gather, self.policy.block, item.layout, item.dtype) for item in items]
         return self._over if all(form.lossless for form in formats) else self
 
-    def for_reduction(self, items: Sequence[ReduceItem], wire_dtype: torch.dtype) -> Transport:
+    def for_reduction(
+        self, items: Sequence[ReduceItem], wire_dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> Transport:
+        """Itself also where nothing is rounded, if the collective below would send wider elements than are given."""
         formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
-        if not all(form.lossless for form in formats):
+        widened = not self._over.sums_locally and wire_dtype.itemsize < reduce_dtype.itemsize
+        if widened or not all(form.lossless for form in formats):
             return self
         self._forget({item.fqn for item in items})  # no error of theirs comes back
         return self._over
