@@ -12,7 +12,7 @@ from benchmarks.rank_clock import by_ranks, clock, sampled
 from shardkit.core import CompressionPolicy
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.pairwise import PairwiseTransport
-from shardkit.core.runtime.plan import GatherItem, ReduceItem, plan_gather, plan_reduce
+from shardkit.core.runtime.plan import GatherItem, Mean, ReduceItem, plan_gather, plan_reduce
 from shardkit.core.runtime.sharding import ChunkLayout
 
 # A transformer block of width 512: 12 MiB in fp32.
@@ -70,9 +70,7 @@ def _reduce(rank, world_size, dtype, kind):
     output = plan.allocate_output()
 
     def step():
-        program = plan.transport.reduce(
-            plan, list(grads), output, predivide=None, postdivide=float(world_size), op=dist.ReduceOp.SUM
-        )
+        program = plan.transport.reduce(plan, list(grads), output, Mean(after=float(world_size)))
         lane.start(program, "group").wait()
 
     seconds = sampled(step)

@@ -9,7 +9,7 @@ from benchmarks.bench_gather import CPU, DTYPES, GROUPS
 from benchmarks.rank_clock import by_ranks, clock, sampled
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.plan import ReduceItem, plan_reduce
+from shardkit.core.runtime.plan import Mean, ReduceItem, plan_reduce
 from shardkit.core.runtime.sharding import ChunkLayout
 
 
@@ -40,9 +40,7 @@ def _planned(grads, numels, rank, world_size):
 
     def step():
         output = plan.allocate_output()
-        program = plan.transport.reduce(
-            plan, grads, output, predivide=None, postdivide=float(world_size), op=dist.ReduceOp.SUM
-        )
+        program = plan.transport.reduce(plan, grads, output, Mean(after=float(world_size)))
         lane.start(program, "group").wait()
         return plan.output_views(output)
 

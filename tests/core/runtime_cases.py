@@ -14,6 +14,7 @@ from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
+    Mean,
     ReduceItem,
     ReducePlan,
     Transport,
@@ -158,7 +159,7 @@ def run_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
     output = torch.full((plan.output_numel,), torch.nan, dtype=plan.reduce_dtype)
-    program = plan.transport.reduce(plan, list(grads), output, predivide=predivide, postdivide=postdivide, op=op)
+    program = plan.transport.reduce(plan, list(grads), output, Mean(op, predivide, postdivide))
     make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
     return plan.output_views(output)
 

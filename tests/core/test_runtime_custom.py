@@ -13,6 +13,7 @@ from shardkit.core.runtime.custom import (
     ProcessGroupAllocatedAllGather,
     ProcessGroupAllocatedReduceScatter,
 )
+from shardkit.core.runtime.plan import Mean
 from tests.core.runtime_cases import (
     BF16,
     CASES,
@@ -148,9 +149,7 @@ def _group_allocation(rank: int, world_size: int) -> None:
             reduction,
             [torch.ones(i.layout.shape) for i in reduction.items],
             torch.empty(reduction.output_numel),
-            predivide=None,
-            postdivide=None,
-            op=dist.ReduceOp.SUM,
+            Mean(),
         )
 
 

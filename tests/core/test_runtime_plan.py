@@ -11,7 +11,7 @@ from shardkit.core import events
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import Holder, hold, make_lane
-from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, ReduceItem, plan_gather, plan_reduce
+from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, Mean, ReduceItem, plan_gather, plan_reduce
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.transport import SharedTransport
 from shardkit.core.runtime.storage import allocate_storage, free_storage, raw_view
@@ -112,9 +112,7 @@ def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:
         reduction = reduce_plan(case, over, F32, F32)
         grads = [torch.ones(shape) for shape in case.shapes]
         output = torch.empty(reduction.output_numel)
-        program = reduction.transport.reduce(
-            reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG
-        )
+        program = reduction.transport.reduce(reduction, grads, output, Mean(dist.ReduceOp.AVG))
         make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
 
 
@@ -159,7 +157,7 @@ def _held(rank: int, world_size: int) -> None:
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     grads = [torch.ones(item.layout.shape) for item in plan.items]
     output = torch.empty(reduction.output_numel)
-    reduce = reduction.transport.reduce(reduction, grads, output, predivide=None, postdivide=None, op=dist.ReduceOp.SUM)
+    reduce = reduction.transport.reduce(reduction, grads, output, Mean())
     # A gather's packed buffer belongs to its lane, and nothing else could take its memory.
     for program, expected in (
         (plan.transport.gather(plan, sources, flats_for(plan)), []),

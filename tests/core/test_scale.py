@@ -20,7 +20,7 @@ from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.custom import CustomTransport
 from shardkit.core.runtime.lanes import make_lane
-from shardkit.core.runtime.plan import SMALL_BYTES, Transport
+from shardkit.core.runtime.plan import SMALL_BYTES, Mean, Transport
 from tests.core.runtime_cases import BF16, CPU, F32, Case, case, flats_for, gather_plan, reduce_plan
 from tests.support import rank_mesh, run_ranks
 
@@ -101,9 +101,7 @@ def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
         lane.start(gathers.transport.gather(gathers, sources, flats), "g").wait()
         if isinstance(over, CompressedTransport):
             return  # its owners add up what each rank has sent, in rank order
-        program = reduction.transport.reduce(
-            reduction, list(grads), output, predivide=None, postdivide=None, op=dist.ReduceOp.AVG
-        )
+        program = reduction.transport.reduce(reduction, list(grads), output, Mean(dist.ReduceOp.AVG))
         lane.start(program, "g").wait()
 
     return _counted(work)

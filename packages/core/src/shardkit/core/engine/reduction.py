@@ -16,7 +16,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
-from shardkit.core.runtime.plan import ReducePlan, Transport, plan_reduce
+from shardkit.core.runtime.plan import Mean, ReducePlan, Transport, plan_reduce
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
@@ -158,14 +158,8 @@ class GradientReduction:
             plan = self._plans[key] = plan_reduce(items, transport, label, rank, grad_dtype, dtype, members)
         output = plan.allocate_output()
         note_allocated(output, label, "reduce_output")
-        program = plan.transport.reduce(
-            plan,
-            gradients,
-            output,
-            predivide=division.before,
-            postdivide=division.after_scatter,
-            op=division.op,
-        )
+        mean = Mean(division.op, division.before, division.after_scatter)
+        program = plan.transport.reduce(plan, gradients, output, mean)
         views, target = plan.output_views(output), _target(params, output)
         targets = views if target is None else plan.output_views(target)
         return _Scattered(params, gradients, output, views, target, targets, program)

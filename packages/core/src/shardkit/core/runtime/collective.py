@@ -14,7 +14,7 @@ from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, hold
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
-from shardkit.core.runtime.plan import GatherPlan, NetworkTransport, ReducePlan, Transport, divisors
+from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
 from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_copy_
 
@@ -118,29 +118,19 @@ class C10dTransport(FlatTransport):
         if not self.direct:
             raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
 
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         if self.world_size == 1:
-            return reduce_alone(plan, grads, output, predivide, postdivide)
+            return reduce_alone(plan, grads, output, mean)
         note_taken(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
         if self.group.name() not in _NATIVE_AVG:
-            predivide, postdivide = divisors(self, predivide, postdivide, op)
-            op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+            mean = mean.as_sum(self.world_size)
         with torch.no_grad():
-            rows = [flat_gradient(plan, grads[i], predivide) for i in plan.direct]
-        return self._reduce(plan, grads, output, rows, packed, (predivide, postdivide), op)
+            rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
+        return self._reduce(plan, grads, output, rows, packed, mean)
 
     @torch.no_grad()
     def _reduce(
@@ -150,24 +140,22 @@ class C10dTransport(FlatTransport):
         output: torch.Tensor,
         rows: list[torch.Tensor],
         packed: torch.Tensor | None,
-        divisors: tuple[float | None, float | None],
-        op: Any,
+        mean: Mean,
     ) -> Program:
         """One reduce-scatter for each direct gradient, from where it is, and one for the packed buffer."""
         launched = time.perf_counter()
-        before, after = divisors
         inputs = rows if packed is None else [*rows, packed]
         hold(*inputs)
         if packed is not None:
             assert plan.packing is not None
             plan.packing.fill(packed, grads)
-            divide(packed, before)
+            divide(packed, mean.before)
         sizes = [row.numel() // self.world_size for row in inputs]
         with plan.reported(launched):
             try:
                 if inputs:
-                    yield self.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, op)
-                divide(output, after)
+                    yield self.reduce_scatter(list(output.split_with_sizes(sizes)), inputs, mean.op)
+                divide(output, mean.after)
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
@@ -223,13 +211,11 @@ def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor])
 
 
 @torch.no_grad()
-def reduce_alone(
-    plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, before: float | None, after: float | None
-) -> Program:
+def reduce_alone(plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
     """The reduction of a single rank, whose gradient is the sum."""
     foreach_copy_(plan.output_views(output), list(grads))
-    divide(output, before)
-    divide(output, after)
+    divide(output, mean.before)
+    divide(output, mean.after)
     return
     yield  # a program, though nothing is waited for
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradient, reduce_alone
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
-from shardkit.core.runtime.plan import ReducePlan, divisors
+from shardkit.core.runtime.plan import Mean, ReducePlan
 from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
@@ -73,25 +72,16 @@ class PairwiseTransport(FlatTransport):
         works += [group.send([tensor], target, tag) for target, _ in self._rounds for tensor in outgoing[target]]
         return works
 
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
-        predivide, postdivide = divisors(self, predivide, postdivide, op)
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
+        mean = mean.as_sum(self.world_size)
         if self.world_size == 1:
-            return reduce_alone(plan, grads, output, predivide, postdivide)
+            return reduce_alone(plan, grads, output, mean)
         note_taken(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        return self._reduce(plan, grads, output, packed, predivide, postdivide)
+        return self._reduce(plan, grads, output, packed, mean)
 
     @torch.no_grad()
     def _reduce(
@@ -100,8 +90,7 @@ class PairwiseTransport(FlatTransport):
         grads: Sequence[torch.Tensor],
         output: torch.Tensor,
         packed: torch.Tensor | None,
-        before: float | None,
-        after: float | None,
+        mean: Mean,
     ) -> Program:
         """Sends every row to its owner, receives the peers' terms of this rank's rows, and sums them in rank order."""
         launched = time.perf_counter()
@@ -111,8 +100,8 @@ class PairwiseTransport(FlatTransport):
         with plan.reported(launched):
             try:
                 yield self._swap(outgoing, incoming, plan.tag)
-                _sum(plan, outgoing[plan.rank], landing, output, before)
-                divide(output, after)
+                _sum(plan, outgoing[plan.rank], landing, output, mean.before)
+                divide(output, mean.after)
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")

@@ -56,6 +56,29 @@ class ReduceItem:
     layout: ChunkLayout
 
 
+@dataclass(frozen=True)
+class Mean:
+    """How the ranks' terms become a mean, or whatever factor the user set.
+
+    Attributes:
+        op: SUM, or AVG (only without divisors) for the sum divided by the world size, or another operation that a
+            collective backend knows.
+        before: divides each term.
+        after: divides the sum.
+    """
+
+    op: Any = dist.ReduceOp.SUM
+    before: float | None = None
+    after: float | None = None
+
+    def as_sum(self, world_size: int) -> Mean:
+        """The same for one who sums: AVG is a sum that is divided."""
+        if self.op != dist.ReduceOp.AVG:
+            return self
+        assert self.before is None and self.after is None, "AVG takes no divisors"
+        return Mean(after=float(world_size))
+
+
 class Transport(ABC):
     """Moves the items of plans between the ranks of one process group: `pairwise`, `collective`, `shared`, ...
 
@@ -95,24 +118,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         """The program that reduces `plan`'s gradients. Collective over the group, in launch order.
 
         `grads[i]` is the full gradient, of shape `items[i].layout.shape` and of `grad_dtype`, of any strides; it is
         read until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of
         `reduce_dtype` with `output_numel` elements; afterwards `plan.output_views(output)` are the reduced chunks: the
-        sum over ranks in `reduce_dtype`, each term divided by `predivide` and the sum by `postdivide` where they are
-        given. `op` is SUM, or AVG (only without divisors) for the sum divided by the world size, or another operation
-        that a collective backend knows.
+        sum over ranks in `reduce_dtype`, divided as `mean` says.
 
         Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
         wrong one.
@@ -174,16 +186,6 @@ class NetworkTransport(Transport):
         Both are 1-D tensors of bytes; `sent` and `received` are the sizes of the parts. Those of this rank are empty.
         `tag` is the plan's, as in `all_gather`.
         """
-
-
-def divisors(
-    transport: Transport, predivide: float | None, postdivide: float | None, op: Any
-) -> tuple[float | None, float | None]:
-    """What an owner that sums divides each term by, and the sum; see `Transport.reduce`."""
-    if op != dist.ReduceOp.AVG:
-        return predivide, postdivide
-    assert predivide is None and postdivide is None, "AVG takes no divisors"
-    return None, float(transport.world_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import FlatTransport
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
-from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.users_code import users_code
@@ -126,16 +126,7 @@ class SimulatedTransport(Transport):
                 note_freed(packed, plan.label, "packed")
             del packed
 
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)

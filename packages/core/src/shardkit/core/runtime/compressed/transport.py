@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Sequence, Set
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,11 +29,11 @@ from shardkit.core.runtime.packing import Slots, strided
 from shardkit.core.runtime.plan import (
     GatherItem,
     GatherPlan,
+    Mean,
     NetworkTransport,
     ReduceItem,
     ReducePlan,
     Transport,
-    divisors,
 )
 from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
 
@@ -172,16 +171,7 @@ class CompressedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         """As `Transport.reduce` says; empties `grads`."""
         rows = self._reductions.get(plan)
         if rows is None:
@@ -194,8 +184,8 @@ class CompressedTransport(Transport):
         total = output if wide else torch.empty_like(output, dtype=torch.float32)
         for buffer in (outgoing, incoming):
             note_allocated(buffer, plan.label, "reduce_input")
-        before_and_after = divisors(self, predivide, postdivide, op)
-        return self._reduce(plan, rows, grads, output, total, outgoing, incoming, before_and_after)
+        mean = mean.as_sum(self.world_size)
+        return self._reduce(plan, rows, grads, output, total, outgoing, incoming, mean)
 
     @torch.no_grad()
     def _reduce(
@@ -207,10 +197,9 @@ class CompressedTransport(Transport):
         total: torch.Tensor,
         outgoing: torch.Tensor,
         incoming: torch.Tensor,
-        before_and_after: tuple[float | None, float | None],
+        mean: Mean,
     ) -> Program:
         launched = time.perf_counter()
-        before, after = before_and_after
         hold(outgoing, incoming, total)
         self._pack(plan, rows, grads, outgoing, plan.output_views(total))
         grads.clear()
@@ -220,9 +209,9 @@ class CompressedTransport(Transport):
                 if rows.anything:
                     sizes = rows.sent.sizes(), rows.received.sizes()
                     yield self._over.exchange(outgoing, sizes[0], incoming, sizes[1], plan.tag)
-                _sum(plan, rows, incoming, total, before)
-                if after is not None:
-                    total.div_(after)
+                _sum(plan, rows, incoming, total, mean.before)
+                if mean.after is not None:
+                    total.div_(mean.after)
                 if total is not output:
                     output.copy_(total)
             finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.runtime.lanes import Program
-from shardkit.core.runtime.plan import GatherPlan, ReducePlan, Transport, divisors
+from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
@@ -268,27 +268,11 @@ class SharedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        *,
-        predivide: float | None,
-        postdivide: float | None,
-        op: Any,
-    ) -> Program:
-        return self._reduce(plan, grads, output, *divisors(self, predivide, postdivide, op))
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
+        return self._reduce(plan, grads, output, mean.as_sum(self.world_size))
 
     @torch.no_grad()
-    def _reduce(
-        self,
-        plan: ReducePlan,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        before: float | None,
-        after: float | None,
-    ) -> Program:
+    def _reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         launched = time.perf_counter()
         note_taken(plan.nbytes, plan.label)
         posting = self._post_rows(plan, grads, output)
@@ -298,9 +282,9 @@ class SharedTransport(Transport):
             with plan.reported(launched):
                 yield (posting,)
                 terms = [None if peer is None else peer[plan.rank] for peer in posting.peers]
-                _sum(plan, terms, output, before)
-                if after is not None:
-                    output.div_(after)
+                _sum(plan, terms, output, mean.before)
+                if mean.after is not None:
+                    output.div_(mean.after)
         finally:
             posting.release()
 
