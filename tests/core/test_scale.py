@@ -280,6 +280,22 @@ def test_a_first_step_decides_as_quickly_among_many_groups(part: float) -> None:
     run_ranks(1, _first_step_does_not_grow, part, isolated=True)
 
 
+def _plans_are_made_once(rank: int, world_size: int) -> None:
+    """A budget asks how much a gather takes before the first one; the plan that tells it is the one that gathers."""
+    _as_rank_0_of(2)
+    x = torch.ones(2, 4, requires_grad=True)
+    calls = {}
+    for budget in (None, 300, 1000, 10_000):
+        model = _narrow_layers(20)
+        model.set_prefetch_budget(budget)
+        calls[budget] = _calls(lambda model=model: _step(model, x), ("runtime/plan.py",))
+    assert max(calls.values()) <= 1.05 * calls[None], calls
+
+
+def test_a_budget_does_not_plan_twice() -> None:
+    run_ranks(1, _plans_are_made_once, isolated=True)
+
+
 class _Masked(nn.Module):
     """A layer that is none of torch's own, with a buffer."""
 

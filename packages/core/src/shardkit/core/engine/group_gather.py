@@ -23,7 +23,7 @@ from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
-from shardkit.core.runtime.plan import GatherItem, GatherPlan, plan_gather
+from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_gather
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import local_of, version_of
 
@@ -58,6 +58,7 @@ class GroupGather:
         self._transports: Transports | None = None
         self._offloaded = any(param.offload is not None for param in params)
         self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
+        self._checked = False  # whether the parameters are where a gather needs them
         self._plan: GatherPlan | None = None
         self._items: list[list[GatherItem]] = []
         self._kept_plan: GatherPlan | None = None
@@ -101,6 +102,7 @@ class GroupGather:
 
     def _forget_plans(self) -> None:
         self._columns = None
+        self._checked = False
         self._plan = None
         self._items = []
         self._kept_plan = None
@@ -127,17 +129,15 @@ class GroupGather:
         transport = self._through.gather
         if transport is None:
             return 0
-        plan = self._plan
-        if plan is None and not self._has_subclass:
-            plan = plan_gather(
-                [item for param in self.params for item in param.items([])],
-                transport,
-                self.label,
-                self.mesh.shard_rank,
-            )
-        return max(
-            (one.transport.gather_buffer_bytes(one) for one in (plan, self._kept_plan) if one is not None), default=0
-        )
+        if self._plan is None and not self._has_subclass:
+            self._items = [param.items([]) for param in self.params]
+            self._plan = self._plan_sharded(transport)
+        plans = (plan for plan in (self._plan, self._kept_plan) if plan is not None)
+        return max((plan.transport.gather_buffer_bytes(plan) for plan in plans), default=0)
+
+    def _plan_sharded(self, transport: Transport) -> GatherPlan:
+        items = [item for each in self._items for item in each]
+        return plan_gather(items, transport, self.label, self.mesh.shard_rank)
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
@@ -160,10 +160,11 @@ class GroupGather:
 
     def _gather_sharded(self) -> Ticket | None:
         self._refresh()
-        if self._plan is None and not self._items:
+        if not self._checked:
             for param in self.params:
                 param.check_ready()
             self._share_shards()
+            self._checked = True
         self.stale = False
         if self._items and not any(self._items):  # every parameter is its own shard
             self._drop_kept()
@@ -187,8 +188,7 @@ class GroupGather:
                 return None
             transport = self._through.gather
             if transport is not None and self._plan is None:
-                items_flat = [item for each in self._items for item in each]
-                self._plan = plan_gather(items_flat, transport, self.label, self.mesh.shard_rank)
+                self._plan = self._plan_sharded(transport)
             if self._plan is not None:
                 program = self._plan.transport.gather(self._plan, flat_sources, targets)
             else:
