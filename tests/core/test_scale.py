@@ -296,6 +296,22 @@ def test_a_budget_does_not_plan_twice() -> None:
     run_ranks(1, _plans_are_made_once, isolated=True)
 
 
+def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:
+    """The first step does what the later ones do, and sets up each parameter once."""
+    _as_rank_0_of(8)
+    x = torch.ones(ROWS, requires_grad=True)
+    _step(_model(), x)  # imports, and what is made once
+    model = _model()
+    first = _calls(lambda: _step(model, x))
+    _step(model, x)
+    later = _calls(lambda: _step(model, x))
+    assert first <= 1.6 * later, (first, later)
+
+
+def test_a_first_step_costs_little_more_than_a_later_one() -> None:
+    run_ranks(1, _set_up_costs_less_than_a_step, isolated=True)
+
+
 class _Masked(nn.Module):
     """A layer that is none of torch's own, with a buffer."""
 

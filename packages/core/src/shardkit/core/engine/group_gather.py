@@ -155,8 +155,12 @@ class GroupGather:
             raise
         if changed:
             self._forget_plans()
-        self._columns = _Columns(self.params)
+        self._note_params()
         return bool(changed)
+
+    def _note_params(self) -> None:
+        """Notes the tensors that the parameters have now, which the next refresh compares with."""
+        self._columns = _Columns(self.params)
 
     def _gather_sharded(self) -> Ticket | None:
         self._refresh()
@@ -183,7 +187,7 @@ class GroupGather:
         with lane.owning_memory():
             for param, items_of in zip(self.params, self._items, strict=True):
                 param.allocate(items_of)
-            targets = [target for param in self.params for target in param.targets()]
+            targets = [target for param in self.params for target in param.targets]
             if not targets:
                 return None
             transport = self._through.gather

@@ -294,7 +294,7 @@ class FSDPParamGroup(GroupGather):
             self._end_gather()
             self._drop_kept()
             if register_unsharded(self.params):
-                self._columns = None
+                self._note_params()
             if self._has_subclass:
                 self._parameter_bytes = None
         if self.kept_views is not None:

@@ -153,7 +153,8 @@ class GradientReduction:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             items = [param.reduce_item for param in params]
-            members = [self._params.index(param) for param in params]
+            places = {param: place for place, param in enumerate(self._params)}
+            members = [places[param] for param in params]
             rank = self.mesh.shard_rank
             plan = self._plans[key] = plan_reduce(items, transport, label, rank, grad_dtype, dtype, members)
         output = plan.allocate_output()

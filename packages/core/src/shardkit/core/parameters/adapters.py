@@ -229,14 +229,16 @@ def _dtensor_adapter() -> DTensorAdapter | None:
     return cast(DTensorAdapter, found[0].load()) if found else None
 
 
-@torch.inference_mode(False)  # detach() fails there for tensors that were made outside
 def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """The attributes of a parameter that its class has not set itself (see Note [Attributes of parameters])."""
     attributes = parameter.__dict__
     if not wraps_tensors(parameter):
         return dict(attributes)
     # A DTensor keeps its own in slots; `detach` would cost an operator for each parameter.
-    by_class = {PARAMETER_FLAG} if type(parameter) is DTensor else {*parameter.detach().__dict__, PARAMETER_FLAG}
+    by_class = {PARAMETER_FLAG}
+    if type(parameter) is not DTensor:
+        with torch.inference_mode(False):  # in it detach() fails for tensors that were made outside
+            by_class.update(parameter.detach().__dict__)
     return {name: value for name, value in attributes.items() if name not in by_class}
 
 

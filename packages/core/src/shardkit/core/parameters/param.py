@@ -6,6 +6,7 @@ Tensors of a parameter, in the order of its life:
     plain           the original itself, or the local tensor of one that is a DTensor already: what is cut and gathered
     sharded_param   nn.Parameter(DTensor) over this rank's chunk: what the optimizer and state dicts see
     flats           1-D tensors over the unsharded storage, world_size slots long: what the network writes
+    targets         the flats as a gather sees them: without padding beyond dim 0
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
     stand_in        gradient of sharded_param while an unsharded one waits for its reduction
@@ -56,7 +57,14 @@ from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardkit.core.runtime.plan import GatherItem, ReduceItem
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import locate
-from shardkit.core.runtime.storage import allocate_storage, dense_view, flat_without_memory, free_storage, raw_view
+from shardkit.core.runtime.storage import (
+    allocate_storage,
+    dense_view,
+    flat_without_memory,
+    free_storage,
+    outside_inference,
+    raw_view,
+)
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
@@ -148,7 +156,7 @@ class FSDPParam:
         _became[original] = weakref.ref(self)
         _sharded[id(self.sharded_param)] = self
         self.flats: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self._stand_in = StandIn()
@@ -170,7 +178,7 @@ class FSDPParam:
         That is a cast, a move, `load_state_dict(assign=True)`, an assignment. The group's gather looks for it, and for
         what is refused here, in one loop before it calls this.
         """
-        known = user_attributes(self.sharded_param)
+        before = self.sharded_param
         for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
             current = slot.get()
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
@@ -178,7 +186,7 @@ class FSDPParam:
         local = local_of(self.sharded_param)
         if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
             self.origin = self.sharded_param.untyped_storage()
-            attributes = user_attributes(self.sharded_param)
+            known, attributes = user_attributes(before), user_attributes(self.sharded_param)
             alike = attributes.keys() == known.keys() and all(attributes[name] is known[name] for name in known)
             self._adopt_local(local, alike=alike)
             return True
@@ -272,7 +280,7 @@ class FSDPParam:
     def _drop_unsharded(self) -> None:
         """The next gather makes another one. A gradient that waits is kept; one that comes later is refused."""
         self.flats = []
-        self._targets = []
+        self.targets = []
         self._inner_bytes = 0
         unsharded, self.unsharded_param = self.unsharded_param, None
         if unsharded is None:
@@ -332,8 +340,7 @@ class FSDPParam:
         if self.subclass is None:
             return [GatherItem(self.fqn, self.layout, self.dtype)]
         world = self.mesh.shard_size
-        layouts = [ChunkLayout((source.numel() * world,), 0, world) for source in sources]
-        return [GatherItem(self.fqn, *one) for one in zip(layouts, (source.dtype for source in sources), strict=True)]
+        return [GatherItem(self.fqn, ChunkLayout((one.numel() * world,), 0, world), one.dtype) for one in sources]
 
     def allocate(self, items: list[GatherItem]) -> None:
         """Gives the unsharded storage memory (see Note [Storage that comes and goes])."""
@@ -341,10 +348,10 @@ class FSDPParam:
             self.flats = [flat_without_memory(item.layout.flat_numel, item.dtype, self.device) for item in items]
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
-        if self.flats and not self._targets:
+        if self.flats and not self.targets:
             # A flat is padded; beyond dim 0 the unsharded tensor is the beginning of it.
             whole = self.subclass is not None or self.layout.dim == 0
-            self._targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
+            self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
             for tensor in self.subclass.inner:
                 if not tensor.untyped_storage().size():  # else it is a view of a flat tensor
@@ -359,12 +366,9 @@ class FSDPParam:
             return sum(flat.numel() * flat.itemsize for flat in self.flats) + self._inner_bytes
         return self.layout.flat_numel * self.dtype.itemsize
 
-    def targets(self) -> list[torch.Tensor]:
-        """The 1-D tensors that a gather over the whole shard group writes."""
-        return self._targets
-
     def make_unsharded(self, requires_grad: bool) -> nn.Parameter:
         """The parameter over what was gathered; that of a subclass may stay, with inner tensors filled anew."""
+        tensor: torch.Tensor | None = None
         if self.subclass is not None:
             # Views with version counters of their own, as the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
@@ -376,10 +380,10 @@ class FSDPParam:
                 return self.unsharded_param
             if tensor.shape != self.shape:
                 tensor = tensor.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
-        else:
-            tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
-            tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
-        with torch.inference_mode(False):
+        with outside_inference():
+            if tensor is None:
+                tensor = self._local if self.aliased else dense_view(self.flats[0], self.shape)
+                tensor = tensor if tensor.shape == self.shape else tensor.view(self.shape)
             cls = self._unsharded_class if self.subclass is None else nn.Parameter
             unsharded = new_parameter(self.form.unsharded(tensor), cls, requires_grad)
         unsharded.__dict__.update(user_attributes(self.sharded_param))
@@ -475,10 +479,7 @@ class FSDPParam:
         self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
 
     def take_gradients(self) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change.
-
-        And the stand-in of one that waits for its reduction.
-        """
+        """Before a cast or move of the module: takes away stand-ins, and gradients with a dtype of their own."""
         self.drop_zeroed_gradient()
         self._stand_in.dismiss(self.sharded_param)
         gradient = self.gradient_dtype.take_out(self.sharded_param)

@@ -17,11 +17,12 @@ operators do not know them: see `placed.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
 
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.torch_compat import is_plain
@@ -99,7 +100,8 @@ def _blocks(rows: int | None, elements: int | None) -> Blocks:
 
 def is_ours(placement: Placement | None) -> bool:
     """Whether a placement is one that torch's operators do not know."""
-    return isinstance(placement, Owned | Blocks)
+    # torch's metaclass makes `isinstance` slow, and a set-up asks for each parameter.
+    return type(placement) is not Shard and isinstance(placement, Owned | Blocks)
 
 
 def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: int) -> ChunkLayout:
@@ -108,17 +110,21 @@ def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: 
     With `Blocks(elements=...)` the layout is that of the flat tensor.
     """
     if isinstance(placement, Owned):
-        return ChunkLayout(shape, 0, world_size, owner=placement.rank)
+        return _layout(shape, 0, world_size, owner=placement.rank)
     if isinstance(placement, Blocks):
         if placement.elements is not None:
             numel = 1
             for size in shape:
                 numel *= size
-            return ChunkLayout((numel,), 0, world_size, unit=placement.elements)
+            return _layout((numel,), 0, world_size, unit=placement.elements)
         assert placement.rows is not None
-        return ChunkLayout(shape, 0, world_size, unit=placement.rows)
+        return _layout(shape, 0, world_size, unit=placement.rows)
     dim = 0 if placement is None else placement.dim  # type: ignore[attr-defined]
-    return ChunkLayout(shape or (1,), dim, world_size)
+    return _layout(shape or (1,), dim, world_size)
+
+
+# Parameters that are cut alike, as a model's layers have, share what a layout works out once.
+_layout = functools.lru_cache(maxsize=256)(ChunkLayout)
 
 
 def shard_of(

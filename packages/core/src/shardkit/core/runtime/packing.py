@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardkit.core.runtime.sharding import ChunkLayout, runs_together
+from shardkit.core.runtime.sharding import ChunkLayout, dense_strides, runs_together
 from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 
 # Items of a buffer of bytes start at multiples of this, so that each can be viewed as its own dtype; 16 is what the
@@ -262,23 +262,16 @@ def _pack(
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:
     """The block of an item whose elements are `width` of the buffer's, in rows that are `row` of those apart."""
-    shape, dense = layout.local_shape(first), _dense_strides(layout.shape)
+    shape, dense = layout.local_shape(first), dense_strides(layout.shape)
     step = dense[layout.dim]
     return Block(
         item,
         first,
         size=(count, *shape),
-        stride=(row // width, *_dense_strides(shape)),
+        stride=(row // width, *dense_strides(shape)),
         at=at // width,
         whole_stride=(layout.chunk * step, *dense),
         whole_at=layout.offset(first) * step,
         dim=layout.dim,
         begin=layout.offset(first),
     )
-
-
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))

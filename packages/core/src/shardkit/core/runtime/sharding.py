@@ -103,7 +103,7 @@ class ChunkLayout:
         """Elements of all ranks' padded chunks together: `world_size * padded_local_numel`."""
         return self.world_size * self.padded_local_numel
 
-    @property
+    @cached_property
     def has_equal_slots(self) -> bool:
         """Whether the flat tensor is one padded slot for each rank, so that a collective can gather into it."""
         return self.dim == 0 and self.flat_numel == self.padded_numel
@@ -150,6 +150,14 @@ class ChunkLayout:
 
     def _with_length(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense tensor of `shape`, as torch makes them."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return tuple(strides)
 
 
 def runs_together(layouts: Sequence[ChunkLayout]) -> list[tuple[int, int]]:

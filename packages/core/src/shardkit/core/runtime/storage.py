@@ -6,10 +6,15 @@ it is allocated again they all come back to life at once, including those that a
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from shardkit.core import events
 from shardkit.core.events import StorageKind
+from shardkit.core.runtime.sharding import dense_strides
+
+_NOTHING_TO_LEAVE = contextlib.nullcontext()
 
 
 def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
@@ -43,21 +48,26 @@ def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsha
         events.emit(events.StorageFreed(fqn, nbytes, kind))
 
 
-@torch.inference_mode(False)  # a first gather in inference mode must not leave tensors that training cannot use
+def outside_inference() -> contextlib.AbstractContextManager[None]:
+    """Leaves inference mode: a first gather in it must not leave tensors that training cannot use.
+
+    A step comes by here for each parameter, and entering torch's context costs more than making a tensor.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING_TO_LEAVE
+
+
 def flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A 1-D tensor of `numel` elements whose storage has yet to be allocated."""
-    flat = torch.empty(numel, dtype=dtype, device=device)
-    flat.untyped_storage().resize_(0)
+    with outside_inference():
+        flat = torch.empty(numel, dtype=dtype, device=device)
+        flat.untyped_storage().resize_(0)
     return flat
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A dense tensor of `shape` over the beginning of the storage of ``flat``, of the same dtype."""
-    stride = torch.empty(shape, device="meta").stride()
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), 0, shape, stride)
+    return empty.set_(flat.untyped_storage(), 0, shape, dense_strides(shape))
 
 
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
