@@ -1,10 +1,9 @@
-"""What ranks tell each other: small objects to agree, bytes to move tensors, errors so that none waits for another.
+"""Exchange between ranks: small objects to agree on, bytes of tensors, and errors, so that no rank waits for another.
 
-They also compare parameters. One that is no DTensor is written by one rank for all, so stages of a pipeline whose
-modules have the same names would all come back as the first. A fingerprint hashes up to 1,024 elements, evenly spread:
-parameters of different modules differ nearly everywhere, and a whole hash would cost more than the copy to staging
-memory. Buffers are left out: running statistics may differ from rank to rank, and the first rank's are kept, as stock
-does.
+They also compare parameters. One rank writes a plain parameter for all ranks, so stages of a pipeline whose modules
+share names would all be restored as the first. A fingerprint hashes up to 1,024 evenly spread elements: parameters of
+different modules differ nearly everywhere, and a full hash would cost more than the copy to staging memory. Buffers are
+not compared: running statistics may differ between ranks, and the first rank's are kept, as in stock.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class Peers:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Peers:
-        """The ranks of `group`, by default of the default group."""
+        """The ranks of `group`, or of the default group."""
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1)
         group = group or dist.group.WORLD
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def gather(self, item: T) -> list[T] | None:
-        """Everyone's item on rank 0, None elsewhere. Collective."""
+        """Every rank's item on rank 0, None elsewhere. Collective."""
         if self.size == 1:
             return [item]
         items: list[T] | None = cast(list[T], [None] * self.size) if self.rank == 0 else None
@@ -62,9 +61,9 @@ class Peers:
         return cast(T, box[0])
 
     def device_for(self, device_type: str) -> torch.device:
-        """Where tensors have to be to travel, for tensors that live on `device_type`.
+        """The device that tensors must be on to be sent, for tensors on `device_type`.
 
-        gloo moves CPU memory only between two ranks, so what lives on an accelerator goes through it.
+        gloo sends only CPU memory between two ranks, so tensors on an accelerator go through CPU memory.
         """
         backends = dict(part.split(":", 1) for part in dist.get_backend_config(self.group).split(",") if ":" in part)
         if backends.get(device_type, "gloo") == "gloo" and "cpu" in backends:
@@ -77,7 +76,7 @@ class Peers:
     def exchange(
         self, sends: Iterable[tuple[int, torch.Tensor]] = (), receives: Iterable[tuple[int, torch.Tensor]] = ()
     ) -> None:
-        """Sends and receives contiguous tensors, as bytes so that every dtype travels; returns when all have."""
+        """Sends and receives contiguous tensors as bytes, so every dtype works. Returns when all transfers are done."""
         operations = [dist.P2POp(dist.isend, bytes_of(sent), group=self.group, group_peer=to) for to, sent in sends]
         operations += [dist.P2POp(dist.irecv, bytes_of(got), group=self.group, group_peer=by) for by, got in receives]
         if operations:
@@ -100,7 +99,7 @@ def highest(peers: Peers, values: list[int]) -> list[int]:
 
 
 def gather_everywhere(peers: Peers, item: T) -> list[T]:
-    """Everyone's item on every rank; for what is rare. Collective."""
+    """Every rank's item on every rank; for rare use. Collective."""
     items = [item] * peers.size
     if peers.size > 1:
         dist.all_gather_object(items, item, group=peers.group)
@@ -108,10 +107,10 @@ def gather_everywhere(peers: Peers, item: T) -> list[T]:
 
 
 def raise_together(peers: Peers, error: Exception | None, what: str) -> None:
-    """Raises on every rank if any rank brings an error, else returns. Collective.
+    """Raises on every rank if any rank passes an error, else returns. Collective.
 
-    It is a DamagedCheckpointError if all errors are, else a CheckpointError; the message says which ranks failed, and
-    why the first did.
+    Raises DamagedCheckpointError if all errors are of that class, else CheckpointError. The message names the ranks
+    that failed and the reason of the first.
     """
     if highest(peers, [int(error is not None)]) == [0]:
         return
@@ -136,7 +135,7 @@ _SAMPLES = 1024
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a parameter; two ranks that hold the same one should hold the same values."""
+    """A box of a parameter; two ranks that hold the same box should hold the same values."""
 
     path: LeafPath
     look: str
@@ -148,7 +147,7 @@ Fingerprints = dict[Box, int]
 
 
 def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
-    """Of the parameters that a rank holds: those that are no DTensors, or all. Not collective."""
+    """Fingerprints of the parameters that are not DTensors, or of all if `sharded`. Not collective."""
     boxes: list[Box] = []
     samples: list[torch.Tensor] = []
     for path in captured.parameters:
@@ -156,7 +155,7 @@ def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
         if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and not sharded):
             continue
         if value.layout is not torch.strided or value.device.type == "meta":
-            continue  # refused by name when it is planned
+            continue  # planning rejects it, with its name
         look = f"{value.dtype} {tuple(value.shape)}"
         for offsets, sizes, part in boxes_of(path, value):
             boxes.append(Box(path, look, offsets, sizes))
@@ -170,7 +169,7 @@ def fingerprints(captured: Captured, *, sharded: bool) -> Fingerprints:
 
 
 def _on_cpu(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One copy for all of a device, as each would wait for it."""
+    """Copies all samples of a device at once, because each copy would wait for the device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for number, one in enumerate(samples):
         by_device[one.device].append(number)
@@ -188,13 +187,13 @@ def _number(data: bytes) -> int:
 
 
 def digest_of(found: Fingerprints) -> int:
-    """A number of 60 bits of them all."""
+    """A 60-bit number for all fingerprints."""
     return _number(repr(list(found.items())).encode())
 
 
 def check_same(everyone: Sequence[Fingerprints]) -> None:
     """Raises CheckpointError if two ranks hold different values of one parameter, or different parameters by one name.
-    `everyone` has what each rank has found, by rank.
+    `everyone` has the fingerprints of each rank, by rank.
     """
     looks: dict[LeafPath, dict[str, list[int]]] = {}
     numbers: dict[Box, dict[int, list[int]]] = {}

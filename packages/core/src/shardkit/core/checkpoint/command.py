@@ -1,6 +1,6 @@
-"""`python -m shardkit.core checkpoint ...`: inspects, verifies, compares, exports, imports and cuts anew what is saved.
+"""`python -m shardkit.core checkpoint ...`: inspects, verifies, compares, exports, imports and reshards checkpoints.
 
-An entry point offers it to the common command of shardkit-tools, too.
+An entry point also offers it to the `shardkit` command of shardkit-tools.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, Torch
 def differences(
     first: tuple[Path, Index], second: tuple[Path, Index], progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[str]:
-    """A line for each tensor or object in which two checkpoints differ, to the last bit; however they are cut.
+    """Yields a line for each tensor or object that differs between two checkpoints, to the last bit, however sharded.
 
-    `progress` is told how many bytes of the first one were done.
+    `progress` receives the number of bytes of the first checkpoint that are done.
 
     Raises:
         DamagedCheckpointError: if either is damaged.
@@ -66,7 +66,7 @@ def _of_values(a: StoredTensor, b: StoredTensor) -> str | None:
 
 
 def _gaps(one: torch.Tensor, other: torch.Tensor) -> list[float]:
-    """The largest, if torch can calculate with the dtype: it cannot with two numbers of 4 bits in a byte."""
+    """The largest gap, if torch can compute with the dtype: it cannot if a byte holds two 4-bit numbers."""
     try:
         gap = (one.to(torch.complex128) - other.to(torch.complex128)).abs().nan_to_num(float("inf"))
     except NotImplementedError:
@@ -92,7 +92,7 @@ def _short(value: object) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """To the last bit and type: 0.0 is not -0.0, and NaN is NaN."""
+    """Whether two values are equal to the last bit and type: 0.0 is not -0.0, and NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -113,7 +113,7 @@ T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status: 0, 1 if `diff` finds differences, 2 after an error, which goes to stderr."""
+    """Runs the command. Exit status: 0, 1 if `diff` finds differences, 2 after an error, shown on stderr."""
     options = parse(arguments)
     return status_of(lambda: _COMMANDS[options.command](options))
 
@@ -124,7 +124,7 @@ def _open(path: Path) -> tuple[Path, Index]:
 
 
 def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
-    """What `use` makes of the checkpoint that is meant; with `--fallback`, of the newest that is not damaged."""
+    """Applies `use` to the chosen checkpoint; with `--fallback`, to the newest that is not damaged."""
     *newer, (oldest, read_oldest) = candidates(options.source, older=options.fallback)
     for path, read in newer:
         try:
@@ -205,7 +205,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _kept(options: argparse.Namespace, path: Path, index: Index) -> Index:
-    """What --without does not name."""
+    """The index without the entries that --without names."""
     left_out = LeftOut(options.without)
     kept = index.without(left_out)
     left_out.check(path)
@@ -213,7 +213,7 @@ def _kept(options: argparse.Namespace, path: Path, index: Index) -> Index:
 
 
 def _weights(path: Path, index: Index, prefix: str) -> Checkpoint:
-    """The tensors whose names begin with `prefix`, without it and under flat names."""
+    """The tensors whose names begin with `prefix`, under flat names without it."""
     checkpoint = source_of(path, index)
     named = {one.name: one for one in checkpoint.tensors.values() if one.name.startswith(prefix)}
     flat = ((name.removeprefix(prefix),) for name in named)

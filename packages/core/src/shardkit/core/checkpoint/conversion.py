@@ -1,8 +1,8 @@
-"""Converts a checkpoint: streamed, resumable, verified, and in place only when it is complete.
+"""Converts a checkpoint: streamed, resumable, verified, and moved into place only when it is complete.
 
-Until everything is written, and has been read back where that is asked for, the output lies in `<target>.partial`.
-A journal beside it has one line for the source, then one for each tensor that is written. An interrupted conversion
-goes on there, unless the system has been started again since: then nobody knows what has reached the disk.
+Until everything is written, and read back if requested, the output lies in `<target>.partial`. A journal beside it has
+one line for the source, then one for each tensor that is written. An interrupted conversion resumes from the journal,
+unless the system was restarted since: then it is not known which bytes reached the disk.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _JOURNAL = "journal.jsonl"
 
 @dataclass
 class Converted:
-    """What was done."""
+    """The result of a conversion."""
 
     target: Path  # the directory or file
     # sha256 of each tensor's bytes, by name, as read from the source and, if verified, from the output
     hashes: dict[str, str] = field(default_factory=dict)
-    resumed: int = 0  # how many tensors an earlier attempt had written
+    resumed: int = 0  # number of tensors that an earlier attempt had written
     nbytes: int = 0  # bytes of all tensors
     verified: bool = False  # whether the output was read back
 
@@ -59,18 +59,18 @@ def convert(
     """Writes `checkpoint` to `target`, slab by slab.
 
     Args:
-        checkpoint: its files are only read.
+        checkpoint: the source; its files are only read.
         target: must not exist; appears when everything is written.
-        make: makes the writer, for a directory.
-        described: tells this attempt from those with other options.
-        read_back: opens the output, which is then compared with what was read from the source; None to leave that.
-        report: the format, for a `migration.json` in the output; None for none.
+        make: makes the writer for a directory.
+        described: distinguishes this attempt from one with other options.
+        read_back: opens the output, which is then compared with the source; None to skip this.
+        report: the format, for a `migration.json` in the output; None to write none.
         as_file: the target is the file that the writer names, not a directory.
-        durable: has the system put everything on disk before the target appears.
-        progress: is told how many bytes were done; read back they count again.
+        durable: sync everything to disk before the target appears.
+        progress: receives the number of bytes done; bytes read back count again.
 
     Raises:
-        CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
+        CheckpointError: if the target exists, an earlier attempt had another source, or the output read back differs.
     """
     progress = _trimming(progress)
     refuse_existing(target)
@@ -80,7 +80,7 @@ def convert(
     _check_own(partial)
     with _alone(partial):
         with _removed_if_refused(partial, only_empty=True):
-            writer = make(partial)  # raises for what it cannot write, before anything is noted
+            writer = make(partial)  # raises for unsupported values before anything is journaled
         journal = _Journal(partial / _JOURNAL, _fingerprint(checkpoint, described))
         done = Converted(target, nbytes=checkpoint.nbytes, verified=read_back is not None)
         with _removed_if_refused(partial), ThreadPoolExecutor(1) as beside:
@@ -101,7 +101,7 @@ def convert(
 
 
 def _trimming(progress: Callable[[int], object]) -> Callable[[int], object]:
-    """Reports progress, and has the heap trimmed after every CHUNK_BYTES."""
+    """Reports progress, and trims the heap after every CHUNK_BYTES."""
     since = 0
 
     def report(nbytes: int) -> None:
@@ -134,7 +134,7 @@ def _write(
 
 
 def _sync(directory: Path) -> None:
-    """Has the system put all files of a directory on disk."""
+    """Syncs all files of a directory to disk."""
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -150,7 +150,7 @@ def refuse_existing(target: Path) -> None:
 def _hashed(
     stored: StoredTensor, digest: Any, beside: ThreadPoolExecutor, progress: Callable[[int], object]
 ) -> Iterator[Slab]:
-    """The slabs of a tensor. Each is hashed while it is used, and the next one is read."""
+    """The slabs of a tensor. Each is hashed while it is used and the next one is read."""
     hashing: Future[None] | None = None
     for low, high in stored.ranges():
         values = stored.read(low, high)
@@ -164,7 +164,7 @@ def _hashed(
 
 
 def _check_own(partial: Path) -> None:
-    """In a directory that others may write to, they could have made it, to have something else overwritten."""
+    """Checks who owns the directory: others could have made it in a shared one, to have other files overwritten."""
     seen = partial.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
         raise CheckpointError(f"{partial} is a link, or belongs to another user; remove it, or choose another place")
@@ -172,7 +172,7 @@ def _check_own(partial: Path) -> None:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Holds a lock on the directory; it goes with the process, however that ends."""
+    """Holds a lock on the directory; the system releases it when the process ends in any way."""
     directory = os.open(partial, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +185,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 @contextmanager
 def _removed_if_refused(partial: Path, *, only_empty: bool = False) -> Iterator[None]:
-    """What an interruption has left is gone on with; what cannot be converted would not be the next time either."""
+    """Keeps an interrupted attempt for resuming, but removes one that was rejected, as it would be rejected again."""
     try:
         yield
     except CheckpointError:
@@ -195,7 +195,7 @@ def _removed_if_refused(partial: Path, *, only_empty: bool = False) -> Iterator[
 
 
 def _check_source(checkpoint: Checkpoint, target: Path) -> None:
-    """Each value has a name of its own, and the target is not in the source, which is only read."""
+    """Checks that each value has a distinct name, and that the target is not inside the source, which is only read."""
     seen: dict[str, LeafPath] = {}
     for path in (*checkpoint.tensors, *checkpoint.objects):
         other = seen.setdefault(name_of(path), path)
@@ -211,7 +211,7 @@ def _check_source(checkpoint: Checkpoint, target: Path) -> None:
 def _verify(
     done: Converted, checkpoint: Checkpoint, writer: Writer, output: Checkpoint, progress: Callable[[int], object]
 ) -> None:
-    """Compares names, shapes, dtypes, every byte and every object of the output, read as anyone would."""
+    """Compares names, shapes, dtypes, every byte and every object of the output, read as a user would."""
     if output.objects.keys() != checkpoint.objects.keys():
         odd = [name_of(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
         raise CheckpointError(f"the objects {odd} are in one of source and output only")
@@ -259,7 +259,7 @@ def _report(partial: Path, done: Converted, checkpoint: Checkpoint, to: str) -> 
 
 
 def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
-    """Of the source's files, by size and time, and of the tensors in them."""
+    """A fingerprint of the source's files, by size and time, and of its tensors."""
     described: list[Any] = [to, checkpoint.kind, sorted(checkpoint.files)]
     described.append([(name_of(path), one.shape, str(one.dtype)) for path, one in checkpoint.tensors.items()])
     for name in sorted({file for one in checkpoint.tensors.values() for file in one.files}):
@@ -269,7 +269,7 @@ def _fingerprint(checkpoint: Checkpoint, to: str) -> str:
 
 
 def _boot() -> str:
-    """Names the time since the system was started; a new name each time where the system tells none."""
+    """Identifies the current boot of the system; a new name each time if the system does not provide one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -277,7 +277,7 @@ def _boot() -> str:
 
 
 class _Journal:
-    """What an attempt has written. A last line that is not whole, from an interruption, does not count."""
+    """The journal of an attempt. An incomplete last line, left by an interruption, is ignored."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self._path = path
@@ -304,7 +304,7 @@ class _Journal:
         path.write_text("".join(json.dumps(entry) + "\n" for entry in [self._header, *whole[1:]]))
 
     def forget(self) -> dict[str, Any]:
-        """Starts anew: the data file is gone."""
+        """Starts again without records, because the data file is gone."""
         self.records = {}
         self._path.write_text(json.dumps(self._header) + "\n")
         return self.records

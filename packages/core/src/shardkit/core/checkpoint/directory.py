@@ -1,16 +1,15 @@
-"""A directory of checkpoints: which are complete, what an interrupted run left behind, which are kept, whose they are.
+"""A directory of checkpoints: which are complete, what to clean up, which are kept, and which run wrote them.
 
-    step-000100/                      a complete checkpoint: only a rename brings one under such a name
-    .step-000200.<token>.incomplete/  one that is being written, or was when its run died
-    .step-000100.<token>.replaced/    one that made way for another of the same step, until that is in place
-    .step-000050.<token>.deleted/     one on its way out
-    step-000100.damaged/              one that was passed over because it is damaged; nothing removes it
+    step-000100/                      a complete checkpoint: only a rename creates this name
+    .step-000200.<token>.incomplete/  one that is being written, or whose run died while writing
+    .step-000100.<token>.replaced/    an older one of the same step, kept until the new one is in place
+    .step-000050.<token>.deleted/     one that is being deleted
+    step-000100.damaged/              one that was skipped because it is damaged; nothing removes it
 
-The token is one save's: what a run that died, or a save that failed, has left never mixes with what comes after it.
-Which hidden directories are being written now is known by locks: writers hold a shared one on the directory, which the
-system lets go of when they die. Locks hold on one host, and not on every file system; so a directory is renamed before
-it is removed. It can be gone for its writer, who then fails; never can it lose files while its writer makes it a
-checkpoint.
+Each save has its own token, so leftovers of a dead run or a failed save never mix with later files. Locks show which
+hidden directories are being written: writers hold a shared lock on the directory, which the system releases when they
+die. Locks hold on one host, and not on every file system, so a directory is renamed before it is removed. Its writer
+may then find it gone, and fails; but it never loses files while its writer turns it into a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from shardkit.core.checkpoint.verified_file import open_inside, read_small
 
 @contextlib.contextmanager
 def writing_in(directory: Path) -> Iterator[None]:
-    """Makes a hidden directory, and keeps `clean` of other runs away from it while the block runs. Raises OSError."""
-    directory.mkdir(exist_ok=True)  # by the first of the ranks
+    """Makes a hidden directory, and keeps `clean` of other runs from removing it during the block. Raises OSError."""
+    directory.mkdir(exist_ok=True)  # by the first rank to arrive
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # network file systems may have no locks for directories
@@ -45,12 +44,12 @@ def writing_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing does not do if a forked worker has the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if a forked worker has the descriptor too
         os.close(descriptor)
 
 
 def remove_unless_written(path: Path, doomed: Path) -> None:
-    """Removes a hidden directory that no writer has locked, under another name: who comes too late finds none of it."""
+    """Renames and removes a hidden directory that no writer has locked; a late writer finds nothing at its path."""
     with contextlib.suppress(FileNotFoundError):  # another run was faster
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -73,18 +72,18 @@ _HIDDEN = re.compile(r"\.(step-\d{6,})\.([0-9a-f]+)\.(incomplete|replaced|delete
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint on disk that was completed. Its files may have been damaged since; reading says so."""
+    """A completed checkpoint on disk. If its files were damaged since, reading raises."""
 
     path: Path
     step: int
 
     @classmethod
     def all_in(cls, directory: str | Path) -> list[StoredCheckpoint]:
-        """The complete checkpoints of a directory, oldest first, without a manager and whatever writes there now."""
+        """The complete checkpoints of a directory, oldest first. Needs no manager, and a run may be writing there."""
         return CheckpointDirectory(Path(directory)).complete()
 
     def read(self) -> Index:
-        """What it holds. Raises DamagedCheckpointError if its manifest is damaged or a file is missing or cut off."""
+        """The index. Raises DamagedCheckpointError if the manifest is damaged or a file is missing or truncated."""
         index = read_manifest(self.path)
         if index.step != self.step:
             raise DamagedCheckpointError(f"{self.path / MANIFEST} is of step {index.step}: renamed, or swapped")
@@ -92,7 +91,7 @@ class StoredCheckpoint:
 
 
 def read_manifest(path: Path) -> Index:
-    """What a checkpoint holds, whose files are there and as long as they were; raises DamagedCheckpointError if not."""
+    """The index of a checkpoint. Raises DamagedCheckpointError if files are missing or not of their size."""
     index = unpack(read_small(path, MANIFEST), str(path / MANIFEST))
     for file in index.files.values():
         try:
@@ -113,11 +112,11 @@ class CheckpointDirectory:
     """What has lost its name and is still to be removed."""
 
     def final(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """The path of a step's checkpoint, whether it exists or not."""
         return self.path / f"step-{step:06d}"
 
     def hidden(self, step: int, token: str, state: str) -> Path:
-        """Where it is while it is not complete, or no more."""
+        """The path of a checkpoint that is not complete yet, or is being replaced or deleted."""
         return self.path / f".step-{step:06d}.{token}.{state}"
 
     def complete(self) -> list[StoredCheckpoint]:
@@ -132,15 +131,15 @@ class CheckpointDirectory:
         return [StoredCheckpoint(self.path / name, step) for step, name in sorted(found)]
 
     def clean(self) -> None:
-        """Removes what runs that died have left, if this process may; one that was replaced half-way comes back. Raises
-        CheckpointError if the directory cannot be made or read, or one that was replaced cannot come back.
+        """Removes leftovers of dead runs, if this process may, and restores half-replaced checkpoints. Raises
+        CheckpointError if the directory cannot be made or read, or such a checkpoint cannot be restored.
         """
         try:
             missing = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
             self.path.mkdir(parents=True, exist_ok=True)
             for made in missing:
                 sync_directory(made.parent)
-            for path in sorted(self.path.iterdir()):  # what is incomplete before what it replaces
+            for path in sorted(self.path.iterdir()):  # incomplete directories come before those they replace
                 match = _HIDDEN.fullmatch(path.name)
                 if not match:
                     continue
@@ -148,9 +147,9 @@ class CheckpointDirectory:
                 if state != "replaced" or (self.path / name).exists():
                     try:
                         remove_unless_written(path, path.with_name(f".{name}.{token}.deleted"))
-                    except OSError as error:  # as of a reader: what is complete can be restored all the same
+                    except OSError as error:  # as for a reader, complete ones can still be restored
                         _LOG.warning("%s is left of a run that died, and cannot be removed: %s", path, error)
-                elif not path.with_name(f".{name}.{token}.incomplete").exists():  # else a run is about to name that
+                elif not path.with_name(f".{name}.{token}.incomplete").exists():  # else a run is about to rename it
                     path.rename(self.path / name)
         except OSError as error:
             raise CheckpointError(
@@ -158,7 +157,7 @@ class CheckpointDirectory:
             ) from error
 
     def publish(self, temporary: Path, step: int, token: str) -> Path:
-        """Makes a finished directory the checkpoint of a step: one rename, then on disk for good."""
+        """Makes a finished directory the checkpoint of a step: one rename, then a sync to disk."""
         final, replaced = self.final(step), self.hidden(step, token, "replaced")
         sync_directory(temporary)
         if final.exists():
@@ -176,16 +175,16 @@ class CheckpointDirectory:
         return final
 
     def set_aside(self, path: Path) -> None:
-        """Takes the name of a checkpoint from one that was found damaged, so that it does not count as the newest."""
+        """Renames a damaged checkpoint, so that it no longer counts as the newest."""
         numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
         path.rename(next(other for other in numbered if not other.exists()))
         sync_directory(self.path)
 
     def retire(self, keep: int, saved: int, token: str) -> None:
-        """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which is there.
+        """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which exists.
 
-        Newer ones were passed over by the run that saved it, as damaged or for another reason: they do not count as
-        good ones, and deleting them is the user's. What cannot be deleted is warned of; nothing is raised.
+        The run that saved it skipped newer checkpoints, as damaged or for another reason: they do not count, and only
+        the user deletes them. A failed deletion is a warning; nothing is raised.
         """
         with _forgiven(self.path):
             old = [one for one in self.complete() if one.step <= saved][:-keep]
@@ -193,10 +192,10 @@ class CheckpointDirectory:
                 self._discard([one.path for one in old], [self.hidden(one.step, token, "deleted") for one in old])
 
     def _discard(self, paths: Sequence[Path], doomed: Sequence[Path]) -> None:
-        """Removes what a checkpoint has made superfluous; where that fails, the checkpoint is no worse for it.
+        """Deletes checkpoints that are no longer needed; a failure does not affect the new checkpoint.
 
-        Each loses its name, on disk, before the first loses a file: none can come back without its files. What was
-        left of earlier ones is tried again.
+        All are renamed, and the renames synced, before any file is deleted: none can come back without its files.
+        Leftovers of earlier deletions are tried again.
         """
         for path, hidden in zip(paths, doomed, strict=True):
             with _forgiven(path):
@@ -234,10 +233,10 @@ def sync_directory(path: Path) -> None:
 
 
 def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
-    """What a directory holds: by our manifest, or by stock's metadata if there is no manifest.
+    """The index of a directory: from our manifest, or from stock's metadata if there is no manifest.
 
-    Without what is left out, which need not be there in stock's. Raises CheckpointError if it is not a checkpoint;
-    DamagedCheckpointError if it is a damaged one.
+    Excludes what is left out; in stock's format those files may be missing. Raises CheckpointError if it is not a
+    checkpoint, DamagedCheckpointError if it is a damaged one.
     """
     left_out = left_out or LeftOut()
     if (path / MANIFEST).exists():
@@ -248,12 +247,12 @@ def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
 
 
 def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
-    """What `path` can mean, the newest first, and what gives the index of each.
+    """The checkpoints that `path` can mean, newest first, each with a function that returns its index.
 
-    A checkpoint and, with `older` and if a run has saved it, those that the run saved before it; of a directory of a
-    run, all complete ones. Without `older`, what lies beside a checkpoint is not looked at and need not be readable.
-    Whichever they are, they may be damaged: `open_index` and `StoredCheckpoint.read` say what the calls raise. Raises
-    CheckpointError if there is none.
+    A checkpoint and, with `older` and if a run saved it, the run's earlier ones; for a directory of a run, all complete
+    ones. Without `older`, the neighbours of a checkpoint are not looked at and need not be readable. Any of them may be
+    damaged: the functions raise as `open_index` and `StoredCheckpoint.read` do. Raises CheckpointError if there is
+    none.
     """
     if any((path / name).exists() for name in (MANIFEST, METADATA)):
         beside = StoredCheckpoint.all_in(path.absolute().parent) if older else []
@@ -267,7 +266,7 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
 
 
 class OtherRuns:
-    """What one run knows of the complete checkpoints of a directory. Raises CheckpointError as `complete` does."""
+    """The complete checkpoints of a directory that one run knows. Raises CheckpointError as `complete` does."""
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self._directory = directory
@@ -275,20 +274,20 @@ class OtherRuns:
         self._known = set(seals.values())
 
     def _there(self) -> tuple[dict[str, str], set[str]]:
-        """Seals of what is there, by name, and what cannot be read now. What has lost its seal is nobody's."""
+        """Seals of the existing checkpoints, by name, and names that cannot be read now; damaged ones have none."""
         seals: dict[str, str] = {}
         unread: set[str] = set()
         for one in self._directory.complete():
             try:
                 if (seal := _seal_of(one.path)) is not None:
                     seals[one.path.name] = seal
-            except (OSError, CheckpointError):  # as of a server that is away for a moment
+            except (OSError, CheckpointError):  # for example, a server that is briefly unavailable
                 unread.add(one.path.name)
         return seals, unread
 
     def make_way(self, temporary: Path) -> None:
-        """This run is about to give a directory, which has its manifest, the name of a checkpoint. Raises
-        CheckpointError if there is a checkpoint that this run has neither found at its start nor made.
+        """Call before this run renames a finished directory to a checkpoint. Raises CheckpointError if the directory
+        has a checkpoint that this run neither found at its start nor saved.
         """
         seals, _ = self._there()
         self._known |= {seals[name] for name in self._unread & seals.keys()}  # found at its start, readable again
@@ -305,7 +304,7 @@ class OtherRuns:
 
 
 def _seal_of(path: Path) -> str | None:
-    """None if the manifest is damaged or missing. Raises OSError or CheckpointError if it cannot be read."""
+    """None if the manifest is damaged or missing. Raises OSError or CheckpointError if it is unreadable."""
     try:
         with os.fdopen(open_inside(path, MANIFEST), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 200))

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 
 def printable(text: str) -> str:
-    """Text with its control characters and lone surrogates escaped, but for tabs: one line for a terminal."""
+    """Text as one line for a terminal: control characters, except tabs, and lone surrogates are escaped."""
     return "".join(one if one == "\t" or one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or used: the message says which, what was seen, and what to do.
+    """A checkpoint that cannot be written, read or used. The message names it, the value seen, and what to do.
 
-    Control characters, which names and values in a file may have, are escaped: they could change what a terminal shows.
+    Control characters in names and values of a file are escaped: they could change what a terminal shows.
     """
 
     def __str__(self) -> str:
@@ -22,7 +22,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files that are not what was written: truncated, changed, missing, or swapped. The message names the file."""
+    """Files that differ from those written: truncated, changed, missing, or swapped. The message names the file."""
 
 
 _PASSING = (OSError, MemoryError)
@@ -30,12 +30,12 @@ _PASSING = (OSError, MemoryError)
 
 @contextmanager
 def damage_of(name: str, otherwise: str, passing: tuple[type[Exception], ...] = _PASSING) -> Iterator[None]:
-    """Around what takes bytes of `name` apart, as damaged ones fail in any way. What is raised is a
-    DamagedCheckpointError with the name; `otherwise` says what is wrong if the error does not say it.
+    """Wraps code that parses bytes of `name`, as damaged bytes may raise anything. Raises DamagedCheckpointError with
+    the name; `otherwise` describes the damage if the error has no text.
 
-    A CheckpointError that is none stays as it is, and so does what is `passing`: a disk or a memory that fails says
-    nothing about the bytes, and nobody should go back to older ones for it. Code that damaged bytes lead to ask for
-    anything, such as torch's, passes none of them.
+    Other CheckpointErrors and the exceptions in `passing` stay unchanged: a disk or memory failure does not mean that
+    the bytes are damaged, and must not lead to a fallback. Code that damaged bytes can drive to any request, such as
+    torch's, passes none.
     """
     try:
         yield

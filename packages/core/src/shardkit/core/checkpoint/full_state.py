@@ -24,25 +24,25 @@ _CAUGHT_BY_TYPE = (ImportError, FileNotFoundError, PermissionError, OSError, Typ
 
 
 def _told(error: Exception, where: str) -> Exception:
-    """An error as all ranks raise it: of its own type if users may want to catch that, else a RuntimeError."""
+    """The error to raise on all ranks: its own type if users may want to catch that, else a RuntimeError."""
     kind = next((kind for kind in _CAUGHT_BY_TYPE if isinstance(error, kind)), None)
     return RuntimeError(f"{where}: {type(error).__name__}: {error}") if kind is None else kind(f"{where}: {error}")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a module's state, as this rank holds it."""
+    """This rank's part of one tensor of a module's state."""
 
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
     region: Region
-    device_type: str  # where the shards live: that of the mesh, also for shards offloaded to CPU
+    device_type: str  # device type of the shards: the mesh's, even if they are offloaded to CPU
     meta: bool
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells rank 0."""
+    """The report of one rank to rank 0."""
 
     slots: dict[str, Slot] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
@@ -54,14 +54,14 @@ class Report:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The tensors of a module's `state_dict()`, themselves rather than detached, and its extra state."""
+    """The tensors in a module's `state_dict()`, without detaching them, and its extra state."""
 
     tensors: dict[str, torch.Tensor]
     objects: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
-        """Reads `state_dict()`, so that names and hooks are those which users know from there."""
+        """Reads `state_dict()`, so names and hooks are the usual ones."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
@@ -82,12 +82,12 @@ class ModuleState:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that this rank holds of a tensor, without autograd."""
+    """This rank's local memory of a tensor, without autograd."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _check_agreement(reports: list[Report]) -> None:
-    """Raises the first reason why ranks cannot go on together: one failed, or has other tensors than rank 0."""
+    """Raises the first reason why ranks cannot continue together: one failed, or its tensors differ from rank 0's."""
     for rank, report in enumerate(reports):
         if report.failure is not None:
             raise type(report.failure)(f"rank {rank}: {report.failure}")
@@ -132,25 +132,25 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """The state dict of a sharded module with full plain tensors: parameters, persistent buffers, extra state.
 
-    Collective over `group`. Gathers tensor by tensor to rank 0. With `rank0_only`, other ranks send their pieces,
-    never hold a full tensor and get an empty dict; without, rank 0 sends each tensor on. Of a replicated tensor or a
-    plain one (a buffer), rank 0's copy is taken.
+    Collective over `group`. Gathers each tensor to rank 0, one at a time. With `rank0_only`, other ranks send their
+    pieces, never hold a full tensor and get an empty dict; otherwise rank 0 sends each tensor to them. For a replicated
+    or plain tensor (a buffer), rank 0's copy is used.
 
     Args:
         module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate) or plain.
         rank0_only: whether rank 0 alone gets the result.
-        offload: put the result on CPU, each tensor as soon as it is complete; otherwise it stays on the device of the
+        offload: move the result to CPU, each tensor as soon as it is complete; otherwise it stays on the device of the
             parameter.
-        group: the ranks that share the module, by default all; "rank 0" is its first.
+        group: the ranks that share the module, by default all; "rank 0" is the first of them.
 
     Returns:
         Name -> tensor as in `module.state_dict()`, in its order. No tensor shares memory with the module; tied
         parameters share theirs with each other.
 
     Raises:
-        RuntimeError: on all ranks, if tensors are on the meta device, or modules differ between ranks, or the ranks of
-            `group` together do not hold a tensor whole.
-        ValueError: a placement that is neither Replicate nor sharding.
+        RuntimeError: on all ranks, if tensors are on the meta device, if modules differ between ranks, or if the ranks
+            of `group` together do not hold a whole tensor.
+        ValueError: for a placement that is neither Replicate nor sharding.
     """
     peers = Peers.of(group)
     state, report = _survey(module)
@@ -181,7 +181,7 @@ def _survey(module: nn.Module) -> tuple[ModuleState | None, Report]:
 
 
 def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[Report]], T]) -> T:
-    """What rank 0 decides from everybody's report; what it raises is raised on every rank. Collective."""
+    """Decides on rank 0 from all reports; an error raised there is raised on every rank. Collective."""
     answer: T | Exception | None = None
     if reports is not None:
         try:
@@ -194,7 +194,7 @@ def _agreed(peers: Peers, reports: list[Report] | None, decide: Callable[[list[R
     try:
         raise agreed
     finally:
-        del agreed, answer  # which hold the traceback, and so all that the callers have, until a garbage collection
+        del agreed, answer  # they hold the traceback, and so the callers' locals, until a garbage collection
 
 
 def _owners(reports: list[Report]) -> dict[str, tuple[int, ...]]:
@@ -252,7 +252,7 @@ def _gather(
 
 
 def _receive(full: torch.Tensor, pieces: dict[int, Region], peers: Peers) -> None:
-    """Puts the pieces of other ranks into `full`: in place and all at once where they are contiguous in it."""
+    """Puts the pieces of other ranks into `full`, in place if they are contiguous in it."""
     windows = {rank: region.window(full) for rank, region in pieces.items()}
     peers.exchange(receives=[(rank, window) for rank, window in windows.items() if window is not None])
     for rank, window in windows.items():
@@ -264,7 +264,7 @@ def _receive(full: torch.Tensor, pieces: dict[int, Region], peers: Peers) -> Non
 
 
 class IncompatibleKeys(NamedTuple):
-    """What did not match, with the field names of `nn.Module.load_state_dict`'s result."""
+    """Names that did not match, with the field names of `nn.Module.load_state_dict`'s result."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -280,14 +280,14 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Loads full tensors into a module whose parameters are sharded, tensor by tensor.
 
-    Collective over `group`. The ranks first tell each other what they hold, so an error is raised on all of them and
-    nothing has been changed by then. A file that every rank can open is read by every rank, its own pieces only;
-    otherwise rank 0 reads and sends each rank its piece. Beside the module and the source, rank 0 holds at most one
-    full tensor and other ranks hold at most their piece of one.
+    Collective over `group`. The ranks first exchange descriptions of their tensors, so an error is raised on all of
+    them before anything changes. If every rank can open the file, each reads only its own pieces. Otherwise rank 0
+    reads and sends each rank its piece. Besides the module and the source, rank 0 holds at most one full tensor, and
+    other ranks hold at most their piece of one.
 
-    Parameters and persistent buffers on the meta device get memory on the way, on the mesh's device. Non-persistent
-    buffers are in no state dict: if there are any on the meta device, call `materialize` before this. Values are cast
-    to the dtype of the parameter or buffer. Of tied parameters one name is enough.
+    Parameters and persistent buffers on the meta device are allocated on the mesh's device. Non-persistent buffers are
+    in no state dict: if any are on the meta device, call `materialize` first. Values are cast to the dtype of the
+    parameter or buffer. For tied parameters one of the names is enough.
 
     Args:
         module: any module; its parameters are DTensors on any meshes (Shard, strided Shard, Replicate; uneven and
@@ -296,14 +296,14 @@ def load_full_state_dict(
             the same path, or anything.
         strict: raise for missing and unexpected names.
         assign: replace parameters and buffers by new tensors of the source's dtype instead of writing into them.
-        group: the ranks that share the module, by default all; "rank 0" is its first.
+        group: the ranks that share the module, by default all; "rank 0" is the first of them.
 
     Returns:
         Names that the source lacks, and names that the module does not know.
 
     Raises:
         RuntimeError: missing or unexpected names (strict), entries of another shape, modules that differ by rank.
-        TypeError, ValueError, OSError, ImportError: a source that cannot be read; raised on every rank.
+        TypeError, ValueError, OSError, ImportError: for a source that cannot be read; raised on every rank.
     """
     peers = Peers.of(group)
     opened, unreadable = None, None
@@ -328,18 +328,18 @@ def load_full_state_dict(
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 decides for all."""
+    """Rank 0's decision for all ranks."""
 
     dtypes: dict[str, torch.dtype]  # of what is loaded, in order
     objects: dict[str, Any]
     missing: list[str]
     unexpected: list[str]
     everyone_reads: bool
-    whole: frozenset[str]  # tensors that every rank holds all of
+    whole: frozenset[str]  # tensors that every rank holds whole
 
 
 def _judge(module: nn.Module, reports: list[Report], source: Source | None, strict: bool) -> _Verdict:
-    """Rank 0's decision, from everybody's report; raises what all are to raise."""
+    """Rank 0's decision, from all reports; raises the error that all ranks are to raise."""
     _check_agreement(reports)
     mine = reports[0]
     if mine.unreadable is not None:
@@ -394,7 +394,7 @@ def _expected(name: str, report: Report) -> str:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Brings one tensor after the other to its owners; every rank asks for the same names in the same order."""
+    """Brings tensors to their owners, one at a time; every rank asks for the same names in the same order."""
 
     peers: Peers
     verdict: _Verdict
@@ -402,7 +402,7 @@ class _Stream:
     reports: list[Report] | None
 
     def fill(self, name: str, local: torch.Tensor, slot: Slot) -> None:
-        """Writes this rank's piece of a tensor into `local`, in the dtype of `local`."""
+        """Writes this rank's piece of a tensor into `local`, cast to the dtype of `local`."""
         region = slot.region
         if self.verdict.everyone_reads:
             if region.numel:
@@ -446,7 +446,7 @@ class _Stream:
 
 
 def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
-    """Where a piece of `local` arrives: in place if possible."""
+    """The memory in which a piece of `local` arrives: `local` itself if possible."""
     if local.device == wire and local.is_contiguous():
         return local
     return torch.empty(local.shape, dtype=local.dtype, device=wire)
@@ -454,7 +454,7 @@ def _landing(local: torch.Tensor, wire: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _write(module: nn.Module, state: ModuleState, report: Report, stream: _Stream) -> None:
-    """Writes into the tensors that the module has; those on the meta device get memory first."""
+    """Writes into the tensors of the module; those on the meta device are allocated first."""
     wanted = {id(state.tensors[name]) for name in stream.verdict.dtypes if state.tensors[name].is_meta}
     if wanted:
         allocate(module, lambda tensor: id(tensor) in wanted)

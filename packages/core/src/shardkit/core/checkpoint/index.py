@@ -1,10 +1,10 @@
-"""What a checkpoint holds and where: tensors as chunks in files, objects, files with the checksums of their blocks.
+"""The contents of a checkpoint: tensors as chunks in files, objects, and files with the checksums of their blocks.
 
-An `Index` is built when a checkpoint is committed, or read from one: from `manifest.json`, or from stock's `.metadata`.
-It has been checked: chunks make up their tensors, each element once, and lie inside files of the directory.
+An `Index` is built when a checkpoint is committed, or read from `manifest.json` or from stock's `.metadata`. It is
+checked when built: the chunks cover each element of their tensors once, and lie inside files of the directory.
 
-The manifest is written last, so its presence says that all else is there. Its text is one JSON object that ends with
-`,"seal":"<sha256 of all bytes before>"}`. There is no pickle in it.
+The manifest is written last, so its presence means that all other files exist. Its text is one JSON object that ends
+with `,"seal":"<sha256 of all bytes before>"}`. It contains no pickle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 @dataclass(frozen=True)
 class File:
-    """A file of a checkpoint; `blocks` has the checksum of each BLOCK_BYTES of it, None if nobody knows them."""
+    """A file of a checkpoint; `blocks` has the checksum of each BLOCK_BYTES of it, None if they are not known."""
 
     name: str
     nbytes: int
@@ -50,7 +50,7 @@ class File:
 class Chunk:
     """A box of a tensor: its archive is bytes [offset, offset + length) of a file, its values begin at `values`.
 
-    `values` is None where that has to be looked up in the archive, as in stock's checkpoints.
+    `values` is None if it has to be looked up in the archive, as in stock's checkpoints.
     """
 
     file: str
@@ -85,7 +85,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """A value that is no tensor: bytes of torch.save in a file."""
+    """A value that is not a tensor: bytes of torch.save in a file."""
 
     path: LeafPath
     file: str
@@ -95,8 +95,8 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything in a checkpoint; `order` has leaves of user and per-rank state that do not come tensors first. Raises
-    DamagedCheckpointError when it is built, for entries that contradict each other.
+    """The contents of a checkpoint; `order` lists leaves of user and per-rank state whose order is not tensors first.
+    Raises DamagedCheckpointError when built from entries that contradict each other.
     """
 
     tensors: dict[str, TensorEntry]
@@ -128,7 +128,7 @@ class Index:
         for name, one in self.objects.items():
             self._check_range(name, one.file, one.offset, one.length)
             claimed[one.file] += one.length
-        for name, length in claimed.items():  # or a small file could be said to hold any number of large tensors
+        for name, length in claimed.items():  # otherwise a small file could claim to hold any number of large tensors
             if length > self.files[name].nbytes:
                 raise DamagedCheckpointError(
                     f"{name}: {length} bytes are said to lie in it, it has {self.files[name].nbytes}"
@@ -152,7 +152,7 @@ class Index:
         return tensors | {name: one.path for name, one in self.objects.items()}
 
     def in_order(self, values: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-        """Values by path in the order in which they were saved, where that is known; empty mappings come last."""
+        """Values by path, in the order in which they were saved if that is known; empty mappings come last."""
         place = dict.fromkeys(self.empties, len(self.order))
         for number, path in enumerate(self.order):
             for end in range(1, len(path) + 1):
@@ -160,7 +160,7 @@ class Index:
         return dict(sorted(values.items(), key=lambda item: place.get(item[0], -1)))
 
     def without(self, left_out: LeftOut) -> Index:
-        """What is not left out."""
+        """The index without the entries in `left_out`."""
         if not left_out.keys:
             return self
         return replace(
@@ -208,13 +208,13 @@ def seal(document: dict[str, Any]) -> bytes:
 
 
 def sealed_as(end: bytes) -> str | None:
-    """The seal that a manifest ends with, None if it ends with none; nothing is verified."""
+    """The seal at the end of a manifest, None if there is none. Does not verify it."""
     found = _SEAL.fullmatch(end[-_SEAL_LENGTH:])
     return found[1].decode() if found else None
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """The JSON object. Raises DamagedCheckpointError if a byte of it is not what was sealed."""
+    """The JSON object. Raises DamagedCheckpointError if any byte differs from the sealed ones."""
     sealed = sealed_as(data)
     if sealed is None:
         raise DamagedCheckpointError(f"{name} ({len(data)} bytes) does not end with a seal: it is truncated or damaged")
@@ -229,7 +229,7 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
 
 
 def pack(index: Index, created: str, *beside: File) -> bytes:
-    """The manifest of a checkpoint; `beside` are files that nothing in the index lies in."""
+    """The manifest of a checkpoint; `beside` lists files that the index does not use."""
     numbers = {name: number for number, name in enumerate(index.files)}
     tensors = [
         [
@@ -261,8 +261,8 @@ def pack(index: Index, created: str, *beside: File) -> bytes:
 
 
 def unpack(data: bytes, name: str) -> Index:
-    """The index in a manifest. Raises DamagedCheckpointError if it is damaged, or contradicts itself; CheckpointError
-    if it is of a version that this code does not know.
+    """The index in a manifest. Raises DamagedCheckpointError if it is damaged or contradicts itself, CheckpointError if
+    this code does not know its version.
     """
     document = unseal(data, name)
     if document.get("format") != _FORMAT:

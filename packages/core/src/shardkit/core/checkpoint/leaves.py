@@ -1,8 +1,8 @@
-"""Nested state as named leaves, under the names that torch.distributed.checkpoint gives them, and back.
+"""Nested state as named leaves, with the names that torch.distributed.checkpoint uses, and back.
 
-A mapping is descended into, and so is a list that holds tensors or mappings; everything else is a leaf. The name of a
-leaf is the keys that lead to it, joined by dots. Stock turns keys into strings and drops empty mappings; a `LeafPath`
-keeps the one and `Leaves.empties` the other, so that a state comes back as it was.
+Mappings, and lists that contain tensors or mappings, are flattened; everything else is a leaf. The name of a leaf is
+its keys, joined by dots. Stock turns keys into strings and drops empty mappings. A `LeafPath` keeps the types of keys,
+and `Leaves.empties` keeps the empty mappings, so a state is restored exactly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Captured:
-    """Leaves that all ranks have, and leaves of this rank alone; `parameters` are paths of the former."""
+    """Leaves shared by all ranks, and leaves of this rank alone; `parameters` are paths of the shared ones."""
 
     shared: Leaves
     own: Leaves
@@ -58,7 +58,7 @@ class Captured:
 
 
 def name_of(path: LeafPath) -> str:
-    """The flat name that torch.distributed.checkpoint gives to what lies at `path`."""
+    """The flat name that torch.distributed.checkpoint gives to the value at `path`."""
     return ".".join(map(str, path))
 
 
@@ -68,8 +68,8 @@ def stock_path(path: LeafPath) -> tuple[str | int, ...]:
 
 
 def encode_path(path: LeafPath) -> list[Any]:
-    """A path as JSON: a key is a string, one that is a number a list of it; a place in a list is a number, one in a
-    tuple {"tuple": number}.
+    """A path as JSON: a string key is a string, a number key a list with the number, a place in a list a number, and a
+    place in a tuple {"tuple": number}.
     """
 
     def encoded(part: Any) -> Any:
@@ -99,9 +99,9 @@ def decode_path(value: Any) -> LeafPath:
 
 
 def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
-    """The leaves of nested state with the paths that lead there, in order.
+    """The leaves of nested state with their paths, in order.
 
-    `is_opened` is asked about each mapping, list and tuple; those that it denies are leaves.
+    `is_opened` is called with each mapping, list and tuple. If it returns False, the container is a leaf.
     """
     if isinstance(value, Mapping) and is_opened(value):
         for key, below in value.items():
@@ -114,8 +114,8 @@ def walk(value: Any, is_opened: Callable[[Any], bool], path: LeafPath = ()) -> I
 
 
 def flatten(state: Mapping[Any, Any], prefix: LeafPath = ()) -> Leaves:
-    """The leaves of nested state. Raises TypeError for a key that is neither str nor int, or a state that is no
-    mapping; ValueError for two leaves of one name.
+    """The leaves of nested state. Raises TypeError if a key is neither str nor int or the state is not a mapping,
+    ValueError if two leaves have one name.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
@@ -137,7 +137,7 @@ def flatten(state: Mapping[Any, Any], prefix: LeafPath = ()) -> Leaves:
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Mappings, and lists that hold more than objects, as torch.distributed.checkpoint has it."""
+    """Whether torch.distributed.checkpoint flattens a value: mappings, and lists that hold more than objects."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list) and any(
@@ -146,12 +146,12 @@ def _is_taken_apart(value: Any) -> bool:
 
 
 class _Level(dict[Any, Any]):
-    """A mapping or list on the way to leaves, told from a leaf that is a dict."""
+    """A mapping or list above leaves; distinguishes it from a leaf that is a dict."""
 
 
 def unflatten(values: Mapping[LeafPath, Any], empties: Iterable[LeafPath] = ()) -> Any:
-    """The nested state that `walk` or `flatten` took apart; the value itself if its path is empty. Raises
-    DamagedCheckpointError for a value at whose place others lie below it.
+    """Rebuilds the nested state that `walk` or `flatten` took apart; with an empty path, returns the value itself.
+    Raises DamagedCheckpointError if a value's path is also a prefix of other paths.
     """
     root = _Level()
     for path, value in values.items():
@@ -193,8 +193,8 @@ def _closed(level: Any) -> Any:
 
 
 def object_bytes(name: str, value: Any) -> bytes:
-    """What torch.save writes for a leaf that is no tensor. Raises TypeError for what `torch.load(weights_only=True)`
-    would refuse.
+    """The bytes that torch.save writes for a leaf that is not a tensor. Raises TypeError if
+    `torch.load(weights_only=True)` would refuse them.
     """
     _check_plain(name, value)
     buffer = io.BytesIO()
@@ -233,24 +233,24 @@ def check_has_values(name: str, tensor: torch.Tensor) -> None:
 
 
 class LeftOut:
-    """Names of values, or of dicts with all that lies in them: "rng", "optim.state.embed.weight"."""
+    """Names of values to leave out, or of dicts with everything below: "rng", "optim.state.embed.weight"."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self.keys = tuple(keys)
         self._found: set[str] = set()
 
     def has(self, path: LeafPath) -> bool:
-        """Whether what lies at `path` is left out."""
+        """Whether the value at `path` is left out."""
         name = name_of(path)
         found = [key for key in self.keys if name == key or name.startswith(f"{key}.")]
         self._found.update(found)
         return bool(found)
 
     def rest(self, leaves: Mapping[LeafPath, Any]) -> Iterator[tuple[LeafPath, Any]]:
-        """What is not left out."""
+        """The leaves that are not left out."""
         return ((path, value) for path, value in leaves.items() if not self.has(path))
 
     def check(self, source: object) -> None:
-        """Raises `CheckpointError` for keys that were not met, once all of a checkpoint was."""
+        """Raises `CheckpointError` for keys that matched nothing. Call it after reading all of a checkpoint."""
         if unknown := [key for key in self.keys if key not in self._found]:
             raise CheckpointError(f"{source} has no {', '.join(map(repr, unknown))}, which is to be left out")

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves that training hardly waits for, and that are whole or not there."""
+"""`CheckpointManager`: saves that hardly delay training, and that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from shardkit.core.checkpoint.training_state import TrainingState, restore_state
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """The result of `CheckpointManager.restore`.
 
     Attributes:
-        step: the number that it was saved under; None for a directory that stock has written.
-        path: its directory.
-        info: what `save` was given as `info`.
-        world_size: ranks that saved it, None if unknown.
-        damaged: newer checkpoints that were passed over, and why.
+        step: the number of the saved step; None for a directory written by stock.
+        path: the directory of the checkpoint.
+        info: the `info` passed to `save`.
+        world_size: number of ranks that saved it, None if unknown.
+        damaged: newer checkpoints that were skipped, and why.
     """
 
     step: int | None
@@ -50,20 +50,20 @@ class Restored:
 
 
 class CheckpointManager:
-    """The checkpoints of one run in one directory, which all ranks see.
+    """The checkpoints of one run in one directory, which all ranks must see.
 
-    Collective to make, and so are `save`, `wait` and `restore`, over the default process group; without one, this
-    process is alone. Files that an earlier run left unfinished are removed.
+    The constructor, `save`, `wait` and `restore` are collective over the default process group; without one, this
+    process works alone. Files that an earlier run left unfinished are removed.
 
     Args:
-        directory: is made if it is not there.
-        keep: how many complete checkpoints are kept, counted back from the one just saved; None for all.
-        every: `due(step)` is true for every so many steps; None for never.
-        timeout: seconds that the rank that completes a checkpoint waits for the others to write their parts.
+        directory: created if it does not exist.
+        keep: number of complete checkpoints to keep, counted back from the one just saved; None keeps all.
+        every: `due(step)` is true for every multiple of this number; None for never.
+        timeout: seconds that the committing rank waits for the other ranks to write their parts.
 
     Raises:
-        CheckpointError: on all ranks, if the directory cannot be written to, or is not the same on all.
-        ValueError: for numbers below 1.
+        CheckpointError: on all ranks, if the directory is not writable, or differs between ranks.
+        ValueError: for a number below 1.
     """
 
     def __init__(
@@ -92,27 +92,27 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be saved."""
+        """Whether the state after `step` steps is due to be saved."""
         return self._every is not None and step % self._every == 0
 
     def save(
         self, step: int, state: TrainingState, *, info: Mapping[str, Any] | None = None, blocking: bool = False
     ) -> None:
-        """Saves the state as it is now under a step number. Collective.
+        """Saves the current state under a step number. Collective.
 
-        Returns when the state has been copied to staging memory, as large as this rank's part of it and kept for the
-        next save; a thread writes it to disk. A save that is still on its way is waited for first.
+        Waits for an earlier save that is still running, then copies this rank's part of the state to staging memory of
+        the same size, which later saves reuse. A thread then writes it to disk.
 
         Args:
-            step: how many steps the state has taken; a checkpoint of this number is replaced.
-            state: what to save.
-            info: values that JSON has, to be read without reading the state.
-            blocking: return when the checkpoint is complete.
+            step: number of steps taken; an existing checkpoint of this number is replaced.
+            state: the state to save.
+            info: JSON values that can be read without reading the state.
+            blocking: whether to return only when the checkpoint is complete.
 
         Raises:
-            CheckpointError: on all ranks, if the save before this one failed on any (this one is not begun then), if
-                the state cannot be stored, if the ranks do not save the same step, or none from 0 on, or if ranks
-                hold different parameters under one name.
+            CheckpointError: on all ranks, if the previous save failed on any rank (then this one does not start), if
+                the state cannot be stored, if the ranks pass different steps or a negative one, or if ranks hold
+                different parameters under one name.
         """
         self.wait()
         plan, number, digest, values, error = None, 0, 0, 0, None
@@ -169,25 +169,25 @@ class CheckpointManager:
         pieces = (*plan.described, *plan.told)
         pinned = any(value.device.type == "cuda" for value in plan.values)
         if self._image is None or self._image.pieces != pieces or self._image.pinned != pinned:
-            self._image = None  # its memory first
+            self._image = None  # frees its memory first
             self._image = Image(pieces, pinned=pinned)
         return plan
 
     def _start(self, step: int, info: dict[str, Any], plan: Plan, image: Image) -> None:
         header = Header(step, self._peers.size, info)
         self._begun += 1
-        token = f"{self._token}{self._begun:04x}"  # a save of this step that failed may have left notes of its ranks
+        token = f"{self._token}{self._begun:04x}"  # a failed save of this step may have left notes of its ranks
         self._save = Save(
             self._directory, token, header, self._peers.rank, plan, image, self._keep, self._timeout, self._others
         )
         self._save.start()
 
     def wait(self) -> None:
-        """Returns when the last save is complete: its checkpoint is there and on disk. Collective.
+        """Returns when the last save is complete and its checkpoint is on disk. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if it failed on any. Nothing of it is left, and the checkpoints from before
-                are untouched.
+            CheckpointError: on all ranks, if the save failed on any. Its files are removed, and earlier checkpoints are
+                untouched.
         """
         save, self._save = self._save, None
         if save is None:
@@ -202,7 +202,7 @@ class CheckpointManager:
 
     @property
     def progress(self) -> Progress | None:
-        """How far the save that is on its way has come on this rank; None if there is none. Not collective."""
+        """The progress of the running save on this rank; None if no save is running. Not collective."""
         return None if self._save is None else self._save.progress
 
     # -- restoring ----------------------------------------------------------------------------------------------------
@@ -219,25 +219,25 @@ class CheckpointManager:
         source: str | Path | None = None,
         fallback: bool = False,
     ) -> Restored | None:
-        """Fills the state from the newest complete checkpoint, whatever ranks and meshes wrote it. Collective.
+        """Fills the state from the newest complete checkpoint, whatever ranks and meshes saved it. Collective.
 
-        Every byte that is used has the checksum that it was written with.
+        The checksum of every byte is verified before the byte is used.
 
         Args:
-            state: tensors are filled in place; the other parts get their `load_state_dict` called.
-            step: of another checkpoint than the newest. Newer ones stay, and the next restore takes the newest: remove
-                them if the run is to go on from this one.
-            source: a directory instead: a checkpoint of another run, or one that torch.distributed.checkpoint wrote
-                (its tensors have no checksums), with the names that `TrainingState` gives.
+            state: its tensors are filled in place; for the other parts, `load_state_dict` is called.
+            step: restores this step, not the newest checkpoint. Newer ones stay, and the next restore takes the newest:
+                remove them if the run is to continue from this step.
+            source: restores this directory: a checkpoint of another run, or one by torch.distributed.checkpoint (its
+                tensors have no checksums) with the names that `TrainingState` uses.
             fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed and kept.
 
         Returns:
-            What it was restored from; None if there is no checkpoint, and then nothing has changed.
+            The checkpoint that was restored; None if there is none, and then nothing has changed.
 
         Raises:
-            DamagedCheckpointError: on all ranks, with the damaged file. Tensors may have been filled in part: do not
-                train on.
-            CheckpointError: on all ranks, if checkpoint and state do not fit, or the checkpoint asked for is not there.
+            DamagedCheckpointError: on all ranks, with the file. Tensors may be partly filled: do not train on.
+            CheckpointError: on all ranks, if checkpoint and state do not match, or the requested checkpoint does not
+                exist.
         """
         self.wait()
         damaged: dict[Path, str] = {}
@@ -266,7 +266,7 @@ class CheckpointManager:
             index = open_index(path) if step is None else StoredCheckpoint(path, step).read()
             unexpected = unexpected_names(index, state)
         assert index is not None
-        if highest(self._peers, [len(unexpected)]) != [0]:  # fine if some other rank has them: it holds other modules
+        if highest(self._peers, [len(unexpected)]) != [0]:  # another rank may have them: it holds other modules
             nobody = sorted(set.intersection(*gather_everywhere(self._peers, unexpected)))
             if nobody:
                 raise CheckpointError(
@@ -278,7 +278,7 @@ class CheckpointManager:
         return index
 
     def _candidates(self, step: int | None, source: str | Path | None) -> Sequence[Path]:
-        """What to try, newest first, as rank 0 sees it."""
+        """The checkpoints to try, newest first, as seen by rank 0."""
         found: list[Path] | None = None
         with self._together("looking for checkpoints"):
             if self._peers.rank == 0 and source is not None:
@@ -295,7 +295,7 @@ class CheckpointManager:
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """What the block raises on any rank is raised on all, at its end. Collective."""
+        """An error raised in the block on any rank is raised on all ranks at its end. Collective."""
         error: Exception | None = None
         try:
             yield
@@ -307,6 +307,6 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the last save, unless an error is on its way: other ranks may not come to wait then."""
+        """Waits for the last save, unless an exception is being raised: other ranks may not wait then."""
         if kind is None:
             self.wait()

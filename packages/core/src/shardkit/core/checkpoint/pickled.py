@@ -1,8 +1,8 @@
-"""What a pickle would ask for, found out from its opcodes before anything is made of them.
+"""Finds out from a pickle's opcodes how much memory it would take, before it is unpickled.
 
-A few hundred kilobytes can make an unpickler allocate gigabytes: by numbers in the memo, by containers that are copied
-again and again, by buffers of a given length, by tuples that contain each other and are hashed. Unpicklers that refuse
-to run code do not refuse these.
+A few hundred kilobytes can make an unpickler allocate gigabytes: with numbers in the memo, containers that are copied
+repeatedly, buffers of a given length, or tuples that contain each other and are hashed. Unpicklers that refuse to run
+code do not refuse these.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Value:
     """Something on the unpickler's stack.
 
     Attributes:
-        nbytes: what a copy of it takes, without copies of what it contains.
-        unfolded: of a tuple, the number of its elements and of theirs, each counted where it stands.
-        parts: the elements of a tuple.
-        name: of a global, "module name".
+        nbytes: bytes of a copy of it, without copies of its contents.
+        unfolded: for a tuple, the number of its elements and of theirs, each counted at every place.
+        parts: for a tuple, its elements.
+        name: for a global, "module name".
         is_number: whether it is an int.
     """
 
@@ -58,10 +58,10 @@ class _Value:
 
 
 def check_pickle(data: bytes) -> None:
-    """Refuses pickles whose objects would take far more memory than the pickle, and opcodes that ask no `find_class`.
+    """Rejects pickles whose objects would take far more memory than the pickle, and opcodes that skip `find_class`.
 
     Raises:
-        pickle.UnpicklingError: for these. Damaged pickles fail as `pickletools.genops` does, and in other ways.
+        pickle.UnpicklingError: for these. A damaged pickle raises the errors of `pickletools.genops`, or others.
     """
     limit, taken = _FREE_BYTES + _PER_BYTE * len(data), 0
     stack: list[_Value] = []
@@ -91,7 +91,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _run(name: str, opcode: Any, argument: Any, stack: list[_Value], marks: list[int]) -> int:
-    """Runs an opcode that neither marks nor remembers; the bytes that it takes."""
+    """Runs an opcode that neither marks nor memoizes; returns the bytes it takes."""
     below, has_mark = _OPERANDS[name]
     at = (marks.pop() if has_mark else len(stack)) - below
     popped = stack[at:]
@@ -106,7 +106,7 @@ def _run(name: str, opcode: Any, argument: Any, stack: list[_Value], marks: list
     elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
         value = _Value(40 + 8 * len(popped))
         value.parts, value.unfolded = popped, 1 + sum([one.unfolded for one in popped])
-        if value.unfolded > _MAX_UNFOLDED:  # to hash it would take that long
+        if value.unfolded > _MAX_UNFOLDED:  # hashing it would take that long
             raise pickle.UnpicklingError("tuples that contain each other too often")
     elif name == "STACK_GLOBAL":
         value = _Value(0, " ".join(one.name for one in popped))
@@ -123,13 +123,13 @@ def _run(name: str, opcode: Any, argument: Any, stack: list[_Value], marks: list
 
 
 def _called(name: str, argument: str, popped: list[_Value]) -> _Value:
-    """What a class or function makes of its arguments: at most a copy of everything in them.
+    """The result of calling a class or function: at most a copy of everything in its arguments.
 
     Functions that rebuild tensors call others, which are among their arguments.
     """
     callee = argument if name == "INST" else popped[0].name
     given = popped if name == "INST" else popped[1:]
-    for one in given:  # grows while it is gone through: at most _MAX_UNFOLDED
+    for one in given:  # grows during the loop, to at most _MAX_UNFOLDED
         given += one.parts
     called = {callee, *(one.name for one in given)}
     if "builtins bytearray" in called and any(one.is_number for one in given):

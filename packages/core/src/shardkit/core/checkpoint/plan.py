@@ -1,14 +1,14 @@
-"""Which box of which tensor is written by which rank, and what else: decided on each rank alone.
+"""The plan of a save: which rank writes which box of which tensor, and other values. Each rank decides alone.
 
 Note [No planning step]
 Stock collects every rank's plan on one rank, removes duplicates there, and sends each rank its part back. Here a rank
-that holds a DTensor knows from mesh, placements and shape what all ranks of the mesh hold, and which of several
-replicas writes: number `n` of the state is written by replica `n % replicas`. So it writes its own boxes at once, and
-whoever writes the index computes everybody's. What cannot be known that way is told in the note that each rank leaves
-for the one that commits (`saving.py`): plain tensors, objects, and DTensors whose local tensor has boxes of its own.
+derives the boxes of all ranks from the mesh, placements and shape of a DTensor. It also derives which replica writes:
+entry number `n` of the state is written by replica `n % replicas`. So it writes its own boxes at once, and the rank
+that writes the index computes all ranks' boxes. The rest is told in the note that each rank leaves for the committing
+one (`saving.py`): plain tensors, objects, and DTensors whose local tensor has boxes of its own.
 
 Ranks need not hold the same modules, as with pipeline parallelism. A plain value is then written by the first rank that
-has it. The parameter groups of an optimizer name the parameters of one rank; a checkpoint's name those of all.
+has it. The parameter groups of a rank's optimizer name only its parameters; those of a checkpoint name all parameters.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Layout:
         return cls(path, tensor.dtype, tuple(tensor.shape), tuple(tensor.placements), place.mesh_shape, place.ranks)
 
     def boxes(self, number: int) -> Iterator[tuple[int, Sizes, Sizes]]:
-        """What each rank writes of it, as number `number` of the state: (global rank, offsets, sizes)."""
+        """The boxes that each rank writes, as entry number `number` of the state: (global rank, offsets, sizes)."""
         replicas, replica_of = _replicas(self.placements, self.mesh_shape)
         boxes = _boxes_of_mesh(self.shape, self.placements, self.mesh_shape)
         writing = number % replicas
@@ -84,12 +84,12 @@ class Layout:
 
 
 def is_described_by_layout(tensor: torch.Tensor) -> bool:
-    """Whether mesh and placements say all about where a tensor's elements lie."""
+    """Whether mesh and placements fully determine where a tensor's elements lie."""
     return isinstance(tensor, DTensor) and not hasattr(local_of(tensor), "__create_chunk_list__")
 
 
 def own_pieces(path: LeafPath, tensor: torch.Tensor, number: int) -> list[tuple[Piece, torch.Tensor]]:
-    """What this rank writes of a tensor, with the values; a plain tensor whole. Raises as `boxes_of`."""
+    """This rank's pieces of a tensor, with the values; a plain tensor is one piece. Raises as `boxes_of`."""
     if isinstance(tensor, DTensor):
         place = _place(tensor.device_mesh)
         if place.number is None:
@@ -104,7 +104,7 @@ def own_pieces(path: LeafPath, tensor: torch.Tensor, number: int) -> list[tuple[
 
 
 def boxes_of(path: LeafPath, tensor: torch.Tensor) -> list[tuple[Sizes, Sizes, torch.Tensor]]:
-    """The boxes that this rank holds of a tensor: offsets, sizes, and a view of the values; none that are empty.
+    """This rank's boxes of a tensor that are not empty: offsets, sizes, and a view of the values.
 
     Raises ValueError for a placement that is neither Replicate nor sharding.
     """
@@ -142,7 +142,7 @@ class _Place:
 
 @functools.lru_cache(maxsize=16)
 def _place(mesh: DeviceMesh) -> _Place:
-    """Kept, as a mesh works these out anew each time that it is asked."""
+    """Cached, because a mesh computes these anew on each call."""
     shape, coordinate = tuple(mesh.mesh.shape), mesh.get_coordinate()
     number = None if coordinate is None else int(np.ravel_multi_index(coordinate, shape))
     return _Place(shape, tuple(mesh.mesh.flatten().tolist()), number)
@@ -150,7 +150,7 @@ def _place(mesh: DeviceMesh) -> _Place:
 
 @functools.lru_cache(maxsize=64)
 def _replicas(placements: tuple[Placement, ...], mesh_shape: Sizes) -> tuple[int, Sizes]:
-    """How many ranks hold the same, and the number among these of each rank of the mesh."""
+    """The number of ranks that hold the same elements, and the replica number of each rank of the mesh."""
     sizes = [size if place.is_replicate() else 1 for size, place in zip(mesh_shape, placements, strict=True)]
     numbers = np.broadcast_to(np.arange(math.prod(sizes)).reshape(sizes), mesh_shape)
     return math.prod(sizes), tuple(numbers.flatten().tolist())
@@ -176,21 +176,21 @@ class Plan:
 
     # the tensors that layouts describe, each with its number; empty if the ranks' layouts differ
     layouts: list[tuple[int, Layout]] = field(default_factory=list)
-    # described, told: pieces of these, and pieces that the other ranks cannot know of
+    # `described` are pieces that layouts describe; `told` are pieces that other ranks cannot know of.
     described: list[Piece] = field(default_factory=list)
     told: list[Piece] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)  # the tensors of both, in that order
     objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)  # bytes of values that are no tensors
     empties: list[LeafPath] = field(default_factory=list)  # paths of empty mappings
-    # the leaves that this rank tells of, if any object comes before a tensor
+    # the leaves in this rank's note, if any object comes before a tensor
     order: list[LeafPath] = field(default_factory=list)
 
 
 def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
     """The plan of a (global) rank. Not collective. Raises TypeError, ValueError for state that cannot be stored.
 
-    `by_layout` says whether all ranks have the same names and layouts. If not, as with pipeline parallelism, every rank
-    tells what it writes, and the plain values in `captured` are those that are its to write.
+    `by_layout` says whether all ranks have the same names and layouts. If not, as with pipeline parallelism, each rank
+    notes everything it writes, and the plain values in `captured` are those that it has to write.
     """
     plan = Plan()
     told: list[tuple[Piece, torch.Tensor]] = []
@@ -199,7 +199,7 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
         if isinstance(value, DTensor):
             check_has_values(name_of(path), local_of(value))
             known = by_layout and is_described_by_layout(value)
-            # What layouts do not describe may have another number elsewhere: its writer cannot depend on that.
+            # Without a layout its number may differ between ranks, so its writer must not depend on it.
             pieces = own_pieces(path, value, number if known else 0)
             if known:
                 plan.layouts.append((number, Layout.of(path, value)))
@@ -222,7 +222,7 @@ def make_plan(captured: Captured, rank: int, *, by_layout: bool) -> Plan:
 
 
 def _order(captured: Captured, *, shared: bool) -> list[LeafPath]:
-    """Of user and per-rank state, as a run may go through the keys of a dict; tensors first goes without saying."""
+    """The order of user and per-rank state, as a run may iterate over a dict; tensors first is the default."""
     leaves = {
         path: value for path, value in captured.shared.values.items() if shared and path[0] not in (MODEL, OPTIMIZER)
     }
@@ -249,7 +249,7 @@ _SCALARS: dict[tuple[type, str], bytes] = {}
 
 
 def _cached_bytes(path: LeafPath, value: Any) -> bytes:
-    """Bytes of a scalar are kept, by type and text: 0.0 and -0.0 differ."""
+    """Caches the bytes of scalars by type and text: 0.0 and -0.0 differ."""
     if type(value) not in (bool, int, float, str, type(None)):
         return object_bytes(name_of(path), value)
     key = type(value), repr(value)
@@ -261,9 +261,9 @@ def _cached_bytes(path: LeafPath, value: Any) -> bytes:
 
 
 def layouts_digest(leaves: Mapping[LeafPath, Any]) -> int:
-    """A number of 60 bits that two ranks share if, and but for chance only if, a plan of one fits the other.
+    """A 60-bit number. Two ranks have the same one if, and almost surely only if, their plans match.
 
-    That is, if their values have the same names, their DTensors the same layouts, and their optimizers' groups the same
+    Plans match if the values have the same names, the DTensors the same layouts, and the optimizers' groups the same
     parameters.
     """
     digest = hashlib.sha256()
@@ -296,7 +296,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Holding:
-    """What the others have to know of a rank's state: the paths of its plain values, and its parameter groups."""
+    """Facts about a rank's state for the other ranks: paths of its plain values, and its parameter groups."""
 
     plain: tuple[LeafPath, ...]
     groups: tuple[Group, ...]
@@ -304,7 +304,7 @@ class Holding:
 
 @dataclass
 class _Merged:
-    """A parameter group of the checkpoint, and the rank and the number there that it is written from."""
+    """A parameter group of the checkpoint, with the rank that writes it and its number on that rank."""
 
     options: str
     params: dict[str, None]
@@ -313,7 +313,7 @@ class _Merged:
 
 
 def holding_of(leaves: Leaves) -> Holding:
-    """This rank's. Not collective."""
+    """This rank's holding. Not collective."""
     plain = tuple(
         path for path, value in leaves.values.items() if not isinstance(value, DTensor) and not _is_in_group(path)
     )
@@ -330,7 +330,7 @@ def _is_in_group(path: LeafPath) -> bool:
 
 
 def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
-    """What this rank writes of its leaves: all DTensors, and its part of the rest. `holdings` has every rank's."""
+    """The leaves that this rank writes: all DTensors, and its part of the rest. `holdings` has every rank's."""
     owner: dict[LeafPath, int] = {}
     for holder, holding in enumerate(holdings):
         for path in holding.plain:
@@ -349,7 +349,7 @@ def part_of(leaves: Leaves, holdings: Sequence[Holding], rank: int) -> Leaves:
 
 
 def _merge(holdings: Sequence[Holding]) -> list[_Merged]:
-    """The groups of all ranks: those of the same options are one, those of the same number first."""
+    """Merges the groups of all ranks: groups with the same options are joined, those of the same number first."""
     merged: list[_Merged] = []
     for rank, holding in enumerate(holdings):
         used: set[int] = set()

@@ -1,4 +1,4 @@
-"""From files into tensors: which bytes of which chunk each rank needs, whatever ranks and meshes wrote them."""
+"""Reads files into tensors: which bytes of which chunk each rank needs, whatever ranks and meshes wrote them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a chunk and where it goes: `spans` are (first, stop) in the chunk, `target` has their sizes."""
+    """A part of a chunk and its target: `spans` are (first, stop) in the chunk; `target` has their sizes."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Read:
 
 
 def reads_of(entry: TensorEntry, offsets: Iterable[int], target: torch.Tensor) -> Iterator[Read]:
-    """The reads that fill `target`, which is the box of a tensor at `offsets`."""
+    """The reads that fill `target`, the box of a tensor at `offsets`."""
     box = [(low, low + size) for low, size in zip(offsets, target.shape, strict=True)]
     for chunk in entry.chunks:
         spans, slices = [], []
@@ -64,11 +64,10 @@ def reads_of(entry: TensorEntry, offsets: Iterable[int], target: torch.Tensor) -
 
 
 def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath, torch.Tensor]]) -> None:
-    """Fills tensors in place, each rank its own part of them; verified, and the same whoever wrote the checkpoint.
+    """Fills tensors in place, each rank its own part, with verified bytes, whichever ranks wrote the checkpoint.
 
-    Not collective. Raises CheckpointError for a tensor that is missing in the checkpoint or has another shape or dtype
-    there; nothing has been changed then; DamagedCheckpointError for a damaged file; tensors may have been filled in
-    part.
+    Not collective. Raises CheckpointError, before anything changes, if a tensor is missing in the checkpoint or has
+    another shape or dtype there. Raises DamagedCheckpointError for a damaged file; tensors may be partly filled then.
     """
     reads: list[Read] = []
     for path, tensor in wanted:
@@ -89,7 +88,7 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
 
 
 def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[LeafPath, Any]:
-    """Values that are no tensors, by path; nothing in the checkpoint is run."""
+    """Values that are not tensors, by path. Nothing in the checkpoint is executed."""
     entries = [index.objects[name] for name in names]
     found = {}
     for one, data in raw_objects(directory, index, entries):
@@ -98,7 +97,7 @@ def read_objects(directory: Path, index: Index, names: Iterable[str]) -> dict[Le
 
 
 def raw_objects(directory: Path, index: Index, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-    """The bytes of torch.save of values, in the order in which they lie in the files."""
+    """The bytes written by torch.save for each value, in file order."""
     for file, one in _in_files(directory, index, entries, lambda one: (one.file, one.offset)):
         yield one, file.read(one.offset, one.length)
 
@@ -106,8 +105,8 @@ def raw_objects(directory: Path, index: Index, entries: Iterable[ObjectEntry]) -
 def _in_files(
     directory: Path, index: Index, items: Iterable[T], place: Callable[[T], tuple[Any, ...]]
 ) -> Iterator[tuple[VerifiedFile, T]]:
-    """Items by the file that they lie in, and in order there, so that every block is fetched and hashed once; `place`
-    is the name of the file, and what the order goes by.
+    """Items by file, in the order in which they lie there, so that every block is read and hashed once. `place` returns
+    the name of the file and the sort key.
     """
     with hashing_threads() as beside:
         for name, below in itertools.groupby(sorted(items, key=place), lambda one: place(one)[0]):
@@ -153,11 +152,11 @@ def _fill(file: VerifiedFile, read: Read) -> None:
 
 
 def _place(file: VerifiedFile, read: Read) -> tuple[int, torch.Tensor | None]:
-    """Where the first element of the chunk lies in its file, and a meta tensor that the others lie like; None for row
-    by row.
+    """Where the first element of the chunk lies in its file, and a meta tensor with the layout of the others; None for
+    row-major.
 
-    Stock writes a tensor as it lies in memory: transposed, or with the channels last. If its archive does not describe
-    it in the words that torch.save has for a contiguous tensor, its description is read.
+    Stock writes a tensor as it lies in memory: transposed, or with the channels last. If the archive's description is
+    not the one that torch.save writes for a contiguous tensor, it is read.
     """
     chunk, itemsize = read.chunk, read.dtype.itemsize
     if chunk.values is not None:
@@ -177,7 +176,7 @@ def _place(file: VerifiedFile, read: Read) -> tuple[int, torch.Tensor | None]:
 
 
 def stored_tensors(directory: Path, index: Index) -> list[StoredTensor]:
-    """The tensors of a checkpoint; reading verifies."""
+    """The tensors of a checkpoint; reading them verifies checksums."""
     found = []
     for one in index.tensors.values():
         read = by_rows(one.dtype, one.shape, partial(read_box, directory, index, one))
@@ -201,7 +200,7 @@ def source_of(directory: Path, index: Index) -> Checkpoint:
 def checkpoint_of(directory: Path, index: Index) -> Checkpoint:
     """A whole checkpoint directory as a source of conversions.
 
-    Lists without tensors, which were taken apart for torch.distributed.checkpoint, are whole again. Raises
+    Lists without tensors, which torch.distributed.checkpoint takes apart, are put together again. Raises
     DamagedCheckpointError for damaged objects.
     """
     checkpoint = source_of(directory, index)

@@ -1,14 +1,14 @@
-"""One save of a rank, from staged memory to a visible checkpoint, in a thread beside the training.
+"""One save of a rank, from staging memory to a complete checkpoint, in a thread beside the training.
 
-Staging memory is the image of a rank's data file, with heads and tails of the archives there from the beginning. So
-saving is one copy for each tensor, and the thread hashes, writes and syncs large ranges of memory, all of which leave
-the interpreter to the training thread. It is no daemon: a script that ends with a save on its way ends when that is on
-disk.
+Staging memory is the image of a rank's data file, which contains the heads and tails of the archives from the
+beginning. A save therefore copies each tensor once. The thread then hashes, writes and syncs large ranges of memory;
+all three release the interpreter to the training thread. It is not a daemon thread: a script that ends during a save
+waits until the save is on disk.
 
-A rank's note (`part-<rank>.json`) appears by a rename when its data file is on disk. It has the checksums of the file,
-and what other ranks cannot know of it: objects, plain tensors, boxes that no layout describes. Rank 0 reads all notes
-and writes the index. No process group is used, so nothing here can hang on a rank that is gone, and nothing runs
-between the ranks while they train.
+A rank's note (`part-<rank>.json`) is renamed into place when its data file is on disk. The note has the checksums of
+the file and everything that other ranks cannot derive: objects, plain tensors, boxes that no layout describes. Rank 0
+reads all notes and writes the index. No process group is used, so nothing here can hang on a dead rank, and ranks
+exchange nothing while they train.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GRACE_SECONDS = 60.0
 
 
 def chunk_after(end: int, file: str, dtype: torch.dtype, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-    """The chunk whose archive follows in a data file that is filled up to `end`."""
+    """The next chunk of a data file that is filled up to `end`."""
     archive = archive_of(dtype, sizes)
     start = archive.place(end)
     return Chunk(file, start, archive.length, offsets, sizes, start + len(archive.head))
@@ -75,10 +75,10 @@ def chunks_after(end: int, file: str, pieces: Iterable[Piece]) -> tuple[list[Chu
 
 
 class Image:
-    """The data file of `pieces`; its memory is kept from save to save.
+    """The data file of `pieces`; its memory is reused by later saves.
 
     Attributes:
-        pieces: what it has room for, in order.
+        pieces: the pieces that it has room for, in order.
         memory: uint8, the bytes of the file.
     """
 
@@ -97,12 +97,12 @@ class Image:
             self._views.append(view)
 
     def _write(self, at: int, data: bytes) -> None:
-        if data:  # an archive of a tensor without elements is all head
+        if data:  # the archive of a tensor without elements is only a head
             self.memory[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @torch.no_grad()
     def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Copies the values of the pieces in. When it returns they may be changed again."""
+        """Copies in the values of the pieces. They may change again when it returns."""
         here = [(view, value) for view, value in zip(self._views, values, strict=True) if value.device.type == "cpu"]
         if here:
             foreach_copy_([view for view, _ in here], [value for _, value in here])
@@ -121,14 +121,14 @@ class Part:
 
     nbytes: int  # nbytes, blocks: size and checksums of its data file; no blocks if it wrote none
     blocks: tuple[str, ...]
-    told: tuple[Piece, ...]  # pieces that lie in it behind those that layouts describe, in order
+    told: tuple[Piece, ...]  # pieces after those that layouts describe, in order
     objects: tuple[tuple[LeafPath, int, int], ...]  # path, offset and length of each object
     empties: tuple[LeafPath, ...]  # paths of empty mappings
-    order: tuple[LeafPath, ...] = ()  # of the leaves that it tells of, if it is not tensors first
+    order: tuple[LeafPath, ...] = ()  # of the leaves in the note, if it is not tensors first
 
 
 def data_file(rank: int) -> str:
-    """The name of a rank's data file, which is the one that stock gives it."""
+    """The name of a rank's data file; the same as stock's."""
     return f"__{rank}_0.distcp"
 
 
@@ -137,7 +137,7 @@ def _note(rank: int) -> str:
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], object]) -> File:
-    """Writes parts one behind the other, and has the system put them on disk; a second thread hashes them meanwhile.
+    """Writes parts one after the other and syncs them to disk, while a second thread hashes them.
 
     Hashing, writing and syncing leave the interpreter to other threads. Raises OSError, and what hashing raises.
     """
@@ -177,7 +177,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
 
 
 def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progress: Callable[[int], object]) -> None:
-    """Writes this rank's data file and then its note into a directory that is there. Raises OSError."""
+    """Writes this rank's data file and then its note into an existing directory. Raises OSError."""
     placed, end = [], len(image)
     for path, data in plan.objects:
         placed.append((path, end, len(data)))
@@ -197,7 +197,7 @@ def write_part(directory: Path, rank: int, image: memoryview, plan: Plan, progre
 
 
 def read_part(directory: Path, rank: int) -> Part | None:
-    """A rank's note, None if it has not left one yet. Raises DamagedCheckpointError for one that is damaged."""
+    """A rank's note, None if it has not left one yet. Raises DamagedCheckpointError if it is damaged."""
     path = directory / _note(rank)
     if not path.exists():
         return None
@@ -218,7 +218,7 @@ def read_part(directory: Path, rank: int) -> Part | None:
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint says of itself beside its state."""
+    """The metadata of a checkpoint besides its state."""
 
     step: int
     world_size: int
@@ -226,10 +226,9 @@ class Header:
 
 
 def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]) -> list[Part]:
-    """Every rank's note, when all are there.
+    """Every rank's note, when all exist.
 
-    `gone` says why there is no use in waiting any longer, if there is none. Raises CheckpointError with that reason and
-    the ranks that are missing.
+    `gone` returns a reason to stop waiting, or None. Raises CheckpointError with that reason and the missing ranks.
     """
     parts: dict[int, Part] = {}
     pause = _POLL_SECONDS
@@ -250,8 +249,8 @@ def await_parts(directory: Path, world_size: int, gone: Callable[[], str | None]
 
 
 def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Sequence[Part]) -> Index:
-    """The index of what all ranks have written. Raises CheckpointError if a data file is not as long as its pieces are,
-    or pieces do not make up their tensors.
+    """The index of all ranks' data. Raises CheckpointError if a data file is not as long as its pieces, or the pieces
+    do not make up their tensors.
     """
     files = [data_file(rank) for rank in range(len(parts))]
     # This runs once for each rank and tensor, with the interpreter that the training needs.
@@ -281,7 +280,7 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
                     f"{name_of(piece.path)}: rank {rank} has {piece.shape} of {piece.dtype}, another rank {look[1]} "
                     f"of {look[0]}; the state must be the same on all ranks"
                 )
-            if (piece.path, piece.offsets) not in seen:  # else a replica that only its holders knew of
+            if (piece.path, piece.offsets) not in seen:  # else a replica that only its holders know
                 seen.add((piece.path, piece.offsets))
                 chunks.setdefault(piece.path, []).append(chunk)
         for path, offset, length in part.objects:
@@ -301,9 +300,9 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
 
 
 def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
-    """Writes stock's metadata and, last, the manifest into a directory that has all data files, and syncs both.
+    """Writes stock's metadata, then the manifest, into a directory that has all data files; syncs both.
 
-    Without a seal there is no manifest, and the directory is one as torch.distributed.checkpoint writes it.
+    Without a seal no manifest is written, and the directory looks like one written by torch.distributed.checkpoint.
     """
     metadata = write_file(directory / METADATA, [stock_metadata(index, SAVE_ID if sealed else None)], lambda _: None)
     if sealed:
@@ -313,7 +312,7 @@ def write_index(directory: Path, index: Index, *, sealed: bool = True) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a save has come on this rank; `phase` is "writing", "committing", "done" or "failed"."""
+    """The progress of a save on this rank; `phase` is "writing", "committing", "done" or "failed"."""
 
     step: int
     phase: str
@@ -322,7 +321,7 @@ class Progress:
 
 
 class Save:
-    """A save on its way. Nothing here is collective."""
+    """A running save. Nothing here is collective."""
 
     def __init__(
         self,
@@ -351,10 +350,10 @@ class Save:
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{header.step}")
 
     def start(self) -> None:
-        """Stages and begins to write. What fails here fails the save: all ranks hear of it when they wait."""
+        """Stages the state and starts to write. An error here fails the save; all ranks learn of it when they wait."""
         try:
             self._image.fill(self._plan.values)
-            self._plan.values.clear()  # which may be tensors that nobody else holds
+            self._plan.values.clear()  # they may be the last references to these tensors
             self._thread.start()
         except Exception as error:  # noqa: BLE001 (the other ranks have begun, this one must not raise alone)
             self._fail(error)
@@ -368,17 +367,17 @@ class Save:
         return Progress(self.step, self._phase, self._written, self._total)
 
     def await_part(self) -> Exception | None:
-        """Waits until this rank's part is on disk; gives the error if it is not. The image may be changed from then."""
+        """Waits until this rank's part is on disk; returns the error if it failed. Then the image may change again."""
         self._part_done.wait()
         return self._part_error
 
     def await_commit(self) -> Exception | None:
-        """Waits until the checkpoint is visible, on the rank that commits; elsewhere as `await_part`."""
+        """On the committing rank, waits until the checkpoint is complete; elsewhere acts as `await_part`."""
         self._join()
         return self._part_error or self._commit_error
 
     def abandon(self, reason: str) -> None:
-        """Has a commit that waits for other ranks give up, and removes what is there, now that no rank writes to it."""
+        """Stops a commit that waits for other ranks, and removes its files, now that no rank writes to them."""
         self._abandoned = reason
         self._join()
         self._remove()
@@ -408,7 +407,7 @@ class Save:
             self._commit_error = error
             self._remove()
         else:
-            self._part_error = error  # `abandon` removes what is there: other ranks may be writing now
+            self._part_error = error  # `abandon` removes the files: other ranks may be writing now
             self._part_done.set()
 
     def _remove(self) -> None:
@@ -421,7 +420,7 @@ class Save:
     def _commit(self, temporary: Path) -> None:
         parts = await_parts(temporary, self._header.world_size, self._gone)
         write_index(temporary, build_index(self._header, self._plan.layouts, parts))
-        for rank in range(self._header.world_size):  # the manifest has taken the notes in
+        for rank in range(self._header.world_size):  # the manifest contains their notes
             (temporary / _note(rank)).unlink()
         if self._others is not None:
             self._others.make_way(temporary)
@@ -430,7 +429,7 @@ class Save:
             self._directory.retire(self._keep, self.step, self._token)
 
     def _gone(self) -> str | None:
-        """Why a commit waits no longer for the other ranks."""
+        """The reason to stop waiting for the other ranks, None to keep waiting."""
         now = time.monotonic()
         if self._abandoned is not None:
             return self._abandoned

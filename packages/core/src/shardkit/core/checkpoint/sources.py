@@ -1,4 +1,4 @@
-"""Whole tensors in files that others write: safetensors, Hugging Face directories, torch.save; or a dict in memory."""
+"""Whole tensors from foreign files: safetensors, Hugging Face directories, torch.save; or from a dict in memory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SAFETENSORS_DTYPES = {
 
 
 def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, mapped, and the texts in its metadata. Raises ImportError without
-    `safetensors`; ValueError for a dtype that torch has not; DamagedCheckpointError for a file whose header is damaged,
-    or does not fit it.
+    """The mapped tensors of a safetensors file, and the texts in its metadata. Raises ImportError without
+    `safetensors`, ValueError for a dtype that torch lacks, and DamagedCheckpointError if the header is damaged or does
+    not match the file.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -65,8 +65,8 @@ def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, s
 
 
 def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
-    """A safetensors file, without what is left out; one that was written here has paths and objects too. Raises
-    CheckpointError for a file that is none, is truncated, or has an unknown dtype.
+    """A safetensors file, without what is left out; one written by shardkit has paths and objects too. Raises
+    CheckpointError if it is not such a file, is truncated, or has an unknown dtype.
     """
     try:
         tensors, notes = mapped_safetensors(path)
@@ -85,16 +85,16 @@ def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Source:
-    """Full tensors by name. Those of a file are mapped: a part is read from disk when it is copied from."""
+    """Full tensors by name. Tensors of a file are mapped: a part is read from disk when it is copied."""
 
     tensors: dict[str, torch.Tensor]  # in order
-    objects: dict[str, Any]  # what is there beside tensors: a module's extra state
-    # equal on two ranks whose sources are the same file, None where only this process can read it
+    objects: dict[str, Any]  # values that are not tensors: a module's extra state
+    # equal on two ranks whose sources are the same file; None if only this process can read it
     fingerprint: str | None = None
 
     @classmethod
     def of(cls, state: Mapping[Any, Any], file: Path | None = None) -> Source:
-        """What a dict holds. Raises TypeError for one that is no flat dict of dense tensors."""
+        """The source for a dict. Raises TypeError unless it is a flat dict of dense tensors."""
         origin = "the source dict" if file is None else str(file)
         tensors, objects = {}, {}
         for name, value in state.items():
@@ -119,7 +119,7 @@ class Source:
                 objects[name] = value
         if file is None:
             return cls(tensors, objects)
-        # Not of its values: reading them all is what a lazy source avoids.
+        # The fingerprint ignores values: reading them all would defeat a lazy source.
         stat, looks = file.stat(), sorted((name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items())
         seen = repr((stat.st_size, stat.st_mtime_ns, looks))
         return cls(tensors, objects, hashlib.sha256(seen.encode()).hexdigest())
@@ -133,11 +133,11 @@ def open_source(source: object) -> Source | None:
 
 
 def open_file(path: Path, key: str | None = None) -> Source:
-    """The source for a file, whose kind is read off its first bytes, not its name; nothing in it is run.
+    """The source for a file, whose kind is read from its first bytes, not its name. Nothing in it is executed.
 
-    `key` says under which key of the dict in a file of torch.save the tensors are; None if they are all of it. Raises
-    OSError for a file that cannot be opened; ValueError for one of an unknown kind, or that is no dict, or has none
-    under `key`; CheckpointError, ImportError, TypeError as `load_torch_file`, `mapped_safetensors` and `Source.of`.
+    `key` names the entry of the dict in a torch.save file that holds the tensors; None if they are the whole dict.
+    Raises OSError if the file cannot be opened; ValueError if its kind is unknown, it is not a dict, or it has no
+    `key`; CheckpointError, ImportError, TypeError as `load_torch_file`, `mapped_safetensors` and `Source.of`.
     """
     with path.open("rb") as file:
         head = file.read(9)
@@ -159,12 +159,12 @@ def open_file(path: Path, key: str | None = None) -> Source:
 
 
 def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> Checkpoint:
-    """The tensors of a safetensors file, a directory of those with a Hugging Face index, or a torch.save file, by their
+    """The tensors of a safetensors file, of a directory with a Hugging Face index, or of a torch.save file, by their
     names below "model".
 
-    `key` is that of `open_file`; a note names what is no tensor. Links are followed: the Hugging Face Hub keeps what it
-    has downloaded as links. Names that the index gives lead to files of its directory only. Raises CheckpointError for
-    anything else, and for tensors that the index names and no file has.
+    `key` is as in `open_file`; a note lists values that are not tensors. Links are followed, because the Hugging Face
+    Hub stores downloads as links. Names in the index may only lead to files of its directory. Raises CheckpointError
+    for anything else, and if no file has a tensor that the index names.
     """
     files, named = [path], {}
     if key is None and (path / HF_INDEX).is_file():
@@ -192,7 +192,7 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Which file of a directory with a Hugging Face index has a tensor, by its name."""
+    """The file of each tensor, by name, in a directory with a Hugging Face index."""
     with damage_of(str(path / HF_INDEX), "is not an index"):
         weight_map = json.loads((path / HF_INDEX).read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
@@ -208,5 +208,5 @@ def _opened(path: Path, key: str | None) -> Source:
         return open_file(path, key)
     except (ImportError, CheckpointError):
         raise
-    except Exception as error:  # torch and safetensors raise what they like
+    except Exception as error:  # torch and safetensors may raise anything
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,11 +1,11 @@
-"""Stock's `.metadata`, by which torch.distributed.checkpoint finds everything: written fast, and read with care.
+"""Stock's `.metadata`, the index of torch.distributed.checkpoint: written fast, and read safely.
 
-It is written without making its objects, of which there are three for each chunk, of each rank and tensor. The opcodes
-are those that pickle writes for stock's classes. What stands there once for each tensor is left to pickle; what stands
-there for each chunk is put together from bytes, in a fifth of the time of making objects to be pickled.
+It is written without constructing its objects, of which there are three for each chunk of each tensor and rank. The
+opcodes are those that pickle writes for stock's classes. pickle writes the parts that occur once for each tensor. Parts
+of each chunk are assembled from bytes, in a fifth of the time of pickling objects.
 
-Our own checkpoints are never read through it. It is read for directories that stock has written, by an unpickler that
-makes what metadata is made of and nothing else, after a look at the opcodes: a pickle can ask for any amount of memory.
+Our own checkpoints are never read through it. It is read for directories that stock wrote, by an unpickler that
+constructs only the metadata's classes. The opcodes are checked first: a pickle can request any amount of memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STORAGE, _OFFSET, _LENGTH = _NEW[CheckpointStorageInfo] + _GET["relative_path"]
 
 
 def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
-    """The metadata that torch.distributed.checkpoint needs to load what an index describes."""
+    """The metadata that torch.distributed.checkpoint needs to load the contents of an index."""
     state = {
         **{name: _pushed(value) for name, value in vars(Metadata({})).items()},
         "state_dict_metadata": b"".join([b"}(", *_described(index), b"u"]),
@@ -60,7 +60,7 @@ def stock_metadata(index: Index, save_id: str | None = SAVE_ID) -> bytes:
 
 
 def _described(index: Index) -> Iterator[bytes]:
-    """Names, and what each tensor or object looks like."""
+    """Names, and the description of each tensor or object."""
     head, between = _NEW[ChunkStorageMetadata] + _GET["offsets"], _GET["sizes"]
     for name, entry in index.tensors.items():
         chunks = [head + _size(c.offsets) + between + _size(c.sizes) + b"ub" for c in entry.chunks]
@@ -73,11 +73,11 @@ def _described(index: Index) -> Iterator[bytes]:
 
 
 def _stored(index: Index) -> Iterator[bytes]:
-    """Where each chunk and object lies: keys and values."""
+    """The location of each chunk and object: keys and values."""
     head = _NEW[MetadataIndex] + _GET["fqn"] + b"h" + bytes([_TENSOR_NAME]) + _GET["offset"]
     between = _GET["index"]
     for name, entry in index.tensors.items():
-        yield _remembered(name, _TENSOR_NAME)  # this pushes nothing: it can stand between items
+        yield _remembered(name, _TENSOR_NAME)  # this pushes nothing, so it may stand between items
         for number, chunk in enumerate(entry.chunks):
             yield head + _size(chunk.offsets) + between + _number(number) + b"ub" + _place(chunk)
     for name, one in index.objects.items():
@@ -95,7 +95,7 @@ def _object(kind: type, *items: bytes) -> bytes:
 
 
 def _remembered(value: Any, number: int) -> bytes:
-    """Puts a value into the memo, and off the stack."""
+    """Stores a value in the memo and removes it from the stack."""
     return _pushed(value) + b"q" + bytes([number]) + b"0"
 
 
@@ -146,7 +146,7 @@ _UNUSED = {(_OURS, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes objects of classes that are new for each file: a pickle may set attributes of the classes that it names."""
+    """Uses new classes for each file, because a pickle may set attributes of the classes that it names."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -164,13 +164,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) not in self._made:
             kind = super().find_class(module, name)
             kind = _Properties if name == "TensorProperties" else kind
-            builtin = kind.__module__ in ("builtins", "torch", "collections")  # these have no attributes to set
+            builtin = kind.__module__ in ("builtins", "torch", "collections")  # these allow no attributes to be set
             self._made[module, name] = kind if builtin else type(name, (kind,), {})
         return self._made[module, name]
 
 
 class _Properties:
-    """Stands in for TensorProperties, of which the dtype counts: (dtype, layout, ...)."""
+    """Stands in for TensorProperties, of which only the dtype is used: (dtype, layout, ...)."""
 
     dtype: Any = None
 
@@ -179,7 +179,7 @@ class _Properties:
 
 
 class _Unused:
-    """Stands in for values that a checkpoint is read without, such as a layout."""
+    """Stands in for values that are not needed for reading, such as a layout."""
 
     __slots__ = ()
 
@@ -196,8 +196,8 @@ def _unused_member(kind: object, name: object) -> _Unused:
 
 
 def unpickle_metadata(data: bytes) -> Any:
-    """What the bytes of a `.metadata` file hold: made of metadata's own classes, and nothing else is run. Raises
-    pickle.UnpicklingError for anything else in it. Damaged pickles fail in any other way, too.
+    """The contents of a `.metadata` file: made of metadata's own classes, and nothing else is executed. Raises
+    pickle.UnpicklingError for anything else in it. Damaged pickles may raise any error.
     """
     check_pickle(data)
     return _MetadataUnpickler(data).load()
@@ -206,9 +206,9 @@ def unpickle_metadata(data: bytes) -> Any:
 def read_stock(directory: Path, left_out: LeftOut) -> Index:
     """The index of a directory that torch.distributed.checkpoint has written; there are no checksums in it.
 
-    What is `left_out` need not be there. Raises DamagedCheckpointError for metadata that cannot be read or does not fit
-    the files, or is of a checkpoint of ours that has lost its manifest; CheckpointError for files that are compressed
-    or otherwise transformed.
+    Values in `left_out` need not exist. Raises DamagedCheckpointError if the metadata cannot be read or does not match
+    the files, or if it belongs to a checkpoint of ours that has lost its manifest; CheckpointError if files are
+    compressed or otherwise transformed.
     """
     data, path = read_small(directory, METADATA), directory / METADATA
     with damage_of(str(path), f"({len(data)} bytes) cannot be read", passing=()):
@@ -241,7 +241,7 @@ def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
     names = {str(info.relative_path) for found in infos.values() for info in found.values()}
     files = {}
     for name in names:
-        path = directory / File(name, 0, None).name  # refuses names that lead elsewhere
+        path = directory / File(name, 0, None).name  # refuses names outside the directory
         if path.is_symlink() or not path.is_file():
             raise DamagedCheckpointError(f"{path} is missing, or no file")
         files[name] = File(name, path.stat().st_size, None)
@@ -260,7 +260,7 @@ def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
 
 
 def _leaf_path(name: str, paths: Any) -> LeafPath:
-    """The path that stock's planner has noted for a name; the name itself if it has noted none, or another one."""
+    """The path that stock's planner stored for a name; the name itself if there is none, or a different one."""
     known = (paths or {}).get(name, (name,)) if isinstance(paths, dict | None) else (name,)
     path = tuple(At(part) if type(part) is int else str(part) for part in known)
     return path if name_of(path) == name else (name,)

@@ -1,6 +1,6 @@
-"""Tensors that lie in files, whole or in parts and in any order of dims, read by ranges: nothing holds a whole tensor.
+"""Tensors stored in files, whole or in parts and in any order of dims, read by ranges without holding a whole tensor.
 
-Every offline conversion streams from these, whatever format they come from.
+Every offline conversion streams from these, whatever the source format.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardkit.core.checkpoint.torch_files import release_pages
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat uint8 view."""
     assert tensor.is_contiguous(), f"strides {tensor.stride()} of {tuple(tensor.shape)}: memory of others lies between"
-    # A single element is contiguous whatever its strides say, and view(dtype) looks at these.
+    # A single element is contiguous whatever its strides are, but view(dtype) checks the strides.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The same of a CPU tensor, to be read from and written to."""
+    """The same for a CPU tensor, readable and writable."""
     flat: Any = bytes_of(tensor).numpy()
     return memoryview(flat)
 
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, put together from parts, which follow each other."""
+    """A whole tensor, made of consecutive parts."""
 
     path: LeafPath
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class StoredTensor:
     def of(
         cls, path: LeafPath, dtype: torch.dtype, shape: tuple[int, ...], read: Read, files: Iterable[str]
     ) -> StoredTensor:
-        """All of which `read` gives."""
+        """A stored tensor that `read` provides."""
         numel = math.prod(shape)
         return cls(path, dtype, shape, (Part(0, numel, read, tuple(files)),) if numel else ())
 
@@ -83,7 +83,7 @@ class StoredTensor:
 
     @property
     def files(self) -> dict[str, None]:
-        """What its parts come from."""
+        """The files of its parts."""
         return dict.fromkeys(file for part in self.parts for file in part.files)
 
     @property
@@ -131,14 +131,14 @@ class StoredTensor:
             yield low, min(low + step, self.numel)
 
     def slabs(self) -> Iterator[torch.Tensor]:
-        """All values, in 1-D tensors."""
+        """All values, as 1-D tensors."""
         for low, high in self.ranges():
             yield self.read(low, high)
 
 
 def paths_of(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
-    """The leaves of a state that is converted: tensors, empty dicts, and everything that holds no tensors and
-    is no plain dict: a Counter stays a Counter.
+    """The leaves of a state to convert: tensors, empty dicts, and every other value that holds no tensors and is not a
+    plain dict: a Counter stays a Counter.
     """
     return walk(value, _is_taken_apart, path)
 
@@ -157,17 +157,17 @@ def _holds_tensors(value: Any) -> bool:
 
 @dataclass
 class Checkpoint:
-    """What a source holds.
+    """The contents of a source.
 
     Attributes:
         kind: "FULL", "SHARDED", "LOCAL", "DCP" or "safetensors".
-        files: what it was read from.
-        world_size: ranks that wrote it; 1 for one file.
+        files: the files that it was read from.
+        world_size: number of ranks that wrote it; 1 for one file.
         tensors: by path, the keys that lead to it: ("model", "0.weight"), ("optim", "state", "0.weight", "exp_avg").
-        objects: everything else, by path.
-        notes: what the user should know about how it was read.
-        config: of LOCAL files how the model is wrapped, as `--config` takes it.
-        about: of a directory its step, world size, info, empty mappings and order.
+        objects: all other values, by path.
+        notes: remarks for the user on how it was read.
+        config: for LOCAL files, how the model is wrapped, in the form of `--config`.
+        about: for a directory, its step, world size, info, empty mappings and order.
     """
 
     kind: str
@@ -180,7 +180,7 @@ class Checkpoint:
     about: Index = field(default_factory=lambda: Index({}, {}, {}))
 
     def add(self, path: LeafPath, value: Any, file: object) -> None:
-        """Puts a leaf in: a stored tensor, a mapped one of a file, or an object."""
+        """Adds a leaf: a stored tensor, a mapped tensor of a file, or an object."""
         if isinstance(value, StoredTensor):
             self.tensors[path] = value
         elif isinstance(value, torch.Tensor):
@@ -189,7 +189,7 @@ class Checkpoint:
             self.objects[path] = value
 
     def nested(self, leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-        """Values by path as the state that they are leaves of."""
+        """Rebuilds the nested state from values by path."""
         state: dict[str, Any] = unflatten(self.about.in_order(leaves))
         return state
 
@@ -200,7 +200,7 @@ class Checkpoint:
 
     @property
     def bound_bytes(self) -> int:
-        """Most bytes of tensors in memory at a time while this is converted: a slab, read, hashed and written."""
+        """Most bytes of tensors in memory at a time during a conversion: one slab each read, hashed and written."""
         largest = max(
             (min(t.nbytes, max(CHUNK_BYTES, t.row * t.dtype.itemsize)) for t in self.tensors.values()), default=0
         )
@@ -208,7 +208,7 @@ class Checkpoint:
 
 
 def by_rows(dtype: torch.dtype, shape: tuple[int, ...], fill: Callable[[tuple[int, ...], torch.Tensor], None]) -> Read:
-    """Reads ranges of a tensor whose rows `fill(offsets, target)` puts into a CPU tensor: the box at these offsets."""
+    """Reads ranges of a tensor from rows: `fill(offsets, target)` copies the box at these offsets into a CPU tensor."""
     row, dims = math.prod(shape[1:]), len(shape)
 
     def read(low: int, high: int) -> torch.Tensor:
@@ -221,12 +221,12 @@ def by_rows(dtype: torch.dtype, shape: tuple[int, ...], fill: Callable[[tuple[in
 
 
 def whole(path: tuple[Any, ...], tensor: torch.Tensor, file: str) -> StoredTensor:
-    """A stored tensor that is one mapped tensor of one file."""
+    """A stored tensor that consists of one mapped tensor of one file."""
     return StoredTensor.of(path, tensor.dtype, tuple(tensor.shape), mapped_reader(name_of(path), tensor, file), [file])
 
 
 def mapped_reader(name: str, tensor: torch.Tensor, file: str) -> Read:
-    """Reads ranges of a mapped tensor. Raises CheckpointError for anything but a plain dense tensor in memory."""
+    """Reads ranges of a mapped tensor. Raises CheckpointError unless it is a plain dense tensor in memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(
             f"'{name}' in {file} is a {type(tensor).__name__}, which is not converted; load it where it was saved, and "
@@ -247,14 +247,14 @@ def mapped_reader(name: str, tensor: torch.Tensor, file: str) -> Read:
 
 @dataclass(frozen=True)
 class Memory:
-    """A tensor's elements in the order in which they lie in memory."""
+    """A tensor's elements in memory order."""
 
     shape: tuple[int, ...]  # shape, strides, dtype: of the tensor
     strides: tuple[int, ...]
     dtype: torch.dtype
     # elements [start, stop) of memory, counted from the tensor's first one: 1-D, perhaps a view
     fetch: Callable[[int, int], torch.Tensor]
-    done: Callable[[], None]  # called when what was fetched is not needed any more
+    done: Callable[[], None]  # called when the fetched elements are not needed any more
 
     def read(self, low: int, high: int) -> torch.Tensor:
         """Elements [low, high) in row-major order: a copy."""
@@ -274,8 +274,8 @@ class Memory:
         return math.prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Rows in row-major order, fetched in pieces along the dim whose neighbours lie farthest apart in memory: each
-        piece is then a range of memory of about CHUNK_BYTES.
+        """Rows in row-major order. Fetches pieces along the dim with the largest stride, so that each piece is a range
+        of memory of about CHUNK_BYTES.
         """
         sizes = (last - first, *self.shape[1:])
         dim = max(range(len(sizes)), key=lambda one: (sizes[one] > 1, self.strides[one]))

@@ -1,4 +1,4 @@
-"""What the commands that look at checkpoints and convert them have in common: messages, progress, status."""
+"""Messages, progress and exit status of the commands that inspect and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Progress = Callable[[int], object]
 
 
 def say(line: str) -> None:
-    """A line of the result, to stdout."""
+    """Prints a line of the result to stdout."""
     sys.stdout.write(printable(line) + "\n")
 
 
 def note(line: str) -> None:
-    """A line beside the result, to stderr."""
+    """Prints a remark to stderr."""
     sys.stderr.write(printable(line) + "\n")
 
 
 def status_of(run: Callable[[], int]) -> int:
-    """The exit status of a command: its own, 2 after an error, which is printed to stderr in one line, or 141 if nobody
-    reads on before it has ended.
+    """The exit status of a command: its own, 2 after an error, which is printed to stderr in one line, or 141 if the
+    reader of its output closes the pipe first.
     """
-    status = 128 + signal.SIGPIPE  # as of a command that the signal ends: cut off, it has shown nothing to be right
+    status = 128 + signal.SIGPIPE  # as if the signal had ended it: cut off, it has verified nothing
     try:
         status = run()
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # nobody reads on
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status
     except (CheckpointError, OSError, ImportError) as error:
@@ -48,13 +48,13 @@ def status_of(run: Callable[[], int]) -> int:
 def run_conversion(
     options: argparse.Namespace, checkpoint: Checkpoint, what: str, convert: Callable[[Progress], Converted]
 ) -> int:
-    """Says what the source holds, converts it, and says what was written; with --dry-run lists it and writes nothing.
+    """Prints the contents of the source, converts it, and prints what was written; with --dry-run only lists it.
 
     Args:
         options: those of `shardkit.commands.checkpoint.add_conversion_options`, and the target.
         checkpoint: the source.
-        what: the format.
-        convert: is told where to report its progress.
+        what: the name of the format.
+        convert: runs the conversion; receives a function to report its progress.
     """
     refuse_existing(options.target)
     note(
@@ -83,7 +83,7 @@ def run_conversion(
 
 @contextmanager
 def progress(what: str, total: int, *, shown: bool) -> Iterator[Progress]:
-    """A bar by rich, if that is installed and stderr is a terminal; it counts bytes up to `total`."""
+    """A progress bar by rich, if it is installed and stderr is a terminal; counts bytes up to `total`."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

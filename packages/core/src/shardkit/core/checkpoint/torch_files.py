@@ -1,9 +1,9 @@
-"""What torch.save writes: where its values lie, laid out before there are any, and read with care.
+"""Files of torch.save: laid out before there are values, and read safely.
 
-An archive of one tensor is some bytes, the values, some bytes, and only the values depend on the values. So a data file
-of torch.distributed.checkpoint, a row of such archives, can be laid out before there are any values, and every rank
-knows the length of every other rank's archives. Files of others are loaded with weights_only=True, and refused if they
-ask for too much memory.
+An archive of one tensor is a head, the values, and a tail; only the values part depends on the values. A data file of
+torch.distributed.checkpoint is a row of such archives, so it can be laid out before there are values, and every rank
+knows the lengths of all ranks' archives. Foreign files are loaded with weights_only=True, and are refused if they
+request too much memory.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Archive:
 
     @property
     def description(self) -> bytes:
-        """The pickle in the head: what torch.load makes of the values."""
+        """The pickle in the head, from which torch.load rebuilds the tensor."""
         return self.head[self.head.index(b"\x80\x02") : self.head.index(b"PK\x07\x08")]
 
     def place(self, end: int) -> int:
-        """Where the archive goes in a file that has been filled up to `end`: its values start aligned."""
+        """Where the archive starts in a file that is filled up to `end`: its values are aligned."""
         values = end + len(self.head)
         return -(-values // ALIGNMENT) * ALIGNMENT - len(self.head)
 
@@ -74,7 +74,7 @@ def archive_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Archive:
 
 
 class _Written(io.RawIOBase):
-    """What torch.save writes before and after the space that it leaves for values, over which it seeks."""
+    """The bytes that torch.save writes before and after the values; it seeks over the space for them."""
 
     def __init__(self) -> None:
         self.head, self.tail, self.skipped = bytearray(), bytearray(), 0
@@ -100,7 +100,7 @@ class _Written(io.RawIOBase):
 
 
 class Window:
-    """A part of a file as a file of its own, for zipfile."""
+    """A part of a file as a file object, for zipfile."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -125,14 +125,14 @@ class Window:
 
 
 def _window(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    window: Any = Window(file, offset, length)  # has all that zipfile and torch.load ask for
+    window: Any = Window(file, offset, length)  # has everything that zipfile and torch.load use
     found: IO[bytes] = window
     return found
 
 
 def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int, int]:
-    """Where the values of the one tensor lie that bytes [offset, offset + length) of a file hold: (offset, bytes).
-    Raises DamagedCheckpointError if these bytes are no such archive, or one of several tensors.
+    """Where the values of the single tensor in bytes [offset, offset + length) of a file lie: (offset, bytes). Raises
+    DamagedCheckpointError if these bytes are not such an archive, or hold several tensors.
     """
     found = storages_in(file, offset, length, name)
     if len(found) != 1:
@@ -143,7 +143,7 @@ def values_in(file: IO[bytes], offset: int, length: int, name: str) -> tuple[int
 
 
 def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[str, tuple[int, int]]:
-    """Where the values of each storage in an archive of torch.save lie: key -> (offset, bytes); raises the same."""
+    """Where the values of each storage in a torch.save archive lie: key -> (offset, bytes). Raises the same."""
     window, found = _window(file, offset, length), {}
     with (
         damage_of(f"{name}: bytes {offset} to {offset + length}", "are no archive of torch.save", (MemoryError,)),
@@ -154,7 +154,7 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
                 continue
             if one.compress_type != zipfile.ZIP_STORED:
                 raise DamagedCheckpointError("a compressed storage, which torch.save never writes")
-            with archive.open(one):  # reads the header before the values, and nothing of them
+            with archive.open(one):  # reads the header before the values, but no values
                 start = window.tell()
             if start + one.file_size > length:
                 raise DamagedCheckpointError(f"the storage inside claims {one.file_size} bytes")
@@ -163,16 +163,16 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
 
 
 def layout_in(file: IO[bytes], offset: int, length: int, nbytes: int, name: str) -> torch.Tensor:
-    """The one tensor whose archive is bytes [offset, offset + length) of a file, on the meta device: how it lies in its
-    storage.
+    """The single tensor in the archive at bytes [offset, offset + length) of a file, on the meta device: it shows the
+    tensor's layout in its storage.
 
-    `nbytes` are those of its storage, in which the tensor must lie; `name` is for messages. Raises
-    DamagedCheckpointError for anything but a plain tensor that lies in its storage.
+    `nbytes` is the size of its storage; `name` is for messages. Raises DamagedCheckpointError unless it is a plain
+    tensor inside that storage.
     """
     where, window = f"{name}: bytes {offset} to {offset + length}", _window(file, offset, length)
     with damage_of(where, "hold no plain tensor", passing=()):
         check_pickle(_pickle_in(window, length))
-        with torch.serialization.skip_data():  # older versions of torch would read the values, to throw them away
+        with torch.serialization.skip_data():  # older versions of torch would read the values and drop them
             tensor = torch.load(window, map_location="meta", weights_only=True)
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or vars(tensor):
             raise ValueError(f"a {type(tensor).__name__} with {vars(tensor)}")
@@ -188,12 +188,12 @@ _MAX_EXPANDED = 2**25
 
 
 def load_torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
-    """The object in a file written by torch.save. Its tensors are mapped: values are read when they are used.
+    """The object in a file written by torch.save. Its tensors are mapped: values are read on use.
 
-    `allowed` are classes and functions that it may use beside tensors and plain containers, as
-    `torch.serialization.safe_globals` takes them. Raises DamagedCheckpointError for a file that is no such file, is
-    truncated, compressed, or claims more than it has; CheckpointError for a missing one, and for one that asks for
-    anything that is not allowed.
+    `allowed` lists classes and functions that it may use besides tensors and plain containers, as for
+    `torch.serialization.safe_globals`. Raises DamagedCheckpointError if the file is not one of torch.save, is
+    truncated, compressed, or claims more than it has; CheckpointError if it is missing, or uses anything that is not
+    allowed.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist, or is not a file")
@@ -225,7 +225,7 @@ def _loaded(file: IO[bytes], path: Path | None, length: int, name: str, allowed:
 
 
 def _pickle_in(file: IO[bytes], length: int) -> bytes:
-    """The pickle of an archive whose entries are neither compressed nor larger than the archive."""
+    """The pickle of an archive. Its entries must be neither compressed nor larger than the archive."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         claimed = sum(one.file_size for one in entries)
@@ -244,9 +244,9 @@ def _pickle_in(file: IO[bytes], length: int) -> bytes:
 
 
 def _check_size(value: Any, length: int, pickled: int) -> None:
-    """Refuses values that take long to walk over, and tensors of memory that the file does not have.
+    """Refuses values that take long to traverse, and tensors with more memory than the file.
 
-    Containers that contain each other, or share what they contain, may look far larger than they are.
+    Containers that contain each other, or share contents, may appear far larger than they are.
     """
     budget, unmapped = 100_000 + 4 * pickled, 0
     stack = [(value, 0)]
@@ -269,9 +269,9 @@ def _check_size(value: Any, length: int, pickled: int) -> None:
 
 
 def _check_tensor(tensor: torch.Tensor, length: int, storages: set[int]) -> int:
-    """The bytes of a tensor's storage that no tensor before had and no file has; raises for a tensor too large."""
+    """The bytes of a tensor's storage if it is new and not in a file; raises if the tensor is too large."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-        return 0  # refused, or looked at, by whoever knows what to do with them
+        return 0  # refused or handled by the caller
     claimed = torch.Tensor.numel(tensor) * tensor.dtype.itemsize
     if claimed > max(length, _MAX_EXPANDED):
         raise DamagedCheckpointError(
@@ -287,9 +287,9 @@ def _check_tensor(tensor: torch.Tensor, length: int, storages: set[int]) -> int:
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Lets the system take back the memory of a mapped tensor; it is read from the file again when it is needed."""
+    """Lets the system reclaim the memory of a mapped tensor; it is read from the file again when needed."""
     storage = tensor.untyped_storage()
-    if sys.platform != "linux" or storage.resizable():  # memory that is no file's would lose its values
+    if sys.platform != "linux" or storage.resizable():  # memory outside a file would lose its values
         return
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -298,6 +298,6 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def trim_heap() -> None:
-    """Lets the system take back memory that was freed: glibc keeps much of what tensors of some megabytes were in."""
+    """Returns freed memory to the system: glibc keeps much of the memory of tensors of some megabytes."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -1,8 +1,8 @@
-"""What a checkpoint is of: a training run as leaves under names that do not depend on the ranks, and back.
+"""The contents of a checkpoint: a training run as leaves whose names do not depend on the ranks, and back.
 
-Optimizer state goes by the names of parameters, as `get_optimizer_state_dict` has it, without its step: stock fills an
-optimizer that has no state yet by letting it take a step, after which it counts one step more than it took. Here state
-is named as it is, and state that is read is made of the checkpoint's entries.
+Optimizer state is stored by parameter name, as in `get_optimizer_state_dict`, but without its extra step: stock
+initialises an optimizer without state by a step, so it counts one step too many. Here existing state is named as it is,
+and state to be read is created from the checkpoint's entries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardkit.core.parameters.placements import Owned
 
 
 def get_rng_state() -> dict[str, Any]:
-    """All generators, as tensors and plain values."""
+    """The states of all generators, as tensors and plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -59,7 +59,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what `get_rng_state` gave; a generator that is missing there stays as it is."""
+    """Restores the result of `get_rng_state`; a generator that is missing there keeps its state."""
     try:
         if "cpu" in state:
             torch.set_rng_state(state["cpu"])
@@ -74,20 +74,20 @@ def set_rng_state(state: dict[str, Any]) -> None:
         raise DamagedCheckpointError(f"rng: the state of a random generator does not fit: {error}") from error
 
 
-# What wrappers add to names, and stock's state dicts leave out.
+# Parts that wrappers add to names; stock's state dicts leave them out.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class OptimizerNames:
-    """Optimizers of a model, whose parameters have names."""
+    """Optimizers of a model whose parameters have names."""
 
     optimizers: tuple[Optimizer, ...]
     name_of: Mapping[int, str]
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> OptimizerNames:
-        """Raises ValueError if an optimizer holds a parameter that the model has not, or another optimizer too."""
+        """Raises ValueError if the model lacks a parameter of an optimizer, or two optimizers hold the same one."""
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names: dict[int, str] = {}
         for name, parameter in inner.named_parameters():
@@ -114,7 +114,7 @@ class OptimizerNames:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """State by name and parameter groups that name their parameters; tensors are the live ones."""
+        """State by name and parameter groups with names of parameters; its tensors are the live ones."""
         state: dict[str, Any] = {}
         groups = []
         for optimizer in self.optimizers:
@@ -126,9 +126,9 @@ class OptimizerNames:
         return {"state": state, "param_groups": groups}
 
     def target(self, entry: TensorEntry) -> torch.Tensor | None:
-        """The tensor to read an entry of a parameter's state into: the live one, else a new one that lies as the
-        parameter does, or None for an entry deeper down, which can be of any shape: then it is read whole. Raises
-        CheckpointError for an entry with a shape of its own.
+        """The tensor to read an entry of a parameter's state into: the live one, else a new one with the parameter's
+        layout, or None for an entry deeper down, which may have any shape and is read whole. Raises CheckpointError if
+        an entry has a shape of its own.
         """
         name, key, *deeper = map(str, entry.path[2:])
         optimizer, parameter = self._by_name[name]
@@ -144,7 +144,7 @@ class OptimizerNames:
         if tuple(parameter.shape) == shape:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if owned:
-            return None  # a plain tensor of its owner
+            return None  # a plain tensor on its owner
         by_block = target_by_block(key, dtype, shape, parameter)
         if by_block is not None:
             return by_block
@@ -155,7 +155,7 @@ class OptimizerNames:
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters that the optimizers hold."""
+        """Names of the parameters that the optimizers hold."""
         return self._by_name.keys()
 
     @functools.cached_property
@@ -168,8 +168,8 @@ class OptimizerNames:
         }
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Gives each optimizer its part of what `state_dict` gave, as read. Raises CheckpointError for parameters that
-        are in no stored group, or in several.
+        """Loads into each optimizer its part of a stored `state_dict`. Raises CheckpointError for parameters that are
+        in no stored group, or in several.
         """
         state, groups = stored.get("state", {}), stored.get("param_groups", [])
         loads, number = [], 0
@@ -180,7 +180,7 @@ class OptimizerNames:
                 own = [self.name_of[id(parameter)] for parameter in group["params"]]
                 if own:
                     found = _group_of(own, groups, number)
-                else:  # options of the stored one in its place, its own if that has parameters
+                else:  # options of the stored group in this place, or this group's own if that one has parameters
                     stored_group = groups[number] if number < len(groups) else group
                     found = dict(group if stored_group.get("params") else stored_group)
                 options.append({**found, "params": list(range(len(names), len(names) + len(own)))})
@@ -192,7 +192,7 @@ class OptimizerNames:
 
 
 def _is_owned(parameter: torch.Tensor) -> bool:
-    """Whether one rank steps on it as a plain tensor: its nested state is plain."""
+    """Whether one rank steps on it as a plain tensor; then its nested state is plain."""
     return isinstance(parameter, DTensor) and any(isinstance(one, Owned) for one in parameter.placements)
 
 
@@ -205,7 +205,7 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any], names: list[str], opti
 
 
 def _as_stored(loaded: Any, stored: Any) -> Any:
-    """What an optimizer has loaded, in the dtypes that were stored; it casts all but `step` to the parameter's."""
+    """An optimizer's loaded state in the stored dtypes; it casts everything but `step` to the parameter's."""
     if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == stored.dtype else stored.to(device=loaded.device)
     if isinstance(stored, dict) and isinstance(loaded, dict):
@@ -216,7 +216,7 @@ def _as_stored(loaded: Any, stored: Any) -> Any:
 
 
 def _group_of(names: list[str], groups: list[Any], number: int) -> dict[str, Any]:
-    """The stored group that has all of these parameters."""
+    """The stored group that contains all of these parameters."""
     for group in groups:
         if set(names) <= set(group.get("params", ())):
             return dict(group)
@@ -228,21 +228,22 @@ def _group_of(names: list[str], groups: list[Any], number: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A training run, for `CheckpointManager.save` and `restore`. The same on all ranks, but for `per_rank`.
+    """A training run, for `CheckpointManager.save` and `restore`. The same on all ranks, except `per_rank`.
 
     Attributes:
         model: sharded or not; its state dict goes under "model".
-        optimizer: one, or several that share out the parameters; under "optimizer", by the names of parameters.
-        scheduler: of the learning rate, or anything with `state_dict` and `load_state_dict`; under "scheduler".
-        user: anything else with these two methods, under its key. Tensors in it may be DTensors. A value that is no
-            tensor is stored once, as rank 0 has it.
-        per_rank: the same for what differs from rank to rank, such as the position of a data loader; under
-            "<key>.<rank>". It goes back to the same number of ranks only, unless the object has a method
-            `load_state_dicts(states)`, which is then given the states of all ranks, by rank.
-        rng: whether the random generators of each rank (torch's, Python's, numpy's) belong to it.
+        optimizer: one or several with separate parameters; stored under "optimizer", by parameter name.
+        scheduler: the learning rate scheduler, or any object with `state_dict` and `load_state_dict`; under
+            "scheduler".
+        user: other objects with these two methods, under their keys. Their tensors may be DTensors. Values that are not
+            tensors are stored once, from rank 0.
+        per_rank: like `user`, for state that differs by rank, such as a data loader's position; under "<key>.<rank>".
+            It needs as many ranks as saved it, unless the object's `load_state_dicts(states)` takes all states, by
+            rank.
+        rng: whether to include the random generators of each rank (torch's, Python's, numpy's).
 
     Raises:
-        ValueError: for a key that is one of the names above or no plain name.
+        ValueError: for a key that is one of the names above or is not a plain name.
     """
 
     model: nn.Module
@@ -261,7 +262,7 @@ class TrainingState:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All of them."""
+        """All optimizers."""
         return (self.optimizer,) if isinstance(self.optimizer, Optimizer) else tuple(self.optimizer)
 
     def stateful(self) -> Iterator[tuple[str, Stateful]]:
@@ -271,10 +272,10 @@ class TrainingState:
         yield from self.user.items()
 
     def capture(self, rank: int) -> Captured:
-        """The leaves of everything as it is now; tensors are the live ones. Not collective.
+        """The leaves of the current state; tensors are the live ones. Not collective.
 
         Raises:
-            TypeError, ValueError: for state that cannot be stored, by name.
+            TypeError, ValueError: for state that cannot be stored; the message has its name.
         """
         shared = flatten(get_model_state_dict(self.model), (MODEL,))
         if self.optimizers:
@@ -299,8 +300,8 @@ def _add(to: Leaves, more: Leaves) -> None:
 def restore_state(directory: Path, index: Index, state: TrainingState, rank: int, world_size: int) -> None:
     """Fills this rank's part of a training state. Not collective.
 
-    Values are read and verified first, then every part of the run gets its own. Raises CheckpointError if checkpoint
-    and state do not fit; DamagedCheckpointError for a damaged file.
+    Reads and verifies the values first, then loads every part of the run. Raises CheckpointError if checkpoint and
+    state do not match, DamagedCheckpointError for a damaged file.
     """
     targets = _Targets(index)
     model_state = get_model_state_dict(state.model)
@@ -317,7 +318,7 @@ def restore_state(directory: Path, index: Index, state: TrainingState, rank: int
             targets.like((key, str(other)), {})
     read = targets.read(directory)
 
-    # load_state_dict copies onto itself what was filled in place: hooks of modules see a load like any other.
+    # load_state_dict copies values filled in place onto themselves, so modules' hooks see an ordinary load.
     filled = _tree(read, index, (MODEL,))
     set_model_state_dict(state.model, {name: filled[name] for name in model_state})
     if state.optimizers:
@@ -344,7 +345,7 @@ class _Targets:
         self._objects: list[str] = []
 
     def _add(self, path: LeafPath, target: Callable[[TensorEntry], torch.Tensor | None]) -> None:
-        """What is stored at `path`: a tensor into its target, or else into a new one."""
+        """Reads the value at `path` into its target tensor, or else into a new one."""
         entry = self._index.tensors.get(name_of(path))
         if entry is None:
             self._objects.append(name_of(path))
@@ -354,7 +355,7 @@ class _Targets:
         self._tensors[path] = new
 
     def model(self, state: Mapping[str, Any]) -> None:
-        """The tensors of the model into themselves; what its modules keep beside them as it was."""
+        """Reads the model's tensors in place; other state of its modules is read as it was stored."""
         known = {*self._index.paths.values(), *self._index.empties}
         known |= {path[:2] for path in _entries(self._index, (MODEL,))}
         names = self._index.paths.keys()
@@ -365,15 +366,15 @@ class _Targets:
             raise CheckpointError(f"the checkpoint does not fit the model: it lacks {listed}")
         for name, live in state.items():
             path = (MODEL, name)
-            if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # anything, of any look
+            if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # may be of any type and shape
                 self.like(path, flatten({name: live}, (MODEL,)).values)
             elif name_of(path) in self._index.tensors:
-                self._tensors[path] = live  # what does not fit is refused when it is read
+                self._tensors[path] = live  # a mismatch is refused when it is read
             else:
                 raise CheckpointError(f"{name_of(path)} is a tensor in the model, but not in the checkpoint")
 
     def like(self, prefix: LeafPath, leaves: Mapping[LeafPath, Any]) -> None:
-        """Everything under `prefix`; into the tensors among `leaves` where there are such of the same look."""
+        """Reads everything under `prefix`, in place where `leaves` has a tensor of the same shape and dtype."""
         stored = _entries(self._index, prefix)
         if not stored and leaves and prefix not in self._index.empties:
             raise CheckpointError(f"the checkpoint has nothing under '{name_of(prefix)}', which the state has")
@@ -387,7 +388,7 @@ class _Targets:
             self._add(path, target)
 
     def optimizer(self, names: OptimizerNames) -> None:
-        """Everything under "optimizer", into tensors that lie as their parameters do."""
+        """Reads everything under "optimizer", into tensors with the layout of their parameters."""
         stored = _entries(self._index, (OPTIMIZER,))
         if not stored:
             raise CheckpointError(
@@ -396,18 +397,18 @@ class _Targets:
         for path in stored:
             if path[1] != "state" or len(path) < 4:
                 self._add(path, lambda _: None)
-            elif str(path[2]) in names.names:  # else of a parameter that other ranks hold
+            elif str(path[2]) in names.names:  # else it belongs to a parameter on other ranks
                 self._add(path, names.target)
 
     def read(self, directory: Path) -> dict[LeafPath, Any]:
-        """Reads it all: by path, the tensors that were filled, and objects, in the order in which they were saved."""
+        """Reads everything: the filled tensors and the objects by path, in the order in which they were saved."""
         objects = read_objects(directory, self._index, self._objects)
         read_tensors(directory, self._index, self._tensors.items())
         return self._index.in_order({**self._tensors, **objects})
 
 
 def unexpected_names(index: Index, state: TrainingState) -> set[str]:
-    """What the checkpoint has of a model that this rank's has not."""
+    """Names in the checkpoint of a model that this rank's model lacks."""
     known = {name_of((MODEL, name)) for name in get_model_state_dict(state.model)}
     return {
         name_of(path)
@@ -417,7 +418,7 @@ def unexpected_names(index: Index, state: TrainingState) -> set[str]:
 
 
 def _counters_as(live: Any, tree: Any) -> Any:
-    """What was read, with a Counter wherever the live state has one: a scheduler's milestones are such."""
+    """The values read, with a Counter wherever the live state has one, such as a scheduler's milestones."""
     if isinstance(live, Mapping) and isinstance(tree, dict):
         below = {key: _counters_as(live.get(key), one) for key, one in tree.items()}
         return Counter(below) if type(live) is Counter else below
@@ -438,8 +439,8 @@ def _tree(read: Mapping[LeafPath, Any], index: Index, prefix: LeafPath) -> Any:
 
 
 def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: int) -> dict[str, list[int]]:
-    """Whose per-rank state this rank needs, by key. Raises CheckpointError if there is per-rank state of another number
-    of ranks that cannot be shared out.
+    """The ranks whose per-rank state this rank needs, by key. Raises CheckpointError if per-rank state of another
+    number of ranks cannot be distributed.
     """
     found: dict[str, list[int]] = {}
     for key, one in state.per_rank.items():

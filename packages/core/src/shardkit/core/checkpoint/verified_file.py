@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read so that no byte is used whose block does not have the checksum that was written."""
+"""Reads files of a checkpoint. A byte is used only after its block's checksum has been verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERIFIED_AT_ONCE = 8 * BLOCK_BYTES
 
 
 def hashing_threads() -> Executor:
-    """For `VerifiedFile`. One thread hashes at about 2 GB/s, and a file may be read faster."""
+    """Threads for `VerifiedFile`. One thread hashes at about 2 GB/s, and a file may be read faster."""
     return ThreadPoolExecutor(_HASHING_THREADS, "hash")
 
 
@@ -29,7 +29,7 @@ def checksum(block: bytes | bytearray | memoryview) -> str:
 
 
 class BlockSums:
-    """The checksums of a file's blocks, from its bytes as they come."""
+    """Computes the checksums of a file's blocks while its bytes arrive."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -51,15 +51,15 @@ class BlockSums:
         self._hash = hashlib.sha256()
 
     def finish(self) -> tuple[str, ...]:
-        """All of them; nothing follows."""
+        """All checksums; call it after the last byte."""
         if self.nbytes % BLOCK_BYTES:
             self._end_block()
         return tuple(self._sums)
 
 
 def open_inside(directory: Path, name: str) -> int:
-    """A descriptor of a regular file right inside `directory`; links are not followed. Raises DamagedCheckpointError if
-    it is missing, or no regular file; CheckpointError if it cannot be opened.
+    """A descriptor of a regular file directly inside `directory`; links are not followed. Raises DamagedCheckpointError
+    if it is missing or not a regular file, CheckpointError if it cannot be opened.
     """
     path = directory / name
     try:
@@ -83,9 +83,9 @@ def read_small(directory: Path, name: str) -> bytes:
 
 
 class VerifiedFile:
-    """Reads ranges of one file. A block that is only needed in part is kept until another one is. The blocks of a range
-    are hashed by `beside` while the next ones are read. Raises DamagedCheckpointError here and in `read_into`, with the
-    path and where: wrong size, wrong checksum, missing.
+    """Reads ranges of one file. A block that is only partly needed is kept until another one is. `beside` hashes the
+    blocks of a range while the next ones are read. Raises DamagedCheckpointError here and in `read_into`, with the path
+    and reason: wrong size, wrong checksum, missing.
     """
 
     def __init__(self, directory: Path, file: File, beside: Executor) -> None:
@@ -101,7 +101,7 @@ class VerifiedFile:
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fills `target` (bytes) from `offset` on."""
-        if self._file.blocks is None:  # nothing to compare, so blocks do not matter
+        if self._file.blocks is None:  # no checksums to compare, so read without blocks
             self._read(offset, target)
             return
         done = 0
@@ -134,7 +134,7 @@ class VerifiedFile:
     def _hash(self, block: memoryview) -> Future[str]:
         try:
             return self._beside.submit(checksum, block)
-        except RuntimeError:  # the interpreter ends, as in functions of atexit, or there is no room for a thread
+        except RuntimeError:  # the interpreter is ending, as in atexit functions, or no thread can be started
             done: Future[str] = Future()
             done.set_result(checksum(block))
             return done
@@ -157,7 +157,7 @@ class VerifiedFile:
         while seen < len(block):
             try:
                 count = os.preadv(self.descriptor, [block[seen:]], start + seen)
-            except OSError as error:  # such as of a disk that fails
+            except OSError as error:  # for example, the disk fails
                 raise DamagedCheckpointError(
                     f"{self.path} cannot be read from byte {start + seen} on: {error.strerror}"
                 ) from error
@@ -173,7 +173,7 @@ class VerifiedFile:
 
 
 def verify(directory: Path, file: File, progress: Callable[[int], object] = lambda _: None) -> None:
-    """Reads all of a file, and tells how many bytes it has read; raises as `VerifiedFile`."""
+    """Reads a whole file and reports the bytes read; raises as `VerifiedFile`."""
     block = bytearray(_VERIFIED_AT_ONCE)
     with hashing_threads() as beside, VerifiedFile(directory, file, beside) as opened:
         for start in range(0, file.nbytes, len(block)):

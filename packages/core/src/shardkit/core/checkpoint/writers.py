@@ -24,28 +24,28 @@ from shardkit.core.checkpoint.verified_file import BlockSums
 
 
 class Writer(ABC):
-    """One format. Lays its files out in `begin`, or takes up what an earlier attempt has written."""
+    """One format. `begin` lays out its files, or resumes an earlier attempt."""
 
-    file: Path  # is there once all files are laid out
+    file: Path  # exists once all files are laid out
 
     @abstractmethod
     def begin(self, records: dict[str, Any]) -> None:
-        """Starts; `records` has what `write` returned for tensors that are written already."""
+        """Starts; `records` has the results of `write` for tensors that are already written."""
 
     @abstractmethod
     def write(self, path: LeafPath, slabs: Iterator[Slab]) -> dict[str, Any]:
-        """Writes one tensor; returns what it takes to go on behind it, as JSON."""
+        """Writes one tensor; returns the JSON record needed to resume after it."""
 
     def finish(self) -> None:  # noqa: B027 (most formats are complete then)
-        """Completes the files, once every tensor is written."""
+        """Completes the files after every tensor is written."""
 
     def kept(self, value: Any) -> Any:
-        """An object as the format gives it back."""
+        """An object in the form that the format returns on reading."""
         return value
 
 
 class DataFile:
-    """Grows at its end; with `sealed`, knows the checksums of its blocks."""
+    """A file that grows at its end; with `sealed`, it has the checksums of its blocks."""
 
     def __init__(self, path: Path, end: int, *, sealed: bool) -> None:
         self.path, self.end = path, end
@@ -60,21 +60,20 @@ class DataFile:
     def append(self, data: bytes | memoryview) -> None:
         if self._sums is not None:
             self._sums.add(data)
-        with self.path.open("ab") as file:  # not kept open: an attempt that fails leaves nothing to be flushed later
+        with self.path.open("ab") as file:  # not kept open: a failed attempt leaves no buffered data
             file.write(data)
         self.end += len(data)
 
     def finish(self) -> File:
-        """Nothing follows."""
+        """Ends the file."""
         return File(self.path.name, self.end, None if self._sums is None else self._sums.finish())
 
 
 class DcpWriter(Writer):
     """Tensors cut by rows into the files of `ranks`, as `fully_shard` cuts them, and the metadata at the end.
 
-    What was written before an interruption stays: a tensor is taken up again by its record. Of the checkpoint its
-    tensors are written, and what it is `about`; `objects` are bytes of torch.save. `sealed` adds our manifest, with
-    checksums of every file.
+    Data written before an interruption is kept: the record of a tensor resumes it. Writes the checkpoint's tensors and
+    its `about`; `objects` are bytes of torch.save. `sealed` adds our manifest, with checksums of every file.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class DcpWriter(Writer):
 
 
 def _begun(file: DataFile, stored: StoredTensor, first: int, stop: int) -> Chunk:
-    """Rows [first, stop), of which everything before the values is written."""
+    """The chunk of rows [first, stop); all bytes before its values are written."""
     sizes = (stop - first, *stored.shape[1:]) if stored.shape else ()
     offsets = (first, *[0] * (len(stored.shape) - 1)) if stored.shape else ()
     chunk = chunk_after(file.end, file.path.name, stored.dtype, offsets, sizes)
@@ -151,8 +150,8 @@ def _begun(file: DataFile, stored: StoredTensor, first: int, stop: int) -> Chunk
 
 
 def objects_for_stock(checkpoint: Checkpoint) -> dict[LeafPath, bytes]:
-    """The objects of a checkpoint, taken apart as torch.distributed.checkpoint takes them apart. Raises CheckpointError
-    for tensors that it cannot hold where they are, and for two values of one name.
+    """The objects of a checkpoint in the form of torch.distributed.checkpoint. Raises CheckpointError for tensors that
+    it cannot hold there, and for two values of one name.
     """
     _check_keys(checkpoint)
     whole = _whole_objects(checkpoint.objects)
@@ -176,7 +175,7 @@ def objects_for_stock(checkpoint: Checkpoint) -> dict[LeafPath, bytes]:
 
 
 def _check_keys(checkpoint: Checkpoint) -> None:
-    """torch.distributed.checkpoint makes strings of all keys, and tuples of tensors it does not take apart."""
+    """Checks keys: torch.distributed.checkpoint turns all of them into strings, and keeps tuples of tensors whole."""
     for path in checkpoint.tensors:
         odd = [part for part in path if not isinstance(part, str) and getattr(part, "of", None) != "list"]
         if odd:
@@ -188,7 +187,7 @@ def _check_keys(checkpoint: Checkpoint) -> None:
 
 
 def _whole_objects(objects: Mapping[LeafPath, Any]) -> dict[LeafPath, Any]:
-    """Objects that torch would change by taking them apart (keys that are no strings, empty dicts), as they are."""
+    """Objects that torch would change by flattening them (keys that are not strings, empty dicts), kept whole."""
     found: dict[LeafPath, Any] = {}
     below: dict[LeafPath, dict[LeafPath, Any]] = {}
     for path, value in objects.items():
@@ -209,7 +208,7 @@ def _survives(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where elements [start, stop) of a tensor of the checkpoint go: into `memory`, from its element `first` on."""
+    """The target of elements [start, stop) of a checkpoint's tensor: `memory`, from its element `first` on."""
 
     start: int
     stop: int
@@ -219,23 +218,23 @@ class Place:
 
 @dataclass(frozen=True)
 class Content:
-    """What one file holds. Its tensors only have sizes: memory that is never touched is never there."""
+    """The contents of one file. Its tensors only have sizes: untouched memory is never allocated."""
 
     leaves: dict[LeafPath, Any] = field(default_factory=dict)  # by path, what is pickled
-    # by path of a tensor of the checkpoint, where the file's part of it goes
+    # by path of a tensor of the checkpoint, the target of its part in this file
     places: dict[LeafPath, Place] = field(default_factory=dict)
-    # memory, first and last element, and what they are filled with
+    # memory, first and last element, and the fill value
     padding: list[tuple[torch.Tensor, int, int, float]] = field(default_factory=list)
 
     def add_whole(self, path: LeafPath, stored: StoredTensor) -> None:
-        """Gives the file all of a tensor."""
+        """Adds a whole tensor to the file."""
         whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.leaves[path] = whole
         self.places[path] = Place(0, stored.numel, whole)
 
 
 class _PlacedWriter(Writer):
-    """Lays its files out before there are values; each tensor then goes to where it lies in them."""
+    """Lays its files out before there are values; each tensor is then written at its place."""
 
     def __init__(self) -> None:
         self._places: dict[LeafPath, list[tuple[Path, int, int, int]]] = {}
@@ -253,7 +252,7 @@ class _PlacedWriter(Writer):
 
 
 class TorchWriter(_PlacedWriter):
-    """`checkpoint.pt` with everything, or the files of several ranks, whose parts `content` says."""
+    """`checkpoint.pt` with everything, or the files of several ranks, whose parts `content` determines."""
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, names: Iterable[str] = ("checkpoint.pt",)) -> None:
         super().__init__()
@@ -262,7 +261,7 @@ class TorchWriter(_PlacedWriter):
         self._checkpoint = checkpoint
 
     def content(self, number: int) -> Content:
-        """What a file holds: the same at every call."""
+        """The contents of a file: the same at every call."""
         content = Content()
         for path, stored in self._checkpoint.tensors.items():
             content.add_whole(path, stored)
@@ -270,11 +269,11 @@ class TorchWriter(_PlacedWriter):
         return content
 
     def memory_in(self, leaf: Any) -> torch.Tensor | None:
-        """The tensor that a leaf is pickled with."""
+        """The tensor that stands for a leaf in the pickle."""
         return leaf if isinstance(leaf, torch.Tensor) else None
 
     def begin(self, records: dict[str, Any]) -> None:
-        for number in reversed(range(len(self._files))):  # the first one last: with it all are there
+        for number in reversed(range(len(self._files))):  # the first one last: when it exists, all do
             file, content = self._files[number], self.content(number)
             tree = self._checkpoint.nested(content.leaves)
             if not records:
@@ -291,7 +290,7 @@ class TorchWriter(_PlacedWriter):
                     opened.write(memory_of(torch.full((last - first,), value, dtype=memory.dtype)))
 
     def _offsets(self, file: Path, tree: Any) -> dict[Any, int]:
-        """Byte in the file of each storage. torch.save numbers storages in the order in which it meets them."""
+        """Offset of each storage in the file. torch.save numbers storages in the order in which it meets them."""
         storages = dict.fromkeys(_storage(tensor) for tensor in self._memory_below(tree))
         with file.open("rb") as opened:
             places = storages_in(opened, 0, file.stat().st_size, str(file))
@@ -307,7 +306,7 @@ class TorchWriter(_PlacedWriter):
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """Tells storages apart; those without bytes, of which each is in one tensor here, by that."""
+    """A key that identifies a storage; an empty storage, which only one tensor here uses, by its tensor."""
     return tensor.untyped_storage().data_ptr() or ("empty", id(tensor))
 
 
@@ -317,9 +316,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 class SafetensorsWriter(_PlacedWriter):
     """`model.safetensors`, or `model-00001-of-0000N.safetensors` with an index as Hugging Face has it.
 
-    A file has at most `file_bytes` of values, but for a tensor that is larger by itself; None is for one file. Paths
-    and objects, where there are some, are JSON in the metadata of the first file. Raises CheckpointError for dtypes
-    that safetensors has not, and objects that JSON has no place for.
+    A file has at most `file_bytes` of values, unless a single tensor is larger; None makes one file. Paths and objects,
+    if any, are JSON in the metadata of the first file. Raises CheckpointError for dtypes that safetensors lacks, and
+    objects that JSON cannot express.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, file_bytes: int | None = None) -> None:
@@ -356,7 +355,7 @@ class SafetensorsWriter(_PlacedWriter):
             self._places[one.path] = [(file, 0, one.numel, 8 + len(text) + header[one.name]["data_offsets"][0])]
 
     def begin(self, records: dict[str, Any]) -> None:
-        for file, (head, nbytes) in reversed(self._heads.items()):  # the first one last: then all are there
+        for file, (head, nbytes) in reversed(self._heads.items()):  # the first one last: then all exist
             if not records:
                 with file.open("wb") as opened:
                     opened.write(head)
@@ -396,7 +395,7 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """With lists for tuples, which JSON has not."""
+    """The value with lists for tuples, which JSON lacks."""
     if isinstance(value, list | tuple):
         return [_as_json(one) for one in value]
     return {key: _as_json(one) for key, one in value.items()} if isinstance(value, dict) else value
