@@ -1,14 +1,14 @@
 """Installs shardkit in a process whose environment has SHARDKIT_INSTALL set, when the program imports torch's FSDP.
 
-`arm` is called at the start of Python: by `shardkit_autoinstall.pth`, which the wheel of shardkit-core puts into
-site-packages, and by `on_path/sitecustomize.py`, whose directory `shardkit run` puts on PYTHONPATH. The first also
-works with `python -I` and without `shardkit run`; the second also where shardkit is on PYTHONPATH and not installed.
+`arm` is called at the start of Python in two ways: by `shardkit_autoinstall.pth`, which the wheel of shardkit-core puts
+into site-packages, and by `on_path/sitecustomize.py`, whose directory `shardkit run` puts on PYTHONPATH. The first also
+works with `python -I` and without `shardkit run`. The second also works if shardkit is on PYTHONPATH but not installed.
 With `python -S` neither runs.
 
-Nothing here imports torch: a process that does not use it pays for nothing but this file. `shardkit.core` is imported
-when the program has imported `torch.distributed.fsdp`, and not earlier than the end of the outermost import of torch
-that led there: within it, parts of torch that shardkit imports may be half-initialised (`torch.distributed.checkpoint`
-and `torch._dynamo` import FSDP in their middle).
+Nothing here imports torch: a process that does not use it only pays for this file. `shardkit.core` is imported after
+the program has imported `torch.distributed.fsdp`, at the end of the outermost import of torch that led there. Earlier,
+parts of torch that shardkit imports may be half-initialised (`torch.distributed.checkpoint` and `torch._dynamo` import
+FSDP during their own import).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def arm() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Wraps the loader of each outermost import of torch or `shardkit.core`, to be told of its end."""
+    """Wraps the loader of each outermost import of torch or `shardkit.core`, to see when it ends."""
 
     def __init__(self) -> None:
         self.importing = threading.local()
@@ -62,7 +62,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds what the other finders find. None for modules inside another import of torch, and for all others."""
+        """The spec that the other finders find. None for modules inside another import of torch, and for all others."""
         if getattr(self.importing, "name", None) or not (fullname == _CORE or fullname.partition(".")[0] == "torch"):
             return None
         for finder in list(sys.meta_path):
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The loader of one module, which it gives back to the module when that begins to run."""
+    """The loader of one module; the module gets its own loader back when it begins to run."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader = loader
@@ -100,7 +100,7 @@ class _Loader(importlib.abc.Loader):
             try:
                 _install()
             except BaseException:
-                sys.meta_path.insert(0, self._finder)  # the program must not go on with torch's engine
+                sys.meta_path.insert(0, self._finder)  # the program must not continue with torch's engine
                 raise
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ def _install() -> None:
         raise RuntimeError(f"{VARIABLE} is {value!r}; expected 1, fsdp1 (FSDP1's names as well), or 0")
     try:
         install = importlib.import_module(f"{_CORE}.install").install
-    except ImportError as error:  # not an ImportError here: many programs take that as "torch has no FSDP"
+    except ImportError as error:  # not an ImportError here: many programs take that to mean that torch has no FSDP
         raise RuntimeError(
             f"{VARIABLE}={value} asks for shardkit, but {sys.executable} cannot import it ({error}); install "
             "shardkit-core there, or unset the variable"
@@ -124,7 +124,7 @@ def _install() -> None:
 
 
 def _warn_if_unused() -> None:
-    """For launchers other than `shardkit run`, which says it by itself."""
+    """Warns for launchers other than `shardkit run`, which warns by itself."""
     first_step = sys.modules.get(f"{_CORE}.first_step")
     if first_step is not None and not first_step.engine_ran():
         sys.stderr.write(f"shardkit: {VARIABLE} is set, but no sharded model ran forward on rank 0\n")

@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
-    """Runs the command, and warns if no process of this host has run a sharded model.
+    """Runs the command, and warns if no process on this host has run a sharded model.
 
     Returns:
-        The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started; 2 with `fsdp1`
-        where the package that has FSDP1's names is not installed.
+        The exit status of the command: 128 + the signal if one ended it, 127 if it cannot be started; 2 with `fsdp1` if
+        the package with FSDP1's names is not installed.
     """
     if fsdp1 and not entry_points(group=NAMES_GROUP, name="fsdp1"):
         sys.stderr.write(f"shardkit run: --fsdp1 {NEEDS_FSDP1}\n")
@@ -59,7 +59,7 @@ def run(command: Sequence[str], *, fsdp1: bool = False) -> int:
 
 
 def environment(base: Mapping[str, str], records: str, *, fsdp1: bool = False) -> dict[str, str]:
-    """`base` and what makes Python processes install shardkit; they leave a file each in the directory `records`."""
+    """`base` plus the variables that make Python processes install shardkit; each leaves a file in `records`."""
     before = base.get("PYTHONPATH")
     return dict(base) | {
         VARIABLE: FSDP1 if fsdp1 else FSDP2,
@@ -69,7 +69,7 @@ def environment(base: Mapping[str, str], records: str, *, fsdp1: bool = False) -
 
 
 def _with_interpreter(command: Sequence[str]) -> list[str]:
-    """A script gets this interpreter; a launcher that is not on PATH is looked for beside it."""
+    """Runs a script by this interpreter; looks for a launcher that is not on PATH beside it."""
     first = command[0]
     if first.endswith(".py"):
         return [sys.executable, *command]
@@ -78,17 +78,17 @@ def _with_interpreter(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-# What shells return for a command that cannot be started.
+# The status that shells return for a command that cannot be started.
 _NOT_RUN = 127
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], name: str) -> int:
     """Runs a training command for `shardkit <name>` in the foreground; a script.py is run by this interpreter.
 
-    Ctrl-C reaches the command too, which then ends its ranks; it is waited for. SIGTERM is handed on.
+    Ctrl-C also reaches the command, which then ends its ranks; this waits for it. SIGTERM is passed on.
 
     Returns:
-        Its exit status: 128 + the signal if one ended it, 127 if it cannot be started, which is told.
+        Its exit status: 128 + the signal if one ended it, 127 if it cannot be started, with a message.
     """
     try:
         process = subprocess.Popen(_with_interpreter(command), env=dict(environment))

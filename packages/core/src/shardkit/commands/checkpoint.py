@@ -1,6 +1,6 @@
 """The options of the `checkpoint` command, which `shardkit.core.checkpoint.command` runs.
 
-They lie outside of `shardkit.core`, whose import takes seconds, as it imports torch.
+They are outside of `shardkit.core`, whose import takes seconds because it imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ conversion again, and it continues where it stopped.
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells an error in one line, and where to read more."""
+    """Prints an error in one line, and where to read more."""
 
     def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; `command` is the subcommand. Takes `sys.argv` for None. Prints help or an error, and exits then."""
+    """The options; `command` is the subcommand. None means `sys.argv`. Prints help or an error and exits, if needed."""
     parser = Parser(
         "shardkit checkpoint", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,12 +82,12 @@ def _positive(text: str) -> int:
 
 
 def _add_progress_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that read everything."""
+    """Adds the progress option of commands that read everything."""
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def add_conversion_options(parser: argparse.ArgumentParser) -> None:
-    """For commands that write a target."""
+    """Adds the options of commands that write a target."""
     parser.add_argument(
         "--without",
         action="append",

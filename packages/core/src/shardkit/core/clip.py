@@ -1,10 +1,10 @@
-"""The norm of all gradients, and clipping by it: right across meshes, placements, offload and ties.
+"""The norm of all gradients, and clipping by it: correct across meshes, placements, offload and ties.
 
-Each rank sums the p-th powers of the gradient elements that it holds, then the sums are added up over every mesh axis
-that a parameter is sharded on; a Replicate axis holds copies, so it adds nothing. Parameters on the same mesh axes
-share a sum, and all sums that cross one process group travel in one all-reduce.
+Each rank sums the p-th powers of its own gradient elements. These sums are added up over every mesh axis that a
+parameter is sharded on; a Replicate axis holds copies and adds nothing. Parameters on the same mesh axes share a sum,
+and all sums for one process group travel in one all-reduce.
 
-Which all-reduces run follows from the parameters, never from their gradients: a rank without gradients takes part.
+The parameters, not their gradients, decide which all-reduces run: a rank without gradients takes part.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))``, where ``norm`` is that of all of them together.
+    """Scales all gradients by ``min(1, max_norm / (norm + 1e-6))``, where ``norm`` is taken over all of them together.
 
     The rule is that of `torch.nn.utils.clip_grad_norm_`. Collective over the process groups of the meshes that the
-    parameters are sharded on, one all-reduce each: every rank calls it with the same parameters in the same order,
-    also a rank whose gradients are all None. Gradients on CPU are fine while the mesh is on another device.
+    parameters are sharded on, one all-reduce each: every rank calls it with the same parameters in the same order, even
+    if all its gradients are None. Gradients may be on CPU while the mesh is on another device.
 
     Args:
-        parameters: a tensor, tensors, or (name, tensor) pairs such as `module.named_parameters()`, whose names make
-            for better errors. DTensors and plain tensors in any mix; a plain tensor counts as the same on every rank.
-            One that comes twice counts once.
-        max_norm: largest norm that is let through.
+        parameters: a tensor, tensors, or (name, tensor) pairs such as `module.named_parameters()`; names improve the
+            errors. DTensors and plain tensors may be mixed. A plain tensor is taken to be the same on every rank. A
+            repeated tensor counts once.
+        max_norm: the largest norm that is left as it is.
         norm_type: the p of the p-norm: any number above 0, or inf for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is nan or inf. Waits for the device.
-        foreach: use the fused multi-tensor kernels; None means wherever all gradients of a kind are on an accelerator.
+        foreach: use the fused multi-tensor kernels; None uses them where all gradients of a kind are on an accelerator.
 
     Returns:
         The norm before clipping: a plain 0-dim tensor, fp32 (fp64 if any parameter is), the same on all ranks, on the
         device of the mesh.
 
     Raises:
-        ValueError: a norm_type that is not a p-norm, or a gradient that is not placed like its parameter.
-        RuntimeError: a norm that is not finite, with error_if_nonfinite; lists the gradients at fault.
+        ValueError: if `norm_type` does not name a p-norm, or a gradient is not placed like its parameter.
+        RuntimeError: if the norm is not finite, with `error_if_nonfinite`; lists the gradients at fault.
     """
     norm = grad_norm(
         parameters := _named(parameters), norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
@@ -114,7 +114,7 @@ class _Bucket:
 
 @dataclass
 class _Plan:
-    """What is added up over which process groups. Two ranks of one group see the same buckets for it, in one order."""
+    """The sums and the process groups they are added over. All ranks of a group see the same buckets in one order."""
 
     buckets: list[_Bucket]
     groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]]
@@ -133,10 +133,10 @@ class _Plan:
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
                 if mesh.get_coordinate() is None:
-                    continue  # this rank holds nothing of the parameter and is in none of its groups
+                    continue  # this rank holds no part of the parameter and belongs to none of its groups
                 axes = _sharded_axes(name, parameter.placements, mesh)
                 home = device_of(mesh)
-                # The whole mesh is in the key, not only this rank's groups: only then do all ranks of a group agree.
+                # The key has the whole mesh, not only this rank's groups: only then do all ranks of a group agree.
                 key = (mesh, axes)
                 device = device or home
             if key not in buckets:
@@ -175,7 +175,7 @@ def _measure(bucket: _Bucket, norm_type: float, plan: _Plan, foreach: bool | Non
     every = torch.cat(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=bucket.device)
     if not math.isinf(norm_type):
         return every.pow(norm_type).sum().reshape(1)
-    # MAX may drop a nan, depending on the backend, so it travels as a number of its own.
+    # MAX may drop a nan, depending on the backend, so the nan travels as a separate number.
     largest = every.nan_to_num(nan=math.inf, posinf=math.inf).max()
     return torch.stack([largest, every.isnan().any().double()])
 
@@ -199,7 +199,7 @@ def _combine(parts: list[torch.Tensor], norm_type: float, plan: _Plan) -> torch.
 
 
 def _nonfinite_message(plan: _Plan, norm: torch.Tensor, norm_type: float) -> str:
-    """Asks the same groups once more which gradients are not finite. All ranks come here together."""
+    """Asks the same groups once more which gradients are not finite. All ranks call this together."""
     flags = []
     for bucket in plan.buckets:
         at_fault = [
@@ -236,7 +236,7 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Without the second mention of a tied parameter; the sharded one, which has the gradient, of an unsharded one."""
+    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in parameters:
         param = None if isinstance(parameter, DTensor) else sharded_counterpart(parameter)
@@ -259,7 +259,7 @@ def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) 
 def _group_of(
     mesh: DeviceMesh, axis: int, groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, torch.device]]
 ) -> tuple[int, ...]:
-    """The ranks of this rank's process group on a mesh axis, noted in `groups`: equal sets of ranks share one group."""
+    """The ranks of this rank's process group on a mesh axis; equal sets of ranks share one entry in `groups`."""
     group = mesh.get_group(axis)
     ranks = tuple(dist.get_process_group_ranks(group))
     groups.setdefault(ranks, (group, device_of(mesh)))
@@ -267,7 +267,7 @@ def _group_of(
 
 
 def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The elements of a parameter's gradient that this rank holds; raises if they are not the parameter's."""
+    """This rank's elements of a parameter's gradient. Raises ValueError if it is not placed like the parameter."""
     grad = parameter.grad
     if not isinstance(parameter, DTensor) or grad is None:
         return grad

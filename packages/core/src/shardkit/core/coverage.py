@@ -1,4 +1,4 @@
-"""Whether boxes make up a tensor: what is put together from parts of a file, or of several, has every element once."""
+"""Checks that boxes cover a tensor: when parts of files are combined, each element must occur once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Box(Protocol):
-    """A part of a tensor: one index and one size for each of its dims. A `file`, if it has one, is told in messages."""
+    """A part of a tensor: one index and one size for each dim. If it has a `file`, messages name it."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -17,8 +17,8 @@ class Box(Protocol):
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What keeps boxes from making up a tensor of `shape` exactly once, None if nothing does; empty ones do not count,
-    but must lie in it, too.
+    """Why boxes do not cover a tensor of `shape` exactly once, None if they do; empty boxes are ignored, but must lie
+    inside it.
     """
     for box in boxes:
         if not _is_inside(box, shape):
@@ -27,7 +27,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     covered, whole = sum(math.prod(box.sizes) for box in filled), math.prod(shape)
     if covered < whole:
         return f"leave holes: they hold {covered} of its {whole} elements"
-    # Along the dim that is cut most often, few boxes begin before another one ends.
+    # Along the dim with the most cuts, few boxes begin before another one ends.
     dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}), default=0)
     if shape:
         filled.sort(key=lambda box: box.offsets[dim])
@@ -36,7 +36,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         for later in range(number + 1, len(filled)):
             other = filled[later]
             if shape and other.offsets[dim] >= end:
-                break  # sorted: all that follow begin behind this one
+                break  # sorted: all others begin after this one
             if _overlap(box, other):
                 return f"overlap: {_text(box)} and {_text(other)}"
     return None

@@ -1,11 +1,11 @@
-"""What happened, as typed events: the only way that tools look inside.
+"""Typed events about the engine: the only way for tools to look inside.
 
-A call site asks one attribute before it builds an event, so that a program without subscribers pays one test::
+A call site checks one attribute before it builds an event, so without subscribers it costs one test::
 
     if events.hub.active:
         events.emit(events.PrefetchMiss(fqn))
 
-Listeners run on the thread that emits, in the order of subscription; what they raise propagates to that thread.
+Listeners run on the emitting thread, in the order of subscription. Their exceptions propagate to that thread.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Started:
     """A communication of a parameter group was handed to the process group.
 
     `fqn` is the group's label and `fqns` are its parameters. `bytes` counts the full tensors that are gathered or
-    reduced. `wire_bytes` is what this rank sends; a collective whose algorithm is the backend's own is counted as
-    sending its chunk to each peer. `padding_bytes` is memory that holds no element because chunks are uneven: behind
-    the unsharded tensors and in the packed buffer. `dtype` is the one on the wire (`torch.uint8` for a gather of mixed
-    dtypes, and for what is compressed). `transport` is what moves the bytes: "shared", "pairwise", "c10d", "compressed"
-    or "custom".
+    reduced. `wire_bytes` counts the bytes that this rank sends; if the backend chooses the algorithm, one chunk for
+    each peer is counted. `padding_bytes` counts memory without elements, due to uneven chunks, after the unsharded
+    tensors and in the packed buffer. `dtype` is the dtype on the wire (`torch.uint8` for compressed gradients or
+    parameters and for a gather of mixed dtypes). `transport` moves the bytes: "shared", "pairwise", "c10d",
+    "compressed" or "custom".
     """
 
     fqn: str
@@ -50,7 +50,7 @@ class _Started:
 
 @dataclass(frozen=True)
 class _Finished(_Started):
-    """The same communication is done: on a CPU the data is there, on a device it is ordered on the lane's stream.
+    """The communication is done: on a CPU the data has arrived, on a device it is ordered on the lane's stream.
 
     `seconds` is host time from launch to finish.
     """
@@ -86,11 +86,11 @@ class AllReduceFinished(_Finished):
 class _Storage:
     """`bytes` of memory that belong to `fqn` (a parameter or a group's label).
 
-    `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and oddly cut items),
-    `outbox` (shared memory for gradients on their way to other ranks of this host, kept from step to step),
-    `reduce_input` (terms of a sum on their way in), `reduce_output` (sums on their way to be sharded gradients),
-    `gradient` (the unsharded gradients that a reduction has taken over, until it lets go of them), `residual` (what
-    compression has kept back of a gradient for the next one, kept from step to step).
+    `kind`: `unsharded` (an unsharded parameter), `packed` (the packed buffer of small and unevenly cut parameters),
+    `outbox` (shared memory for gradients on the way to other ranks of this host, kept between steps), `reduce_input`
+    (incoming terms of a sum), `reduce_output` (sums that become sharded gradients), `gradient` (unsharded gradients,
+    until their reduction frees them), `residual` (rounding errors that compression adds to the next gradient, kept
+    between steps).
     """
 
     fqn: str
@@ -103,12 +103,12 @@ class StorageAllocated(_Storage):
 
 
 class StorageFreed(_Storage):
-    """Memory was given back."""
+    """Memory was freed."""
 
 
 @dataclass(frozen=True)
 class PrefetchHit:
-    """A group was used whose gather had been launched ahead of time."""
+    """A group was used whose gather had been launched ahead."""
 
     fqn: str
 
@@ -122,27 +122,27 @@ class PrefetchMiss:
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """Two timing events of a device, recorded on one stream: what the stream did in between took its time there."""
+    """Two timing events of a device, recorded on one stream around a piece of work."""
 
     begin: Any
     end: Any
 
     @property
     def done(self) -> bool:
-        """Whether the device has got as far as the end."""
+        """Whether the device has reached the end."""
         return bool(self.end.query())
 
     def seconds(self) -> float:
-        """Device time between the two; blocks until the device has got there."""
+        """Device time between the two events; blocks until the device has reached the end."""
         self.end.synchronize()
         return float(self.begin.elapsed_time(self.end)) / 1000
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The host spent `seconds` on starting a communication: packing, writing its own chunks, handing it over.
+    """The host spent `seconds` on starting a communication: packing, writing its own chunks, submitting it.
 
-    `operation` is what the lane does, "all-gather" or "reduce-scatter" (with the all-reduce that may follow). On a
+    `operation` is the work of the lane: "all-gather" or "reduce-scatter" (with the all-reduce that may follow). On a
     device with streams `span` is the communication itself on the lane's stream, else None.
     """
 
@@ -154,9 +154,9 @@ class Launched:
 
 @dataclass(frozen=True)
 class WaitStarted:
-    """This thread cannot go on before a communication of `fqn` has.
+    """This thread cannot continue until a communication of `fqn` does.
 
-    `operation`: that of `Launched`, or "release" (until peers have read this rank's shards), "set-up" (until all ranks
+    `operation`: as in `Launched`, or "release" (until peers have read this rank's shards), "set-up" (until all ranks
     have compared their models, or have met), "order check".
     """
 
@@ -166,9 +166,9 @@ class WaitStarted:
 
 @dataclass(frozen=True)
 class WaitFinished(WaitStarted):
-    """It goes on after `seconds`, of which `blocked` were idle; the rest was local work on what had arrived.
+    """The wait ended after `seconds`, of which `blocked` were idle; the rest was local work on data that had arrived.
 
-    On a device with streams the host does not wait: `span` is the time that the compute stream stood still.
+    On a device with streams the host does not wait: `span` is the time in which the compute stream was idle.
     """
 
     seconds: float
@@ -194,11 +194,11 @@ class _ModulePhase:
 
 
 class ModuleBegan(_ModulePhase):
-    """A sharded module begins a phase, before its parameters are asked for."""
+    """A sharded module begins a phase; its parameters have not been requested yet."""
 
 
 class ModuleEnded(_ModulePhase):
-    """It has ended the phase: resharded as told, reductions started."""
+    """A sharded module has ended the phase: it is resharded if configured, and its reductions have started."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class BackwardEnded:
 
 @dataclass(frozen=True)
 class RootReady:
-    """`module` was found to be a root: from now on the names below it are known."""
+    """`module` was found to be a root: from now on the names of the modules below it are known."""
 
     module: nn.Module
 
@@ -247,7 +247,7 @@ class Hub:
         self._lock = threading.Lock()
 
     def add(self, listener: Listener) -> None:
-        """Append `listener`; one that is added twice hears everything twice."""
+        """Append `listener`; a listener added twice receives each event twice."""
         with self._lock:
             self.listeners = (*self.listeners, listener)
             self.active = True
@@ -266,7 +266,7 @@ hub = Hub()
 
 
 class Subscription:
-    """A listener's place in the hub; ends with `close` or with the `with` block it opens."""
+    """A listener's registration in the hub; ends with `close` or with the `with` block it opens."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener: Listener | None = listener
@@ -291,13 +291,13 @@ def subscribe(listener: Listener) -> Subscription:
 
 
 def emit(event: Event) -> None:
-    """Hand `event` to every listener. Ask `hub.active` first, so that no event is built for nobody."""
+    """Pass `event` to every listener. Check `hub.active` first, so that no event is built without listeners."""
     for listener in hub.listeners:
         listener(event)
 
 
 class Waiting:
-    """Around a place where this thread may have to wait for other ranks: emits the events of a wait."""
+    """Surrounds a place where this thread may wait for other ranks; emits the events of a wait."""
 
     def __init__(self, fqn: str, operation: str) -> None:
         self._what = (fqn, operation)
@@ -311,7 +311,7 @@ class Waiting:
         return self
 
     def arrived(self) -> None:
-        """What was waited for is there; the rest of the block is local work."""
+        """The awaited data is there; the rest of the block is local work."""
         self._arrived = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

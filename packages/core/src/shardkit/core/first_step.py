@@ -29,7 +29,7 @@ def engine_ran() -> bool:
 
 
 def announce_first_step(*, quiet: bool) -> Callable[[], None]:
-    """Waits for the first root, and then for nothing more; returns what ends the waiting.
+    """Installs a listener for the first root; returns the function that removes it.
 
     Rank 0 writes one line to stderr, unless `quiet`. Every process leaves a file in the directory of `RECORDS`.
     """

@@ -1,4 +1,4 @@
-"""`fully_shard`: what a user calls."""
+"""`fully_shard`: shards the parameters of a module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
 
-# A placement, None, or a result with a placement and a mesh of its own.
+# The result is a placement, None, or an object with a placement and its own mesh.
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
@@ -113,15 +113,15 @@ def fully_shard(
         reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
             them; an int keeps them sharded over that many neighbouring ranks, which must divide the shard axis; None
             means True, except for the root.
-        shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, of which any dim may be uneven,
-            `Owned()` to keep it whole on one rank, `Blocks(...)` to cut it only between blocks; None means `Shard(0)`.
-            `placements_for(model, optimizer_class)` makes one. 0-dim parameters are replicated. A result with a
-            `mesh_info`, as stock's `ShardPlacementResult`, gives a parameter a mesh of its own: one call then makes one
-            group for each mesh, whose gradients are averaged over that mesh.
+        shard_placement_fn: chooses the placement of each parameter: `Shard(dim)`, evenly divisible or not; `Owned()`
+            keeps it whole on one rank; `Blocks(...)` cuts it only between blocks; None means `Shard(0)`.
+            `placements_for(model, optimizer_class)` returns such a function. 0-dim parameters are replicated. A result
+            with a `mesh_info`, such as stock's `ShardPlacementResult`, gives the parameter its own mesh: the call then
+            makes one group for each mesh and averages that group's gradients over it.
         mp_policy: dtypes of computation, reduction and output.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel axes of a `mesh` that has others too.
+        dp_mesh_dims: names the data-parallel axes of a `mesh` that has other axes as well.
         compression_policy: rounds parameters and gradients of two and more dims to fewer bytes on the network.
 
     Returns:
@@ -143,7 +143,7 @@ def fully_shard(
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
     managed = manage(modules, ignored_params or set())
-    # All that can refuse the input comes first: a call that raises leaves the module as it was.
+    # Everything that can reject the input runs first, so a call that raises leaves the module unchanged.
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placed = _placed(managed, choose, data_parallel)
     settings = {mesh: _reshard_setting(reshard_after_forward, mesh) for mesh in (data_parallel, *placed)}
@@ -210,7 +210,7 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward must be a bool, an int or None, got {value!r}")
     smaller = post_forward_mesh(mesh, value)
-    if smaller is not None and smaller.size == 1:  # everything stays here, which is what False means
+    if smaller is not None and smaller.size == 1:  # the parameters stay on this rank, as with False
         return False, None
     return True, smaller
 
@@ -240,7 +240,7 @@ def _check_ties(
 
 
 def _join_ties(state: FSDPState, managed: Managed) -> None:
-    """A parameter that another call has sharded and this one's modules hold too becomes a group that both use."""
+    """A parameter of an earlier call that this call's modules hold too becomes a group that both calls use."""
     for param, slots in managed.ties:
         param.slots += tuple(slots)
         param.register(param.sharded_param)

@@ -1,16 +1,16 @@
-"""Watching an initialisation: which elements of which tensors were overwritten, seen at the operators themselves.
+"""Watches an initialisation: records at the operators which elements of which tensors are overwritten.
 
 Note [What counts as initialised]
 
-Fresh memory is garbage until somebody overwrites it, and nothing in the values tells: garbage may be zeros, and NaN or
-any other mark may be a legitimate value (and does not exist for integers). Version counters miss writes through
-`.data`, which initialisers use a lot. So `InitialisationWatch`, a dispatch mode, looks at every operator that runs:
+Fresh memory is garbage until it is overwritten, and values do not show this: garbage may be zeros, and NaN or any other
+mark may be a legitimate value (and does not exist for integers). Version counters miss writes through `.data`, which
+initialisers often use. So `InitialisationWatch`, a dispatch mode, looks at every operator that runs:
 
 * An operator that overwrites (fill_, copy_, normal_, out=..., see `_OVERWRITING`) initialises exactly the elements of
-  the view that it is given: `table[:, 0::2] = ...` alone leaves every second column uninitialised.
-* One that reads what it changes (mul_, add_, clamp_), or that writes to computed places (index_put_, masked_fill_),
-  initialises nothing.
-* A parameter or buffer that is replaced by assignment has other memory than was watched, and so counts as initialised.
+the view that it receives: `table[:, 0::2] = ...` alone leaves every second column uninitialised.
+* An operator that reads what it changes (mul_, add_, clamp_), or writes to computed places (index_put_, masked_fill_),
+initialises nothing.
+* A parameter or buffer that is replaced by assignment has other memory, and so counts as initialised.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class InitialisationWatch(TorchDispatchMode):
 
     It also gives DTensors on CPU the random numbers that an unsharded tensor would get from the same generator: each
     rank draws the full tensor and keeps its piece. Otherwise every rank would fill its piece from the start of the same
-    sequence, so that shards repeat each other. (On accelerators DTensor itself sees to that.)
+    sequence, and shards would repeat each other. (On accelerators DTensor itself handles this.)
     """
 
     def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
@@ -85,7 +85,7 @@ class InitialisationWatch(TorchDispatchMode):
                 self._memories.setdefault(address, _Memory(local)).watch(local)
 
     def is_initialised(self, tensor: torch.Tensor) -> bool:
-        """Whether all elements of a tensor were overwritten, or its memory is not the one that was watched."""
+        """Whether all elements of a tensor were overwritten, or its memory is not the watched one."""
         return all(
             memory.is_overwritten(local)
             for local in _locals(tensor)

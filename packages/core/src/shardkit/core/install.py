@@ -1,9 +1,9 @@
-"""Puts shardkit's functions where torch's own FSDP is bound, so that trainers use them without being edited.
+"""Replaces torch's own FSDP functions by shardkit's, so that trainers use them without being edited.
 
-What is replaced is found by identity: every module in `sys.modules` that holds one of stock's functions under any name
-gets ours, and modules that are imported later find ours in `torch.distributed.fsdp`. Policies and `FSDPModule` stay
-torch's: ours are recognised as them. A reference that no module attribute holds (a default argument, a partial) cannot
-be found; it reaches stock's engine, which raises while shardkit is installed.
+Replacements are found by identity: every module in `sys.modules` that holds one of stock's functions under any name
+gets ours, and modules imported later find ours in `torch.distributed.fsdp`. Policies and `FSDPModule` stay torch's:
+ours are recognised as them. References outside of module attributes (a default argument, a partial) cannot be found;
+they reach stock's engine, which raises while shardkit is installed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OURS: Mapping[str, Callable[..., Any]] = {
 }
 _REQUIRED = ("fully_shard", "register_fsdp_forward_method")
 _PACKAGE = "torch.distributed.fsdp"
-# Where torch defines and re-exports its functions. A torch that lacks one of these modules has it somewhere else.
+# The places where torch defines and re-exports its functions. A torch without one of these modules differs.
 _HOMES = (_PACKAGE, f"{_PACKAGE}._fully_shard", f"{_PACKAGE}._fully_shard._fully_shard")
 
 
 @dataclass
 class _Installation:
-    """What is installed in this process: nothing, as long as there is nothing to undo."""
+    """The replacements that are installed in this process."""
 
     replacements: list[tuple[Any, Any]] = field(default_factory=list)  # (theirs, ours)
     fsdp1: bool = False
@@ -53,11 +53,11 @@ _current = _Installation()
 
 
 def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
-    """Makes torch's own names of FSDP mean shardkit, in this process, until `uninstall`.
+    """Makes torch's own names of FSDP refer to shardkit, in this process, until `uninstall`.
 
-    Replaced are `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx`, in `torch.distributed.fsdp`, the
-    modules below it and every module that has imported them already. Calling it again replaces them in modules that
-    have got hold of stock's since, and changes nothing else.
+    It replaces `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` in `torch.distributed.fsdp`, in the
+    modules below it and in every module that has already imported them. Another call also replaces them in modules that
+    have imported stock's since then, and changes nothing else.
 
     Args:
         fsdp1: also replaces `FullyShardedDataParallel` and the names around it (`ShardingStrategy`, `StateDictType`,
@@ -66,11 +66,11 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
             parameters.
 
     Returns:
-        The dotted names that this call replaced, sorted; empty if all were replaced before.
+        The dotted names that this call replaced, sorted; empty if all had already been replaced.
 
     Raises:
-        RuntimeError: if torch's version is not supported, if torch lacks a name that has to be replaced or somebody
-            else has replaced it, if torch's own engine has sharded a module already, or if `fsdp1` is asked for and
+        RuntimeError: if torch's version is not supported, if torch lacks a name to replace or other software has
+            replaced it, if torch's own engine has already sharded a module, or if `fsdp1` is set and
             shardkit-legacy-fsdp-compat is not installed. Nothing is replaced then.
 
     Not collective; call it on all ranks, before the model is sharded.
@@ -90,10 +90,10 @@ def install(*, fsdp1: bool = False, announce: bool = True) -> tuple[str, ...]:
 
 
 def uninstall() -> tuple[str, ...]:
-    """Gives torch its own names back, also in modules that have imported them since; returns the dotted names.
+    """Restores torch's own names, including in modules that imported them since; returns the dotted names.
 
-    Models that are sharded stay with the engine that sharded them. After `install(fsdp1=True)` a module that imported
-    its names from shardkit.legacy_fsdp_compat gets torch's as well; import them again there.
+    Sharded models stay with the engine that sharded them. After `install(fsdp1=True)`, modules that imported names from
+    shardkit.legacy_fsdp_compat get torch's as well; import them there again.
     """
     for undo in reversed(_current.undo):
         undo()
@@ -106,10 +106,10 @@ def uninstall() -> tuple[str, ...]:
 
 
 def _check_torch() -> None:
-    """The range is the one that pip was told."""
+    """Checks torch's version against the range in the package's requirements."""
     try:
         wanted = next((line for line in requires("shardkit-core") or () if re.match(r"torch\b", line)), "")
-    except PackageNotFoundError:  # it is on the path without being installed
+    except PackageNotFoundError:  # on the path without being installed
         return
     low, high = (re.search(rf"{bound}(\d+)\.(\d+)", wanted) for bound in (">=", "<"))
     here = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -167,9 +167,9 @@ def _replacements_of_fsdp2() -> Iterator[tuple[Any, Any]]:
 
 
 def _in_place_of(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for the place of stock's, so that `uninstall` can tell it from what users import from us.
+    """A separate function in place of stock's, so that `uninstall` can distinguish it from users' imports of ours.
 
-    It pickles under the name of stock's: a child process that unpickles it has to install shardkit, too.
+    It pickles under the name of stock's: a child process that unpickles it must also install shardkit.
     """
 
     @functools.wraps(ours)
@@ -188,7 +188,7 @@ def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
     entry = next((entry for entry in entry_points(group=NAMES_GROUP) if entry.name == "fsdp1"), None)
     if entry is None:
         raise RuntimeError(f"install(fsdp1=True) {NEEDS_FSDP1}")
-    # It knows FSDP1 by its class, and ours answers it as a model that is not FSDP1's; so it has to keep torch's class.
+    # It recognises FSDP1 by its class and handles ours as a model without FSDP1, so it must keep torch's class.
     importlib.import_module("torch.distributed.checkpoint.state_dict")
     names: Mapping[str, Mapping[str, Any]] = entry.load()()
     for home, replacements in names.items():

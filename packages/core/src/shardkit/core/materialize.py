@@ -23,29 +23,29 @@ def materialize(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], object] | None = None,
 ) -> None:
-    """Gives every parameter and buffer on the meta device memory, then its initial values; call after `fully_shard`.
+    """Allocates every parameter and buffer on the meta device and initialises it. Call it after `fully_shard`.
 
-    Each submodule that owns a tensor on the meta device has its `reset_parameters()` called (or `_reset_parameters()`,
-    as `nn.MultiheadAttention` spells it), submodules before the module that holds them, in order of registration.
-    Everything that was not overwritten by then, in part or whole, is an error: in particular non-persistent buffers,
-    which no checkpoint restores. Tensors that are not on the meta device stay as they are, unless the
-    `reset_parameters()` of their submodule writes to them. Does nothing if there is nothing on the meta device.
+    Each submodule that owns a tensor on the meta device has its `reset_parameters()` called, or `_reset_parameters()`,
+    the name in `nn.MultiheadAttention`. Submodules come before the module that holds them, in order of registration. A
+    tensor that was not fully overwritten is an error; these are often non-persistent buffers, which no checkpoint
+    restores. Tensors that are not on the meta device stay unchanged, unless the `reset_parameters()` of their submodule
+    writes to them.
 
-    Random values come from torch's default generator of the device, so all ranks need the same seed. On any number of
-    ranks they are then those of DTensor's random operators on accelerators, and on CPU those of the same initialisation
-    of the unsharded model, bit by bit, for which each rank draws one full tensor at a time.
+    Random values come from torch's default generator of the device, so all ranks need the same seed. They do not depend
+    on the number of ranks. On accelerators they are those of DTensor's random operators. On CPU they equal, bit for
+    bit, those of the unsharded model; each rank draws one full tensor at a time for this.
 
-    Collective over the meshes of the model: the ranks compare what was left out, so that they raise together, also
-    those whose shard is empty.
+    Collective over the meshes of the model: the ranks compare which tensors were missed, so that all of them raise
+    together, including those with an empty shard.
 
     Args:
         module: the outermost module.
-        device: where sharded parameters go; by default the device of their mesh, or the CPU under `CPUOffloadPolicy`.
+        device: device of the sharded parameters; by default that of their mesh, or the CPU under `CPUOffloadPolicy`.
             Plain parameters and buffers go to the mesh's device, or to `device` if there is no mesh.
         init: called with each such submodule in place of its `reset_parameters()`.
 
     Raises:
-        RuntimeError: parameters or buffers that were left uninitialised, by FQN.
+        RuntimeError: if parameters or buffers were left uninitialised; the message has their FQNs.
     """
     slots = list(_meta_slots(module))
     if not slots:
@@ -65,7 +65,7 @@ def materialize(
 def allocate(
     module: nn.Module, choose: Callable[[torch.Tensor], bool], device: torch.device | str | None = None
 ) -> None:
-    """Gives the tensors of a module that `choose` picks uninitialised memory; `device` as for `materialize`.
+    """Allocates the tensors of a module that `choose` picks, uninitialised; `device` as for `materialize`.
 
     Tied parameters and buffers stay tied.
     """
@@ -82,7 +82,7 @@ def allocate(
 
 
 def homes(module: nn.Module, device: torch.device | str | None = None) -> Callable[[torch.Tensor], torch.device | str]:
-    """Where each parameter and buffer of a module is to have its memory; `device` as for `materialize`."""
+    """The device for each parameter and buffer of a module; `device` as for `materialize`."""
     mesh_device = next((p.device_mesh.device_type for p in module.parameters() if isinstance(p, DTensor)), None)
     states = [state for submodule in module.modules() if (state := state_of(submodule)) is not None]
     params = [param for state in states for group in state.groups for param in group.params]
@@ -124,7 +124,7 @@ def _meta_slots(module: nn.Module) -> Iterator[_Slot]:
 
 
 def _plain_ties(module: nn.Module, choose: Callable[[torch.Tensor], bool]) -> list[list[_Slot]]:
-    """Slots that share one plain tensor. DTensors stay tied by themselves: they keep their identity when replaced."""
+    """Slots that share one plain tensor. DTensors stay tied without help: they keep their identity when replaced."""
     by_tensor: dict[int, list[_Slot]] = {}
     for slot in _slots(module):
         if not isinstance(slot.tensor(), DTensor) and choose(slot.tensor()):
@@ -133,7 +133,7 @@ def _plain_ties(module: nn.Module, choose: Callable[[torch.Tensor], bool]) -> li
 
 
 def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Submodules before the module that holds them, each once: as a constructor would have initialised them."""
+    """Yields submodules before the module that holds them, each once: the order in which constructors initialise."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -143,7 +143,7 @@ def _bottom_up(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _missed_anywhere(module: nn.Module, missed: list[bool]) -> list[bool]:
-    """For each tensor, whether any rank missed it; over every axis of every mesh in the model, one after the other."""
+    """Whether any rank missed each tensor. Collective over every axis of every mesh in the model, one at a time."""
     meshes = dict.fromkeys(p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
     for mesh in meshes:
         if mesh.get_coordinate() is None:

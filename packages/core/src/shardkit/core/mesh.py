@@ -30,11 +30,11 @@ class DataParallelMesh:
 
     Attributes:
         mesh: 1-D, or 2-D with the replicate axis first.
-        shard_axis: index of the axis that parameters are sharded over, None when they are only replicated.
-        replicate_axes: the axes over which they are replicated, in the order in which gradients are all-reduced over
-            them; empty for plain FSDP.
-        named: the axes that `dp_mesh_dims` named, of a mesh that DTensor parameters may lie on as a whole; several of
-            them may be flattened into one axis here.
+        shard_axis: index of the axis that parameters are sharded over, None if they are only replicated.
+        replicate_axes: the axes that parameters are replicated over, in the order of the gradients' all-reduces; empty
+            for plain FSDP.
+        named: the axes named by `dp_mesh_dims`, of a mesh that may hold DTensor parameters as a whole; several of them
+            may be flattened into one axis here.
     """
 
     mesh: DeviceMesh
@@ -44,18 +44,18 @@ class DataParallelMesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The process group that gathers and reduce-scatters, None when nothing is sharded."""
+        """The process group that gathers and reduce-scatters, None if nothing is sharded."""
         return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The shard axis as a mesh of its own; the whole mesh when nothing is sharded."""
+        """The shard axis as a separate mesh; the whole mesh if nothing is sharded."""
         names = self.mesh.mesh_dim_names
         return self.mesh if self.shard_axis is None or names is None else self.mesh[names[self.shard_axis]]
 
     @cached_property
     def shard_size(self) -> int:
-        """How many ranks hold a part of each parameter."""
+        """Number of ranks that hold a part of each parameter."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @cached_property
@@ -65,22 +65,22 @@ class DataParallelMesh:
 
     @property
     def replicate_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that all-reduce what the reduce-scatter left, one for each replicate axis."""
+        """The process groups that all-reduce results of the reduce-scatter, one for each replicate axis."""
         return tuple(self.mesh.get_group(axis) for axis in self.replicate_axes)
 
     @property
     def fully_replicated(self) -> DataParallelMesh:
-        """The same ranks with nothing sharded: what 0-dim parameters live on."""
+        """The same ranks with nothing sharded, for 0-dim parameters."""
         axes = () if self.shard_axis is None else (self.shard_axis,)
         return DataParallelMesh(self.mesh, None, axes + self.replicate_axes, self.named)
 
     @cached_property
     def size(self) -> int:
-        """Number of data-parallel ranks: what gradients are averaged over."""
+        """Number of data-parallel ranks, over which gradients are averaged."""
         return self.mesh.size()
 
     def placements(self, cut: int | Placement | None) -> tuple[Placement, ...]:
-        """Placements of a parameter cut on tensor dim `cut`, or by it; None: replicated on every axis (0-dim ones)."""
+        """Placements of a parameter cut on tensor dim `cut`, or by it; None (0-dim parameters): replicated."""
         placement = Shard(cut) if isinstance(cut, int) else cut
         return tuple(
             placement if axis == self.shard_axis and placement is not None else Replicate()
@@ -96,7 +96,7 @@ class DataParallelMesh:
 
 @dataclass(frozen=True)
 class PostForwardMesh:
-    """The smaller group of ranks that keep a parameter between them from forward to backward."""
+    """The smaller group of ranks that hold a parameter between forward and backward."""
 
     group: dist.ProcessGroup
     size: int
@@ -112,11 +112,11 @@ def default_mesh() -> DeviceMesh:
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMesh:
-    """Reads the data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or the ones that `dims` names.
+    """The data-parallel axes of `mesh`: all of a 1-D or 2-D mesh, or those that `dims` names.
 
     Raises:
-        TypeError: for anything but a DeviceMesh.
-        ValueError: for a mesh of another rank, a 2-D mesh without axis names, or an unknown axis name.
+        TypeError: if `mesh` is not a DeviceMesh.
+        ValueError: for a mesh of more dims, a 2-D mesh without axis names, or an unknown axis name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -175,7 +175,7 @@ _post_forward_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, PostForward
 def post_forward_mesh(data_parallel: DataParallelMesh, size: int) -> PostForwardMesh | None:
     """The group of `size` neighbouring ranks to reshard to after forward (collective: it may make a process group).
 
-    Returns None when that is the whole shard group, which is what `reshard_after_forward=True` means.
+    Returns None if that is the whole shard group, as with `reshard_after_forward=True`.
 
     Raises:
         ValueError: if `size` does not divide the shard group.

@@ -31,7 +31,7 @@ __all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "register_f
 
 
 class UnshardHandle(StockUnshardHandle):
-    """What `FSDPModule.unshard(async_op=True)` returns."""
+    """The handle that `FSDPModule.unshard(async_op=True)` returns."""
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups: Sequence[FSDPParamGroup] = groups
@@ -47,7 +47,7 @@ class UnshardHandle(StockUnshardHandle):
 
 
 class GradientReductionHandle(StockGradientReductionHandle):  # type: ignore[misc]
-    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+    """The handle that `FSDPModule.finalize_backward(async_op=True)` returns."""
 
     def __init__(self, finalization: Finalization | None) -> None:
         self._finalization = finalization
@@ -70,7 +70,7 @@ class FSDPModule(StockFSDPModule):
     _orig_cls_mro_index = 3  # [FSDP<Name>, FSDPModule, stock's FSDPModule, <Name>, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Constructs the original class: containers make new ones of themselves when they are sliced."""
+        """Constructs the original class: containers construct new instances of themselves when sliced."""
         original = cls.__mro__[cls.__mro__.index(StockFSDPModule) + 1]
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -108,8 +108,8 @@ class FSDPModule(StockFSDPModule):
         """Gathers this module's parameters, in `param_dtype` (collective over the shard group). Not recursive.
 
         Args:
-            async_op: return a handle at once; whoever needs the parameters first, `handle.wait()` or the module's own
-                forward, waits for them. Otherwise waits here and returns None.
+            async_op: return a handle at once. `handle.wait()`, or the module's own forward, then waits for the gather.
+                Otherwise waits here and returns None.
         """
         groups = self._groups()
         self._get_fsdp_state().schedule.policy.make_room(groups, in_backward=False)
@@ -125,29 +125,29 @@ class FSDPModule(StockFSDPModule):
     def reset_iter_state(self) -> None:
         """Recovers from an exception in forward or backward: call it on the root, then run the next iteration.
 
-        Waits for what is in flight, reshards everything, and drops unsharded gradients, those accumulated without sync
-        or without all-reduce included. Sharded gradients that were delivered, also by the iteration that failed, stay:
-        call `optimizer.zero_grad()`.
+        Waits for communication in flight, reshards every module, and drops unsharded gradients, including those
+        accumulated without sync or without all-reduce. Sharded gradients stay, even those of the failed iteration: call
+        `optimizer.zero_grad()`.
 
         Raises:
-            RuntimeError: on a module that is not the root; while a finalization of another root, which shares the
-                communication context, has not been waited for.
+            RuntimeError: if this module is not the root, or if the finalization of another root that shares the
+                communication context has not been waited for.
         """
         self._root_schedule("reset_iter_state").reset()
 
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of this step, whose end waits for all reductions. Call on the root."""
+        """Sets whether the next backward is the last of the step and waits for all reductions. Call on the root."""
         self._get_fsdp_state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether a step ends with `finalize_backward` rather than with its last backward. Call on the root.
+        """Sets whether a step ends with `finalize_backward` instead of its last backward. Call on the root.
 
-        `set_is_last_backward` has no effect meanwhile. For steps of several backwards, such as a pipeline's.
+        For steps of several backwards, as in a pipeline. `set_is_last_backward` has no effect while this is on.
 
         Raises:
-            RuntimeError: on a module below the root; during a backward; between a backward and its finalization.
+            RuntimeError: below the root, during a backward, or between a backward and its finalization.
         """
         self._root_schedule("set_manual_backward_finalization").set_manual_finalization(enabled)
 
@@ -162,16 +162,16 @@ class FSDPModule(StockFSDPModule):
 
     @no_dynamo
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Ends a step: reduces what waits, as the settings are now, and reshards (collective over the shard group).
+        """Ends a step: reduces the waiting gradients and reshards (collective over the shard group).
 
         Call it on the root after `set_manual_backward_finalization(True)` and all backwards of the step, not between a
-        forward and its backward. If there are several backwards, turn gradient sync off for them, and on before this.
-        Without a first forward it does nothing. A handle has to be waited for before gradients are read, and before
-        the next forward of this root, or of one that shares its communication context.
+        forward and its backward. For several backwards, turn gradient sync off during them and on again before this
+        call. Before the first forward it does nothing. Wait for the handle before you read gradients, and before the
+        next forward of this root or of a root that shares its communication context.
 
         Raises:
-            RuntimeError: on a module below the root; without manual finalization; during a backward; while another
-                finalization of the communication context has not been waited for.
+            RuntimeError: below the root, without manual finalization, during a backward, or while another finalization
+                of the communication context has not been waited for.
         """
         state = self._get_fsdp_state()
         if state.is_root is None:
@@ -189,17 +189,17 @@ class FSDPModule(StockFSDPModule):
         return state.schedule
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients at all; without, they accumulate unsharded in `reduce_dtype`."""
+        """Sets whether backward reduces gradients; if not, they accumulate unsharded in `reduce_dtype`."""
         for group in self._groups(recurse):
             group.change(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP: whether backward all-reduces over replicas; without, reduce-scattered gradients accumulate."""
+        """HSDP: sets whether backward all-reduces over replicas; if not, reduce-scattered gradients accumulate."""
         for group in self._groups(recurse):
             group.change(all_reduce_grads=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of gradients over ranks is divided by, instead of by the number of data-parallel ranks."""
+        """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
         if not factor > 0:
             raise ValueError(f"the gradient divide factor must be positive, got {factor}")
         for group in self._groups():
@@ -211,17 +211,17 @@ class FSDPModule(StockFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives may only sum, and every division is an operation of its own."""
+        """Sets whether collectives only sum and gradients are divided by separate operations."""
         for group in self._groups():
             group.change(force_sum_reduction=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
+        """Sets whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
         for group in self._groups(recurse):
             group.change(reduce_unused_params=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many groups' unsharded gradients may be in reduction at once: memory against overlap."""
+        """Limits how many groups' unsharded gradients may be in reduction at once: fewer save memory, more overlap."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
@@ -230,7 +230,7 @@ class FSDPModule(StockFSDPModule):
             group.change(max_reduce_inputs=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions run on a process group of their own (collective: it makes one per shard group)."""
+        """Sets whether reductions use their own process group (collective: makes one for each shard group)."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
             shard = group.mesh.shard_group
@@ -242,11 +242,11 @@ class FSDPModule(StockFSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Runs `hook` on every flat reduced gradient, after HSDP's own all-reduce if there is one, in place.
+        """Runs `hook` in place on every flat reduced gradient, after HSDP's all-reduce if there is one.
 
         Args:
-            hook: gets the 1-D reduced gradients of a group, in `reduce_dtype`.
-            stream: where it runs; only without native HSDP.
+            hook: receives the 1-D reduced gradients of a group, in `reduce_dtype`.
+            stream: the stream that runs the hook; only without native HSDP.
         """
         for group in self._groups():
             if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
@@ -267,29 +267,29 @@ class FSDPModule(StockFSDPModule):
                 group.post_forward_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
+        """Sets whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
         for group in self._groups(recurse):
             group.change(reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory when they are resharded, and so their addresses, for ever.
+        """Sets whether unsharded parameters keep their memory, and so their addresses, when they are resharded.
 
-        For CUDA graphs; each gather writes to the same memory. A prefetch budget does not count what is kept.
+        For CUDA graphs: each gather writes to the same memory. A prefetch budget does not count memory kept this way.
         """
         for group in self._groups(recurse):
             group.change(keep_unsharded_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this module's parameters at all (an embedding's does not)."""
+        """Sets whether backward needs this module's parameters (an embedding's backward does not)."""
         for group in self._groups():
             group.change(unshard_in_backward=unshard_in_backward)
 
     def set_prefetch_depth(self, depth: int) -> None:
-        """How many groups are gathered ahead of use, in forward and backward; call it on the root. Default 1.
+        """Sets how many groups are gathered ahead in forward and backward (default 1). Call it on the root.
 
         At most `depth + 1` groups besides the root's hold unsharded memory at a time, unless more are in use: modules
-        that nest deeper, and in backward modules none of whose inputs needs a gradient, which stay to its end. 0 turns
-        prefetching off.
+        that nest deeper, and modules none of whose inputs needs a gradient, which stay unsharded until backward ends. 0
+        turns prefetching off.
 
         Raises:
             ValueError: for a negative depth.
@@ -305,23 +305,23 @@ class FSDPModule(StockFSDPModule):
         schedule.prefetch = Prefetch(depth=depth)
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """How many bytes of this root's groups may be unsharded at a time, instead of a depth; call it on the root.
+        """Limits the unsharded bytes of this root's groups, instead of using a depth. Call it on the root.
 
-        The budget decides how far ahead groups are gathered, and which ones stay unsharded from forward to backward:
-        those that are used next, as many as fit. It takes the place of `reshard_after_forward=True` and keeps what
-        `reshard_after_forward=False` and `set_reshard_after_backward(False)` ask for only while nothing else needs the
-        room. What counts is unsharded parameters of all groups, the root's included, and packed buffers of gathers
-        under way; explicit prefetch lists gather what fits, an explicit `unshard` stays until it is resharded.
+        The budget decides how far ahead groups are gathered. It also decides which groups stay unsharded from forward
+        to backward: the next ones to be used, as many as fit. It replaces `reshard_after_forward=True`. Parameters kept
+        by `reshard_after_forward=False` or `set_reshard_after_backward(False)` stay only while nothing else needs the
+        room. The budget counts the unsharded parameters of all groups, including the root's, and packed buffers of
+        gathers in flight. Explicit prefetch lists gather what fits; an explicit `unshard` lasts until `reshard`.
 
         Args:
-            nbytes: the same on all ranks; must hold the largest set of nested modules. In
-                backward a module runs until the gradients of its inputs are there, and to the end if none of its inputs
-                needs one (an embedding, the first block, each tower of several): such modules count together with
-                those that run meanwhile. The forward or backward that finds the budget too small raises ValueError,
-                and names the groups. None goes back to a depth.
+            nbytes: the budget in bytes, the same on all ranks; must hold the largest set of nested modules. In backward
+                a module runs until the gradients of its inputs are computed. If none of its inputs needs a gradient (an
+                embedding, the first block, each of several towers), it runs to the end, and counts together with the
+                modules that run meanwhile. If the budget is too small, forward or backward raises ValueError with the
+                groups. None returns to a depth.
 
         Raises:
-            ValueError: for anything but a positive int or None, and if `set_prefetch_depth` was called.
+            ValueError: if `nbytes` is not a positive int or None, or if `set_prefetch_depth` was called.
         """
         if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
             raise ValueError(f"the prefetch budget must be a positive number of bytes or None, got {nbytes!r}")
@@ -335,28 +335,28 @@ class FSDPModule(StockFSDPModule):
         schedule.prefetch = Prefetch(depth, nbytes)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Modules to gather when this module's forward begins, instead of those of the learnt order."""
+        """Sets the modules to gather when this module's forward begins, instead of those in the learned order."""
         self._get_fsdp_state().forward_prefetch = _prefetch_list(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Modules to gather when this module's backward begins, instead of those that forward ran before it."""
+        """Sets the modules to gather when this module's backward begins, instead of those before it in forward."""
         self._get_fsdp_state().backward_prefetch = _prefetch_list(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """An event recorded after the optimizer step, which the next forward's first gather waits for. For the root.
+        """Sets an event, recorded after the optimizer step, for the next forward's first gather. Call on the root.
 
-        The gather waits for the current stream as well, since its memory comes from that stream's pool; so the event is
-        only needed for an optimizer that ran on another stream.
+        The gather waits for the current stream as well, since its memory comes from that stream's pool. The event is
+        needed only if the optimizer ran on another stream.
         """
         self._get_fsdp_state().schedule.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: allocations are always made on the compute stream here, which is its purpose."""
+        """Accepted for compatibility. Stock uses it to allocate on the compute stream, which is always done here."""
 
     # -- communication -------------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
-        """Gathers this module's parameters through `comm`, from and into the buffers that it allocates.
+        """Gathers this module's parameters through `comm`, which allocates the input and output buffers.
 
         Does nothing on a module without sharded parameters of its own.
         """
@@ -364,7 +364,7 @@ class FSDPModule(StockFSDPModule):
             group.communication = group.communication.gathering_through(comm, group.label)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
-        """Reduces this module's gradients through `comm`, from and into the buffers that it allocates.
+        """Reduces this module's gradients through `comm`, which allocates the input and output buffers.
 
         Does nothing on a module without sharded parameters of its own.
         """
@@ -375,13 +375,13 @@ class FSDPModule(StockFSDPModule):
         return [group for group in self._groups() if group.mesh.shard_group is not None]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether communication buffers come from the process group's own allocator, if its backend has one."""
+        """Sets whether communication buffers come from the process group's own allocator, if its backend has one."""
         for group in self._groups():
             shard = group.mesh.shard_group if enable else None
             group.communication = group.communication.with_buffers_of(shard, group.label)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Communication buffers come from memory that is registered with the network.
+        """Allocates communication buffers in memory that is registered with the network.
 
         Raises:
             NotImplementedError: for a backend other than NCCL.
@@ -391,27 +391,27 @@ class FSDPModule(StockFSDPModule):
         self.set_allocate_memory_from_process_group_for_comm(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, also of sharded parameters whose unsharded ones are registered at the moment."""
+        """Resets all gradients, including those of sharded parameters whose unsharded versions are registered now."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for group in self._groups(recurse=True):
             for param in group.params:
                 param.zero_sharded_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts and moves (`to`, `half`, `to_empty`, ...) act on the sharded parameters.
+        """Applies casts and moves (`to`, `half`, `to_empty`, ...) to the sharded parameters.
 
-        A gradient whose dtype was set with `grad_dtype` is moved and not cast. Gradients of backwards without sync come
-        along.
+        A gradient whose dtype was set with `grad_dtype` is moved but not cast. Gradients of backwards without sync are
+        moved and cast too.
         """
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
         gradients = [param.take_gradients() for param in params]
-        try:  # past stock's own _apply, which reads stock's parameter groups
+        try:  # skips stock's own _apply, which reads stock's parameter groups
             return super(StockFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         finally:
             for param, put in zip(params, attributes, strict=True):
-                param.sharded_param.__dict__.update(put)  # torch swaps a DTensor's for those of a new one
+                param.sharded_param.__dict__.update(put)  # torch replaces a DTensor's attributes by those of a new one
             for group in self._groups():
                 group.adopt()
             for param, gradient in zip(params, gradients, strict=True):
@@ -445,7 +445,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     bound = getattr(module, method_name, None)
     if not callable(bound):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
-    # A bound method would make the module hold itself; anything else is called as it is.
+    # A bound method would make the module hold itself. Any other callable is called as it is.
     own = isinstance(bound, types.MethodType) and bound.__self__ is module
     function: Callable[..., Any] = bound.__func__ if own else _without_self(bound)
     state, owner = module._get_fsdp_state(), weakref.ref(module)
@@ -471,7 +471,7 @@ def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Makes several roots (such as the stages of a pipeline on one rank) share lanes and reductions in flight.
+    """Makes several roots (such as the pipeline stages of one rank) share lanes and reductions in flight.
 
     Call it before their first forward. No-op for fewer than two modules.
     """
@@ -486,7 +486,7 @@ _sharded_classes: dict[type, type] = {}
 
 
 def make_sharded_class(cls: type[nn.Module]) -> type:
-    """The subclass `FSDP<Name>` of `cls` that sharded modules of that class become."""
+    """The subclass `FSDP<Name>` of `cls` that becomes the class of sharded modules."""
     if cls not in _sharded_classes:
         body = {"__deepcopy__": refuse_deepcopy, "__module__": cls.__module__}
         _sharded_classes[cls] = types.new_class(

@@ -1,4 +1,4 @@
-"""What watches a program from the outside, started by the environment, so that no script has to be touched.
+"""Observers of a program, started by the environment, so that no script has to change.
 
 An installed distribution offers an observer as an entry point of the group `shardkit.observers`: a function without
 arguments, which subscribes to events. One named `watch` is called in every process whose environment has
@@ -16,17 +16,17 @@ __all__ = ["start_observers"]
 
 _GROUP = "shardkit.observers"
 _PREFIX = "SHARDKIT_"
-# Names for which a variable is only ever set to ask for an observer: they must not be missing in silence.
+# Names whose variables are only set to request an observer: a missing one must not go unnoticed.
 _EXPECTED = ("profile", "watch")
 _started: set[tuple[str, str]] = set()
 
 
 @functools.cache
 def start_observers() -> None:
-    """Starts the observers that the environment asks for, each once in a process.
+    """Starts the observers that the environment requests, each once in a process.
 
     Raises:
-        Whatever an observer raises, such as for a setting that it cannot read. The next call tries it again.
+        Any exception of an observer, for example for a setting that it cannot read. The next call tries it again.
     """
     wanted = {name for name in _EXPECTED if _asked_for(name)}
     if not wanted and not any(name.startswith(_PREFIX) for name in os.environ):

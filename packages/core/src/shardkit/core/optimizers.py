@@ -1,4 +1,4 @@
-"""What optimizers mean for groups: one built too early is refused, and a step makes what is unsharded stale."""
+"""Optimizers and groups: refuses optimizers that were built too early, and marks groups stale after a step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["watch_optimizers"]
 
 @dataclass(frozen=True)
 class _Held:
-    """What an optimizer held when it stepped last, and the groups that are concerned.
+    """The parameters of an optimizer at its last step, and their groups.
 
-    Identities, not the parameters: these may hold the optimizer, in hooks that step in backward, and keep it for ever.
-    `id()`s are reused, so all of it is looked up again whenever `fully_shard` was called.
+    It stores identities, not parameters: parameters may reference the optimizer, in hooks that step in backward, and
+    keep it alive. `id()`s are reused, so everything is looked up again after `fully_shard` was called.
     """
 
     identities: list[int]
@@ -40,10 +40,10 @@ _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.Weak
 
 @no_dynamo
 def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever it holds other parameters.
+    """Optimizer step pre-hook: finds an optimizer that was built before sharding, whenever its parameters change.
 
-    It holds the original parameters, whose gradients never come: training would silently do nothing. So it would with
-    gradients that no backward has reduced, or that the user has written to in vain.
+    Such an optimizer holds the original parameters, which never get gradients: training would silently do nothing. The
+    same holds for gradients that no backward has reduced, or whose user's writes were lost.
 
     Raises:
         RuntimeError: with the FQN of the first such parameter.
@@ -80,7 +80,7 @@ def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> 
 
 
 def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSDPParamGroup]) -> None:
-    """`item()` of a sum over a DTensor is the sum over this rank's shard; Prodigy adds these up only if it is told."""
+    """`item()` of a sum over a DTensor covers only this rank's shard; Prodigy sums over ranks only if told to."""
     sharded = next((group for group in groups if group.mesh.size > 1), None)
     if sharded is not None and any(group.get("fsdp_in_use") is False for group in optimizer.param_groups):
         raise RuntimeError(
@@ -90,7 +90,7 @@ def _refuse_local_numbers(optimizer: torch.optim.Optimizer, groups: Iterable[FSD
 
 
 def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
-    """A parameter that came into a sharded model later is on every rank another one, after the first step."""
+    """A parameter added to a sharded model later would differ between ranks after the first step."""
     roots = (
         [root for root in live_roots if any(group.mesh.size > 1 for group in root.schedule.order.groups)]
         if held
@@ -110,7 +110,7 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
 
 @no_dynamo
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused and foreach kernels bump no version counter of a DTensor, so groups are told."""
+    """Tells groups of a step, because fused and foreach kernels bump no version counter of a DTensor."""
     held = _held_by.get(optimizer)
     for reference in held.groups if held is not None else ():
         if (group := reference()) is not None:
@@ -118,7 +118,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 
 def watch_optimizers() -> None:
-    """Hooks into the steps of all optimizers of the process: any of them may hold parameters that were just sharded."""
+    """Hooks into the steps of all optimizers of the process, since any may hold newly sharded parameters."""
     _held_by.clear()
     _register()
 

@@ -1,7 +1,7 @@
-"""What a user passes in: frozen, validated when built.
+"""The policies that a user passes in: frozen, validated when built.
 
-The comm interfaces (`Comm`, `AllGather`, `ReduceScatter`) have the call signatures that stock custom comms have, so an
-object written for `torch.distributed.fsdp` works here unchanged.
+The comm interfaces (`Comm`, `AllGather`, `ReduceScatter`) have the call signatures of stock's custom comms. An object
+written for `torch.distributed.fsdp` works here unchanged.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtypes one `fully_shard` call computes, communicates and returns in.
+    """The dtypes in which the modules of one `fully_shard` call compute, communicate and return.
 
     Attributes:
-        param_dtype: dtype of the unsharded parameters: of the all-gather and of forward and backward. None keeps the
-            original dtype. The sharded parameters, and so the optimizer, always keep the original one.
-        reduce_dtype: dtype in which gradients are summed, and accumulated while gradient sync is off. None does as
-            stock does in the torch that is installed. From torch 2.15 on: the `grad_dtype` of the parameter if it is
-            set, else its original dtype; gradients of a group that differ in it are summed in the dtype that holds
-            both. Before: the `grad_dtype` if it is another dtype than the parameter's, else that of the gradient.
-        output_dtype: floating-point outputs of the module's forward are cast to it. None leaves them alone.
+        param_dtype: dtype of the unsharded parameters, and so of the all-gather, forward and backward. None keeps the
+            original dtype. Sharded parameters, and so the optimizer, always keep the original dtype.
+        reduce_dtype: dtype in which gradients are summed, and in which they accumulate while gradient sync is off. None
+            follows the installed torch's FSDP2. From torch 2.15 on it is the parameter's `grad_dtype` if set, else its
+            original dtype; a group with several such dtypes uses the dtype that holds them all. Before 2.15 it is the
+            `grad_dtype` if that differs from the parameter's dtype, else the dtype of the gradient.
+        output_dtype: dtype to which floating-point outputs of the module's forward are cast. None does not cast.
         cast_forward_inputs: whether floating-point inputs of the module's forward are cast to `param_dtype`.
-        param_dtype_override_fn: called once with each parameter when it is sharded; returns its own dtype, which keeps
-            this parameter in it, or `param_dtype` or None, which change nothing. Alike on all ranks. Inputs are cast to
-            `param_dtype` all the same.
+        param_dtype_override_fn: called once with each parameter when it is sharded, with the same result on all ranks.
+            Returning the parameter's own dtype keeps the parameter in it; `param_dtype` or None changes nothing. Inputs
+            are cast to `param_dtype` in either case.
     """
 
     param_dtype: torch.dtype | None = None
@@ -68,10 +68,10 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point dtype or None, got {dtype}")
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
-        """The policy of one parameter: this one, or one with the `param_dtype` that `param_dtype_override_fn` gives it.
+        """The policy of one parameter: this one, or one with the dtype that `param_dtype_override_fn` returns.
 
         Raises:
-            ValueError: if that is neither `param_dtype` nor the parameter's own dtype, with the FQN.
+            ValueError: if the returned dtype is neither `param_dtype` nor the parameter's own; the message has the FQN.
         """
         if self.param_dtype_override_fn is None:
             return self
@@ -95,8 +95,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer states live in host memory.
 
     Attributes:
-        pin_memory: whether that memory is page-locked, which copies that overlap with compute need. It has no effect
-            on a CPU mesh, where there is nothing to copy to.
+        pin_memory: whether that memory is page-locked, so that copies can overlap with computation. It has no effect on
+            a CPU mesh, where nothing is copied.
     """
 
     pin_memory: bool = True
@@ -104,20 +104,20 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class CompressionPolicy:
-    """How one `fully_shard` call's parameters and gradients are rounded to travel in fewer bytes.
+    """How one `fully_shard` call's parameters and gradients are rounded so that fewer bytes are sent.
 
-    Parameters with fewer than two dims (norms, biases, scalars) travel as they are, and so does what is no wider than
-    its compressed form. bf16 gradients that are summed in fp32 travel as bf16 with any `reduce`, which rounds nothing;
-    without a policy NCCL casts them to fp32 first. Between ranks that share memory nothing travels, and nothing is
-    compressed. The all-reduce of HSDP is not compressed either. Sharded parameters, gradients and the optimizer keep
-    their dtypes.
+    Parameters with fewer than two dims (norms, biases, scalars) and tensors that are no wider than their compressed
+    form are sent unchanged. bf16 gradients that are summed in fp32 are sent as bf16 with any `reduce`, which rounds
+    nothing; without a policy NCCL casts them to fp32 first. Ranks that share memory send nothing to each other, so
+    nothing is compressed there. The all-reduce of HSDP is not compressed. Sharded parameters, gradients and the
+    optimizer keep their dtypes.
 
     Attributes:
-        gather: "int8", "bf16" or None for full precision. All ranks compute with the same, rounded, parameters.
-        reduce: the same for gradients on their way to their owner, who sums them in fp32; its own are not rounded.
-        block: so many consecutive elements share one fp32 scale, the largest magnitude over 127 (int8 only).
-        error_feedback: keeps what rounding took from a gradient and adds it to the next one, at the cost of one fp32
-            element for each that is sent.
+        gather: "int8", "bf16" or None for full precision. All ranks compute with the same rounded parameters.
+        reduce: the same for gradients on the way to their owner, which sums them in fp32 and does not round its own.
+        block: number of consecutive elements that share one fp32 scale, the largest magnitude over 127 (int8 only).
+        error_feedback: adds the rounding error of a gradient to the next one. It costs one fp32 element for each
+            element sent.
     """
 
     gather: Literal["int8", "bf16"] | None = None
@@ -145,7 +145,7 @@ class DataParallelMeshDims:
 
     Attributes:
         shard: axis or axes that parameters are sharded over.
-        replicate: axis or axes over which they are replicated (HSDP; alone: DDP).
+        replicate: axis or axes that parameters are replicated over (HSDP; without `shard`: DDP).
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -208,7 +208,7 @@ def as_mesh_dims(dims: DataParallelMeshDims | object | None) -> DataParallelMesh
 
 
 class Comm(ABC):
-    """A user's own communication primitive: where its buffers come from, and the call."""
+    """A user's communication primitive: it allocates its buffers and performs the call."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Private names of stock FSDP2 that trainers and torch itself read, answered by our states, groups and parameters.
+"""Private names of stock FSDP2 that trainers and torch read, answered by our states, groups and parameters.
 
-`NAMES` says which name serves whom. Every name is read-only: stock lets callers write to some of them, but a write here
-would change nothing, so it raises. A name that cannot be answered is refused with the name of what to use instead; as
-the error is an AttributeError, software that asks with `hasattr` goes on without.
+`NAMES` lists each name and its readers. Every name is read-only: stock lets callers write to some of them, but a write
+here would have no effect, so it raises. An unsupported name raises with the name of an alternative. The error is an
+AttributeError, so software that checks with `hasattr` continues without the name.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _C = TypeVar("_C", bound=type)
 
 @dataclass(frozen=True)
 class StockName:
-    """One private name of stock's.
+    """One private name of stock.
 
     Attributes:
-        owner: whose attribute it is: of the state (`module._get_fsdp_state()`), of a parameter group
-            (`state._fsdp_param_groups`), or of a parameter (`group.fsdp_params`).
-        name: the name, as stock has it.
-        read_by: whose software reads it.
-        answer: makes the value from the owner; None if the name is refused.
-        instead: what to use instead of writing to the name, or of the name if it is refused.
+        owner: the class that has the attribute: the state (`module._get_fsdp_state()`), a parameter group
+            (`state._fsdp_param_groups`), or a parameter (`group.fsdp_params`).
+        name: the name in stock.
+        read_by: the software that reads it.
+        answer: makes the value from the owner; None if the name is not supported.
+        instead: the alternative to writing to the name, or to an unsupported name.
     """
 
     owner: Owner
@@ -45,7 +45,7 @@ class StockName:
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """What stock's `FSDPMeshInfo`, `DDPMeshInfo` and `HSDPMeshInfo` hold; None for an axis that the mesh lacks."""
+    """The contents of stock's `FSDPMeshInfo`, `DDPMeshInfo` and `HSDPMeshInfo`; None for a missing axis."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None
@@ -79,7 +79,7 @@ def _mesh_info(group: Any) -> MeshInfo:
 
 
 def _only_group(state: Any) -> Any:
-    """The one group of a state; None without parameters. Raises where there are several, as stock's property does."""
+    """The single group of a state; None without parameters. Raises for several groups, as stock's property does."""
     if len(state.groups) > 1:
         labels = ", ".join(f"'{group.label}'" for group in state.groups)
         raise AttributeError(
@@ -94,7 +94,7 @@ def _state_phase(state: Any) -> Any:
 
 
 def _group_phase(group: Any) -> Any:
-    """A gather that backward prefetches counts as one in backward, whatever its own module does."""
+    """The phase of a group; a gather that backward prefetches counts as backward, whatever its module does."""
     phase = group.phase.name
     if phase == "IDLE" and in_backward():
         phase = "PRE_BACKWARD"
@@ -162,7 +162,7 @@ NAMES: tuple[StockName, ...] = (
 
 
 class _Answer:
-    """The descriptor of a `StockName`: a property that only reads, or that refuses."""
+    """The descriptor of a `StockName`: a read-only property, or one that raises."""
 
     def __init__(self, row: StockName) -> None:
         self._row = row
@@ -186,7 +186,7 @@ class _Answer:
 
 
 def answers_stock_names(owner: Owner) -> Callable[[_C], _C]:
-    """Decorates the class of our states, groups or parameters with the rows of `NAMES` for it."""
+    """Decorates the class of our states, groups or parameters with its rows of `NAMES`."""
 
     def decorate(cls: _C) -> _C:
         for row in NAMES:

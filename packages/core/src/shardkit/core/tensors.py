@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and outputs of a forward, and those that it keeps aside on its modules."""
+"""Tensors in the arguments and outputs of a forward, and tensors that it keeps on its modules."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = [
     "tensors_with_grad",
 ]
 
-# What every module has in its __dict__, hooks, parameters and children, and what sharding puts there.
+# Entries that every module has in its __dict__: hooks, parameters, children, and those added by sharding.
 _OF_ANY_MODULE = frozenset({*nn.Module().__dict__, *NOTES_ON_MODULES})
 _NO_TENSORS = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 _HOLDERS = (torch.Tensor, dict, list, tuple, set, frozenset, types.FunctionType)
 
-# How many of the newest entries of a list or dict on a module are looked at, and how deep.
+# How many of the newest entries of a list or dict on a module are checked, and how deep.
 _NEWEST = 64
 _DEEPEST = 4
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with every tensor replaced by `function` of it. Containers in which something is replaced are copied,
-    once wherever they stand. Every other one is passed on: what forward adds to it is seen by all that hold it.
+    once each. All others are passed on, so additions by forward are visible to all their holders.
     """
     return _map(function, value, {})
 
@@ -81,7 +81,7 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any, do
     if not _differ(mapped.values(), fields.values()):
         return value
     result = copy.copy(value)
-    # A dataclass that is a dict too (model outputs of Hugging Face) keeps both in step in its own __setattr__.
+    # A dataclass that is also a dict (model outputs of Hugging Face) keeps both in sync in its own __setattr__.
     assign = setattr if isinstance(value, dict) else object.__setattr__
     for name, one in mapped.items():
         assign(result, name, one)
@@ -93,26 +93,26 @@ def _differ(mapped: Iterable[Any], value: Iterable[Any]) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, each as often as it stands there."""
+    """The tensors in `value`; a repeated tensor is repeated."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found
 
 
 def tensors_with_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` that require grad, each as often as it stands there."""
+    """The tensors in `value` that require grad; a repeated tensor is repeated."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def keeps_tensors(module: nn.Module) -> bool:
-    """Whether a module's forward may keep tensors on the module. torch's own layers keep none."""
+    """Whether a module's forward may keep tensors on the module. torch's own layers do not."""
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
 def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that the attributes of `module` hold, or lists, dicts, dataclasses and closures in them.
+    """The tensors in the attributes of `module`, including lists, dicts, dataclasses and closures there.
 
-    Not its parameters.
+    Excludes its parameters.
     """
     found: list[torch.Tensor] = []
     attributes = module.__dict__
@@ -126,7 +126,7 @@ def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
 
 
 def reachable_tensors(value: Any) -> list[torch.Tensor]:
-    """`tensors_in`, and the tensors that objects in `value` hold as attributes and functions in it close over."""
+    """`tensors_in`, plus tensors in attributes of objects, and in closures of functions, in `value`."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -149,7 +149,7 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _held_by(value: Any, into_objects: bool) -> list[Any]:
-    """What a container, a dataclass and, if wanted, any other object or function holds directly."""
+    """The values that a container, a dataclass and, if wanted, any other object or function holds directly."""
     if isinstance(value, dict):
         return list(value.values())[-_NEWEST:]
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""Every name of torch that is private, or that its versions spell differently; checked on torch 2.13.
+"""All private names of torch, and names that differ between its versions; checked on torch 2.13.
 
-The rest of the package uses torch's public names only. Each function here says what it stands in for.
+The rest of the package uses only torch's public names. Each function here documents what it replaces.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# torch.distributed.fsdp.DataParallelMeshDims came with 2.12.
+# torch.distributed.fsdp.DataParallelMeshDims was added in 2.12.
 StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", None)
 
 STOCK_FUNCTIONS: dict[str, Any] = {
@@ -113,7 +113,7 @@ STOCK_FUNCTIONS: dict[str, Any] = {
 _STOCK_FSDP1: Any = getattr(stock_fsdp, "FullyShardedDataParallel", ())
 _STOCK_PARTS = "torch.distributed.fsdp._fully_shard"
 
-# The class came with 2.15, and with it stock's rule for `reduce_dtype=None` (gradient_dtype.py).
+# The class was added in 2.15, together with stock's rule for `reduce_dtype=None` (gradient_dtype.py).
 StockGradientReductionHandle: Any = getattr(stock_fsdp, "GradientReductionHandle", object)
 GRAD_DTYPE_DECIDES = StockGradientReductionHandle is not object
 """Whether stock sums gradients in the parameters' `grad_dtype` where `reduce_dtype` is None."""
@@ -124,20 +124,20 @@ PARAMETER_FLAG = "_is_param"
 
 
 def no_dynamo(function: _F) -> _F:
-    """Makes dynamo pass over a function and all that it calls; a compiled function that calls it has a graph break.
+    """Makes dynamo skip a function and everything it calls; a compiled caller has a graph break there.
 
-    `torch._dynamo.disable` does this with a frame around the function, which `import shardkit.core` would have to
-    import dynamo for. A frame of our own, which imports it later, is one that dynamo looks at: around the hook of a
-    module it would be a graph break, and an error with `fullgraph=True`.
+    `torch._dynamo.disable` does this with a frame around the function, for which `import shardkit.core` would have to
+    import dynamo. A frame of our own that imports it later would be seen by dynamo: around a module's hook it would be
+    a graph break, and an error with `fullgraph=True`.
     """
     _run_as_it_is(function, recursive=True)
-    # What dynamo asks a function before it inlines it into a frame that it compiles.
+    # Attributes that dynamo checks before it inlines a function into a compiled frame.
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="it gathers or frees parameters")
     return function
 
 
 def no_dynamo_frame(function: _F) -> _F:
-    """Makes dynamo pass over the frame of a function, but not over what it calls."""
+    """Makes dynamo skip the frame of a function, but not the functions it calls."""
     _run_as_it_is(function, recursive=False)
     return function
 
@@ -155,7 +155,7 @@ def transforms_active() -> bool:
 
 
 def outside_transforms(function: _F) -> _F:
-    """Makes a function run as if no transform of `torch.func` was active: on tensors that none of them has wrapped."""
+    """Makes a function run as if no transform of `torch.func` was active, on tensors that none has wrapped."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def outside_transforms(function: _F) -> _F:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside those that transforms of `torch.func` have wrapped around it: itself, outside of them."""
+    """The tensor inside all wrappers of `torch.func` transforms; outside of transforms, the tensor itself."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -189,26 +189,26 @@ def new_dtensor(
 ) -> DTensor:
     """A DTensor over `local` whose global shape is `shape`, contiguous; no communication and no autograd.
 
-    `local` stays on its device. `DTensor.from_local` would move it to the mesh's, and so undo CPU offloading.
+    `local` stays on its device. `DTensor.from_local` would move it to the mesh's, which would undo CPU offloading.
 
-    torch takes a strided placement for an order of cuts, as stock fully_shard with tensor parallelism means it: the
-    axes that it stands before have cut first. With `left_to_right` strided placements cut where they stand. `kind` is
-    the class, for placements that torch's operators do not know.
+    torch reads a strided placement as an order of cuts, like stock fully_shard with tensor parallelism: the axes after
+    it have cut first. With `left_to_right`, strided placements cut where they stand. `kind` is the class, for
+    placements that torch's operators do not know.
     """
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
-    as_order = False if left_to_right else None  # None: wherever a placement is strided
+    as_order = False if left_to_right else None  # None: if any placement is strided
     spec = DTensorSpec(mesh, tuple(placements), meta, use_strided_shard_as_shard_order=as_order)
     return kind.__new__(kind, local.detach(), spec, requires_grad=False)
 
 
 def like_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """A DTensor over `local` with the mesh, placements and global shape of `like`: what a gradient needs each step.
+    """A DTensor over `local` with the mesh, placements and global shape of `like`, for a gradient in each step.
 
-    Its placements mean what they mean in `like`.
+    Its placements have the same meaning as in `like`.
 
-    `DTensor.from_local` costs 50 times more. `__new__` sets all that there is; `__init__` would cost twice as much
-    again and do nothing.
+    `DTensor.from_local` costs 50 times more. `__new__` sets everything; `__init__` would cost twice as much again and
+    do nothing.
     """
     spec: DTensorSpec = like._spec  # type: ignore[attr-defined]
     kind: type[DTensor] = type(like)  # type: ignore[assignment]
@@ -227,12 +227,12 @@ def lies_like(tensor: torch.Tensor, dtensor: DTensor) -> bool:
 
 
 def take_meaning(dtensor: DTensor, of: DTensor) -> None:
-    """Gives a DTensor with the ranks and placements of another also its meaning of them (see `new_dtensor`)."""
+    """Gives a DTensor the meaning of another's placements (see `new_dtensor`); ranks and placements must be equal."""
     dtensor._spec = like_dtensor(local_of(dtensor), of)._spec
 
 
 def flattened_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh over the named axes of `mesh`, which are flattened into one if there are several (collective)."""
+    """The 1-D mesh over the named axes of `mesh`, flattened into one if there are several (collective)."""
     if len(names) == 1:
         return mesh[names[0]]
     return mesh[names]._flatten("_".join(names))
@@ -285,7 +285,7 @@ def made_since(tensor: torch.Tensor, number: int) -> bool:
 def hook_innermost(
     optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., None]
 ) -> list[RemovableHandle]:
-    """Step hooks that run after all other pre-hooks, and before all other post-hooks, that there are by now."""
+    """Registers step hooks that run after all other current pre-hooks, and before all other current post-hooks."""
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
@@ -294,7 +294,7 @@ def hook_innermost(
 
 @contextlib.contextmanager
 def without_global_step_hooks() -> Iterator[None]:
-    """Steps call no hooks but those of their optimizer. Also within such a hook, which runs over torch's own dict."""
+    """Steps call only the hooks of their optimizer. Also works within such a hook, which iterates over torch's dict."""
     module: Any = sys.modules[torch.optim.Optimizer.__module__]
     names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
     before = [getattr(module, name) for name in names]
@@ -308,13 +308,13 @@ def without_global_step_hooks() -> Iterator[None]:
 
 
 def is_without_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor or its shard has a shape only: on the meta device, or a fake one."""
+    """Whether a tensor or its shard has only a shape: on the meta device, or fake."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local.is_meta or isinstance(local, FakeTensor)
 
 
 def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step whose hook calls this runs within another one of the same optimizer."""
+    """Whether the step whose hook calls this runs within another step of the same optimizer."""
     depth, frame = 0, sys._getframe(1)
     while frame is not None:
         if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
@@ -324,7 +324,7 @@ def is_within_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_compared_with_whole_state() -> bool:
-    """Whether torch's `set_optimizer_state_dict` asks for a state dict, to cut whole state like it."""
+    """Whether torch's `set_optimizer_state_dict` requests a state dict, as a model for cutting whole state."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _LOAD_STATE:
         frame = frame.f_back  # type: ignore[assignment]
@@ -332,7 +332,7 @@ def is_compared_with_whole_state() -> bool:
 
 
 def is_gathered_by_torch() -> bool:
-    """Whether torch's `get_optimizer_state_dict` with `full_state_dict=True` asks for a state dict."""
+    """Whether torch's `get_optimizer_state_dict` with `full_state_dict=True` requests a state dict."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _GET_STATE:
         frame = frame.f_back  # type: ignore[assignment]
@@ -342,12 +342,12 @@ def is_gathered_by_torch() -> bool:
 _LOAD_STATE = inspect.unwrap(dcp_state_dict._load_optim_state_dict).__code__
 _GET_STATE = inspect.unwrap(dcp_state_dict._get_optim_state_dict).__code__
 
-# What torch puts around the `step` of every class of optimizers, to call hooks.
+# The wrapper that torch puts around the `step` of every optimizer class, to call hooks.
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Makes the gradient hooks of `source` hooks of `target`; their users' handles still remove them."""
+    """Moves the gradient hooks of `source` to `target`; their users' handles still remove them."""
     hooks: dict[int, Any] | None = source._backward_hooks
     if not hooks:
         return
@@ -357,7 +357,7 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def move_post_accumulate_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """The same for those of `register_post_accumulate_grad_hook`."""
+    """`move_hooks` for hooks of `register_post_accumulate_grad_hook`."""
     hooks: dict[int, Any] = getattr(source, "_post_accumulate_grad_hooks", None) or {}
     for key, hook in list(hooks.items()):
         target.register_post_accumulate_grad_hook(functools.partial(_run_if_kept, hooks, key, hook))
@@ -373,19 +373,19 @@ def _no_change(gradient: torch.Tensor) -> None:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, None if it is no view."""
+    """The tensor that `tensor` is a view of, None if it is not a view."""
     return tensor._base
 
 
 def runs_in_this_backward(node: Any) -> bool:
-    """Whether the backward that runs now will execute `node`, or has."""
+    """Whether the current backward will execute `node`, or has."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def mark_managed(module: nn.Module) -> None:
-    """Marks a module that `fully_shard` manages, itself or from above, for torch's other software.
+    """Marks a module that `fully_shard` manages, directly or from above, for other software of torch.
 
-    Dynamo treats its parameters as inputs, since their storage comes and goes; `replicate` refuses it.
+    Dynamo treats its parameters as inputs, since their storage is freed and allocated; `replicate` refuses it.
     """
     module.__dict__["_is_fsdp_managed_module"] = True
     module.__dict__["_fsdp_use_orig_params"] = True
@@ -393,7 +393,7 @@ def mark_managed(module: nn.Module) -> None:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's `replicate` was called on a module: what is in it is not for `fully_shard` to manage."""
+    """Whether torch's `replicate` was called on a module; `fully_shard` must not manage its contents."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
@@ -404,7 +404,7 @@ NOTES_ON_MODULES = (REGISTRY_KEY, STATE_KEY)
 def register_with_stock(module: nn.Module, state: object) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` return `state`, for torch's own pipelining.
 
-    The key is the undecorated function, as `torch.distributed._composable.contract` has it.
+    The key is the undecorated function, as in `torch.distributed._composable.contract`.
     """
     key = getattr(STOCK_FUNCTIONS["fully_shard"], "__wrapped__", None)
     if key is not None:
@@ -414,7 +414,7 @@ def register_with_stock(module: nn.Module, state: object) -> None:
 def stock_engine_of(module: nn.Module) -> str | None:
     """Which of torch's own engines has sharded a module: "fully_shard", "FullyShardedDataParallel" or None.
 
-    A module that torch's `replicate` was called on has a class of `fully_shard`'s as well, but is not sharded.
+    A module on which torch's `replicate` was called has a class of `fully_shard`'s as well, but is not sharded.
     """
     if isinstance(module, StockFSDPModule):
         ours = "shardkit.core" in {cls.__module__.rpartition(".")[0] for cls in type(module).__mro__}
@@ -440,19 +440,19 @@ def modules_of_stock(fsdp1: bool) -> list[nn.Module]:
 
 
 def stock_part(name: str, attribute: str) -> Any:
-    """A private name of a module of stock's `fully_shard`, such as `_fsdp_state`; None if torch has no such name."""
+    """A private name in stock's `fully_shard`, such as `_fsdp_state`; None if torch has no such name."""
     return getattr(sys.modules.get(f"{_STOCK_PARTS}.{name}"), attribute, None)
 
 
 def stock_training_state(name: str) -> Any:
-    """The member of stock's `TrainingState` (IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD), for those who compare."""
+    """The member of stock's `TrainingState` (IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD), for comparisons."""
     return getattr(stock_part("_fsdp_common", "TrainingState"), name, name)
 
 
 def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
-    """Calls `refuse` wherever stock's `fully_shard` begins to shard a module; returns what ends that.
+    """Calls `refuse` when stock's `fully_shard` begins to shard a module; returns the function that ends this.
 
-    Each call of it makes an `FSDPState` before it changes anything. Torch's `replicate` makes one of a subclass.
+    Each call creates an `FSDPState` before it changes anything. Torch's `replicate` creates one of a subclass.
     """
     cls = stock_part("_fsdp_state", "FSDPState")
     if cls is None:
@@ -472,7 +472,7 @@ def guard_stock_states(refuse: Callable[[], None]) -> Callable[[], None]:
 def grad_dtype_of(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
     """Whether the user has set `parameter.grad_dtype`, and to what.
 
-    Before 2.15 torch does not tell: a `grad_dtype` that is the parameter's own dtype counts as not set.
+    Before 2.15 torch does not record this: a `grad_dtype` equal to the parameter's own dtype counts as not set.
     """
     dtype = getattr(parameter, "grad_dtype", parameter.dtype)
     is_set = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
@@ -486,9 +486,9 @@ def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replaces each parameter and buffer by what `change` makes of it, the way `Module.to` and `Module.to_empty` do.
+    """Replaces each parameter and buffer by the result of `change`, like `Module.to` and `Module.to_empty`.
 
-    Unlike those, `change` sees the module's own tensor objects, so it can pick the ones to change.
+    Unlike those, it passes the module's own tensor objects to `change`, which can pick the ones to change.
     """
     module._apply(change)
 
@@ -517,24 +517,24 @@ def replace_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no subclass that brings its own meaning; a fake tensor only leaves out the data."""
+    """Whether a tensor is not a subclass with its own semantics; a fake tensor, which only lacks data, is plain."""
     return type(tensor) in (torch.Tensor, FakeTensor)
 
 
 def wraps_tensors(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class with a `__torch_dispatch__`: its data may be in other tensors, in attributes."""
+    """Whether a tensor's class has a `__torch_dispatch__`: its data may be in other tensors, in attributes."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def is_leaf_or_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with memory of its own can share it with another one that was there before."""
+    """Whether a tensor with memory of its own can share it with another, earlier tensor."""
     if wraps_tensors(tensor) or tensor.layout is not torch.strided:
         return False
     return tensor.is_leaf or tensor._base is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place: the counter that autograd compares. 0 for an inference tensor."""
+    """The number of in-place writes to a tensor: the counter that autograd compares. 0 for an inference tensor."""
     try:
         return int(tensor._version)
     except RuntimeError:  # an inference tensor has no counter; asking first costs more than the counter
@@ -542,7 +542,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
-    """The backend that serves `device` in `group`, or None for groups that are not made of backends."""
+    """The backend that serves `device` in `group`, None for groups that do not consist of backends."""
     try:
         return group._get_backend(device)
     except (RuntimeError, AttributeError):
@@ -550,7 +550,7 @@ def backend_of(group: torch.distributed.ProcessGroup, device: torch.device) -> A
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """How many seconds an operation of `group` may take; c10d's default where the backend does not say."""
+    """Timeout of operations of `group`, in seconds; c10d's default if the backend does not report one."""
     options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
     return float(timeout.total_seconds())

@@ -1,4 +1,4 @@
-"""Code of the user that a command imports and runs: whatever goes wrong in it is told in one line."""
+"""Runs user code for a command: any error in it is reported in one line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOT_THEIRS = ("/site-packages/", "/lib/python3", "<frozen ", *_OURS)
 
 
 class UsersCodeError(ValueError):
-    """Code of the user cannot be imported, or raised: the message says what, where and what was expected."""
+    """User code cannot be imported, or raised; the message has the error, the place and what was expected."""
 
 
 @contextlib.contextmanager
 def users_code(what: str, hint: str, error: type[Exception] = UsersCodeError) -> Iterator[None]:
-    """Whatever is raised inside becomes an `error` of one line: what raised, in which line of the user, and a hint.
+    """Turns any exception inside into an `error` of one line: the exception, the user's line, and a hint.
 
-    An `error` passes as it is, also when something else has been raised from it. Ctrl-C ends the program as ever.
+    An `error` is passed on unchanged, even if it was raised from another exception. Ctrl-C ends the program.
     """
     try:
         yield
@@ -43,23 +43,23 @@ def users_code(what: str, hint: str, error: type[Exception] = UsersCodeError) ->
 
 
 def _where(raised: BaseException) -> str:
-    """The innermost line outside of installed packages, where the user can change something."""
+    """The innermost line outside of installed packages, where the user can make changes."""
     frames = traceback.extract_tb(raised.__traceback__)
     theirs = [one for one in frames if not any(part in one.filename for part in _NOT_THEIRS)]
     return f" in line {theirs[-1].lineno} of {theirs[-1].filename}" if theirs else ""
 
 
 def import_named(name: str, option: str, expected: str, error: type[Exception] = UsersCodeError) -> Any:
-    """What `module:name` is; the working directory is on the path.
+    """The object `module:name`; the working directory is on the path.
 
     Args:
         name: as the user wrote it.
-        option: how messages call it, such as "--model pkg.module:build".
-        expected: what it should be, for messages, such as "a function that builds a model".
-        error: the class of what is raised.
+        option: its name in messages, such as "--model pkg.module:build".
+        expected: the expected kind of object, for messages, such as "a function that builds a model".
+        error: the class of exceptions to raise.
 
     Raises:
-        error: for a name without a module, a module that cannot be imported, and a name that it lacks.
+        error: if the name has no module, the module cannot be imported, or it lacks the name.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:

@@ -1,4 +1,4 @@
-"""Python imports this at its start where this directory is on PYTHONPATH: arms shardkit, then runs the next one.
+"""Python imports this at its start if this directory is on PYTHONPATH: arms shardkit, then runs the next one.
 
 It finds `shardkit.autoinstall` beside itself, so that an interpreter without shardkit says so when it imports FSDP.
 """
@@ -24,7 +24,7 @@ def _arm() -> None:
 
 
 def _run_next() -> None:
-    """The sitecustomize that this one hides: of the environment, or of another tool on PYTHONPATH."""
+    """Runs the sitecustomize that this one hides: the environment's, or another tool's on PYTHONPATH."""
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:

@@ -1,4 +1,4 @@
-"""How a parameter group's bytes are to travel, as its user has set it: a value; a setting makes a new one."""
+"""A user's communication settings for a parameter group, as an immutable value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OURS = (ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter)
 
 @dataclass(frozen=True)
 class Communication:
-    """What is to be used instead of the transports that the process groups suggest. Labels are for messages.
+    """Overrides of the transports that are chosen for the process groups. Labels are for messages.
 
     Attributes:
-        compression: how parameters and gradients are rounded to travel, None for full precision.
-        all_gather: custom communication, with buffers of its own; None for ours.
+        compression: how parameters and gradients are rounded when sent, None for full precision.
+        all_gather: custom communication, with its own buffers; None for ours.
         reduce_scatter: likewise.
-        reduce_group: where reductions run; it has the ranks of the shard group. None: on the shard group itself.
+        reduce_group: process group for reductions, with the ranks of the shard group. None: the shard group itself.
     """
 
     compression: CompressionPolicy | None = None
@@ -33,21 +33,21 @@ class Communication:
     reduce_group: dist.ProcessGroup | None = None
 
     def gathering_through(self, comm: AllGather, label: str) -> Communication:
-        """Gathers go through `comm` and its buffers."""
+        """Sends gathers through `comm` and its buffers."""
         self._refuse_compression(type(comm).__name__, label)
         return replace(self, all_gather=comm)
 
     def reducing_through(self, comm: ReduceScatter, label: str) -> Communication:
-        """Reduce-scatters go through `comm` and its buffers."""
+        """Sends reduce-scatters through `comm` and its buffers."""
         self._refuse_compression(type(comm).__name__, label)
         return replace(self, reduce_scatter=comm)
 
     def reducing_on(self, group: dist.ProcessGroup | None) -> Communication:
-        """Reductions run on `group`; None: on the shard group."""
+        """Runs reductions on `group`; None: on the shard group."""
         return replace(self, reduce_group=group)
 
     def with_buffers_of(self, group: dist.ProcessGroup | None, label: str) -> Communication:
-        """Communication buffers come from the allocator of `group`; None: they are ours again.
+        """Takes communication buffers from the allocator of `group`; None: from ours again.
 
         Raises:
             ValueError: if custom communication is set, or the process group has no allocator.
@@ -74,7 +74,7 @@ class Communication:
             )
 
     def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
-        """What moves the bytes over the shard group `group` (collective over it the first time: its ranks meet)."""
+        """The transports over the shard group `group` (collective over it the first time: its ranks meet)."""
         return choose_transports(
             group, self.reduce_group, device, self.all_gather, self.reduce_scatter, self.compression, label
         )

@@ -1,4 +1,4 @@
-"""What the groups of one root share: lanes, memory that can be taken back or taken over, reductions in flight."""
+"""State that the groups of one root share: lanes, reusable memory, reductions in flight."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["DEFAULT_PREFETCH_DEPTH", "CommContext", "MemoryOwner"]
 
 DEFAULT_PREFETCH_DEPTH = 1
 
-# Gathers whose shards, brought from the host, are on the device at a time: one is gathered, one arrives.
+# Number of gathers whose shards, copied from the host, are on the device at a time: one gathers, one arrives.
 _MOST_STAGED = 2
 
 
 class MemoryOwner(Protocol):
-    """A parameter group, as far as its memory goes."""
+    """A parameter group as the owner of its memory."""
 
     def free_memory(self) -> None:
-        """Frees the unsharded memory, on the host; its readers' streams were waited for."""
+        """Frees the unsharded memory, on the host; the streams of its readers have been waited for."""
 
 
 class CommContext:
-    """One lane for gathers, one for reductions. `share_comm_ctx` gives several roots the same one.
+    """One lane for gathers, one for reductions. `share_comm_ctx` makes several roots share one context.
 
     Note [Released memory]: a group that is resharded when its forward or backward ends is *released*: its modules hold
-    the sharded parameters, its memory stays and is still valid. A gather frees the memory that was released first when
-    it would otherwise exceed `slots` groups; on streams it then waits for the events recorded at that release, and not
-    for what computes now. A group that is used again before that (backward begins with what forward used last) takes
-    its memory back without a gather. At the end of forward only the group that backward needs first stays released,
-    and none at the end of backward.
+    the sharded parameters, but its memory is kept and still valid. A gather that would exceed `slots` groups frees the
+    memory that was released first. On streams it then waits for the events recorded at that release, and not for
+    current computation. A group that is used again before that takes its memory back without a gather; backward, for
+    example, begins with the last group of forward. At the end of forward only the group that backward needs first stays
+    released, and at the end of backward none does.
 
     Attributes:
-        slots: how many groups may hold unsharded memory that forward is to free: `prefetch_depth + 1`.
-        unsharded: how many of them are in use or being gathered.
-        finalization: whose reductions of a step, which a user has to wait for, are under way.
+        slots: number of groups that may hold unsharded memory that forward frees: `prefetch_depth + 1`.
+        unsharded: number of those that are in use or being gathered.
+        finalization: the owner of a step's reductions in flight that the user must wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,12 +57,12 @@ class CommContext:
 
     @functools.cached_property
     def gathers(self) -> Lane:
-        """Runs gathers, and owns the memory of unsharded parameters: runtime/lanes.py, Note [Who owns memory]."""
+        """Runs gathers; owns the memory of unsharded parameters: runtime/lanes.py, Note [Who owns memory]."""
         return make_lane(self.device, "all-gather", priority=-1)
 
     @functools.cached_property
     def transfers(self) -> Lane:
-        """Brings shards from the host, and owns the memory that they arrive in."""
+        """Copies shards from the host; owns the memory that they arrive in."""
         return make_lane(self.device, "host-to-device", priority=-1)
 
     @functools.cached_property
@@ -73,19 +73,19 @@ class CommContext:
     # -- unsharded memory ----------------------------------------------------------------------------------------------
 
     def release(self, group: MemoryOwner, readers: tuple[Any, ...]) -> None:
-        """Notes that `group` is not in use any more; its memory may be taken over after the events `readers`."""
+        """Notes that `group` is no longer in use; its memory may be reused after the events `readers`."""
         self._released[weakref.ref(group)] = readers
 
     def take_back(self, group: MemoryOwner) -> None:
-        """The group uses its memory again, which is as it left it."""
+        """Notes that the group uses its memory again, unchanged."""
         del self._released[weakref.ref(group)]
 
     def make_room(self) -> None:
-        """Frees what was released first, so that one more group may be gathered."""
+        """Frees the memory that was released first, so that one more group may be gathered."""
         self.free_released(but=max(0, self.slots - self.unsharded - 1))
 
     def free_released(self, *, but: int = 0) -> None:
-        """Frees the memory of all released groups but the `but` that were released last."""
+        """Frees the memory of all released groups except the last `but`."""
         while len(self._released) > but:
             self._free(next(iter(self._released)))
 
@@ -101,9 +101,9 @@ class CommContext:
             group.free_memory()
 
     def on_device(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`sources` on the device, in their own dtype; the gather lane waits for those that come from the host.
+        """`sources` on the device, in their own dtype; the gather lane waits for copies from the host.
 
-        Transfers overlap with the gather before. `note_staged` is called with the gather that reads them.
+        Copies overlap with the previous gather. `note_staged` is called with the gather that reads them.
         """
         if self.device.type == "cpu" or all(source.device.type != "cpu" for source in sources):
             return list(sources)
@@ -115,14 +115,14 @@ class CommContext:
         return staged
 
     def note_staged(self, ticket: Ticket, staged: Sequence[torch.Tensor]) -> None:
-        """Keeps what `on_device` has brought until a later transfer may take its memory, after `ticket`."""
+        """Keeps the copies of `on_device` until a later copy may reuse their memory, after `ticket`."""
         if self.device.type != "cpu":
             self._staged.append((ticket, staged))
 
     def wait_for_writers(self) -> None:
-        """Makes the gather lane wait for reductions under way: an optimizer may step on the shards as they end.
+        """Makes the gather lane wait for running reductions: an optimizer may step on the shards when they end.
 
-        What the current stream has queued is the caller's to wait for.
+        The caller must wait for work that the current stream has queued.
         """
         for ticket in self._in_flight:
             self.gathers.wait_event(ticket.finished)
@@ -130,10 +130,10 @@ class CommContext:
     # -- communication in flight ---------------------------------------------------------------------------------------
 
     def reduce(self, program: Program, label: str, max_inputs: int) -> None:
-        """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have let go of their inputs.
+        """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have freed their inputs.
 
-        So at most `max_inputs` groups' unsharded gradients are alive for communication, and what an earlier reduction
-        has left to do after its reduce-scatter (the all-reduce of HSDP) overlaps with the backward that goes on.
+        So at most `max_inputs` groups' unsharded gradients are alive for communication. The part of an earlier
+        reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of backward.
         """
         for ticket in list(self._in_flight)[: max(0, len(self._in_flight) - max_inputs + 1)]:
             ticket.wait_for_stage()
@@ -146,13 +146,13 @@ class CommContext:
         self._read_by_peers.append((ticket, transport))
 
     def settle_gathers(self) -> None:
-        """Waits until no peer reads this rank's shards any more, so that they may be written to.
+        """Waits until no peer reads this rank's shards any more, so that they may be written.
 
-        Gathers that are still under way are waited for first: peers read a shard when they come to need it.
+        Waits first for gathers in flight, because peers read a shard only when they need it.
 
-        For when control goes back to the user: the end of forward and of backward, an unshard of theirs. An optimizer
-        that steps in backward is not among these: a gradient is only delivered once every peer has sent its part, which
-        it computed from what it had read.
+        Call it before control returns to the user: at the end of forward and of backward, and of the user's own
+        unshard. An optimizer that steps in backward needs no such call: a gradient is delivered only after every peer
+        has sent its part, which it computed from shards it had read.
         """
         gathers, self._read_by_peers = self._read_by_peers, []
         for ticket, _ in gathers:
@@ -161,25 +161,25 @@ class CommContext:
             transport.wait_until_read()
 
     def finish_reductions(self) -> None:
-        """Waits for every reduction: afterwards the compute stream may use all sharded gradients."""
+        """Waits for every reduction; afterwards the compute stream may use all sharded gradients."""
         while self._in_flight:
             self._in_flight.popleft().wait()
 
     def catch_up(self) -> None:
-        """Runs what has been started to its end, so that no peer waits for this rank's part in it.
+        """Completes everything that has been started, so that no peer waits for this rank's part in it.
 
-        For a collective outside of the schedule, which this rank may enter while a peer waits for what is under way.
+        For a collective outside of the schedule, which this rank may enter while a peer waits for earlier operations.
         """
-        if self.device.type != "cpu":  # streams go on by themselves
+        if self.device.type != "cpu":  # streams progress without the host
             return
         for ticket in (*(ticket for ticket, _ in self._read_by_peers), *self._in_flight):
             ticket.wait()
 
     def settle_after_failure(self) -> None:
-        """After an iteration that failed: waits for what can still end, gives up on what cannot.
+        """After a failed iteration: waits for operations that can still end, and gives up the others.
 
-        Other roots may share this context, and their gradients are good. Peers that are slower may still read this
-        rank's shards; those that failed, too, have let go of them or will not come.
+        Other roots may share this context, and their gradients are valid. Slower peers may still read this rank's
+        shards; peers that failed as well have stopped reading or will not start.
         """
         while self._in_flight:
             _wait_or_abandon(self._in_flight.popleft())

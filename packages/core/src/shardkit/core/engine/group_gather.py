@@ -1,7 +1,7 @@
-"""How the parameters of a group are gathered: transports, plans, what a gather reads and writes, what it waits for.
+"""How the parameters of a group are gathered: transports, plans, sources and targets of a gather, and its waits.
 
-Also which form of them the modules hold. A step asks for that several times for each parameter, so the functions at the
-end of this file are loops over a group, without a call for each parameter.
+Also which form of the parameters the modules hold. A step asks for that several times for each parameter, so the
+functions at the end of this file loop over a group, without a call for each parameter.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["GroupGather", "register_sharded", "register_unsharded"]
 
 
 class GroupGather:
-    """The gather of one group's parameters, from the shards or from what a smaller group keeps.
+    """The gather of one group's parameters, from the shards or from the parts that a smaller group keeps.
 
     Attributes:
-        label: names the group in messages.
+        label: name of the group in messages.
         context: the lanes that it shares with the other groups of its root.
-        stale: whether an optimizer has stepped since the last gather: what is unsharded is older than the shards.
+        stale: whether an optimizer has stepped since the last gather, so that unsharded parameters are out of date.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GroupGather:
 
     @property
     def communication(self) -> Communication:
-        """How its bytes are to travel; a change takes effect at the next gather and reduction."""
+        """How its bytes are sent; a change takes effect at the next gather and reduction."""
         return self._communication
 
     @communication.setter
@@ -92,7 +92,7 @@ class GroupGather:
         return self._transports
 
     def _share_shards(self) -> None:
-        """Moves the shards into memory that peers on this host can read, where they are to be gathered from there."""
+        """Moves the shards into shared memory, if peers on this host are to gather them from there."""
         group = self.mesh.shard_group
         if group is None or not may_share_memory(group, self.device):
             return
@@ -142,7 +142,7 @@ class GroupGather:
     # -- gathers -------------------------------------------------------------------------------------------------------
 
     def note_step(self) -> None:
-        """An optimizer has stepped, which bumps no version counter."""
+        """Notes that an optimizer has stepped, which bumps no version counter."""
         self.stale = self._written = True
 
     def _refresh(self) -> bool:
@@ -150,7 +150,7 @@ class GroupGather:
             return False
         try:
             changed = [param for param in self.params if param.refresh()]
-        except BaseException:  # what came before it was taken over
+        except BaseException:  # earlier parameters have already been refreshed
             self._forget_plans()
             raise
         if changed:
@@ -204,7 +204,7 @@ class GroupGather:
         if written:
             self.context.wait_for_writers()
             self.settle_shards()
-        # What fsdp_pre_all_gather sends is made on the current stream, just now.
+        # The inputs of fsdp_pre_all_gather are made on the current stream just before this.
         ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
         if self._offloaded:
             self.context.note_staged(ticket, flat_sources)
@@ -214,17 +214,17 @@ class GroupGather:
 
     @property
     def _shards_written(self) -> bool:
-        """Whether somebody may have written to the shards since the gather lane last waited for everybody."""
+        """Whether the shards may have been written since the gather lane last waited for all writers."""
         return self._written or any(param.shard_written for param in self.params)
 
     def settle_shards(self) -> None:
-        """The gather lane waits for all that has been queued so far: gathers need not wait for it again."""
+        """Makes the gather lane wait for everything queued so far, so that later gathers need not."""
         self._written = False
         for param in self.params:
             param.settle_shard()
 
     def _check_wire_sizes(self, items: list[list[GatherItem]]) -> None:
-        """Subclasses choose the size of what they send, each rank for itself; unequal ones would hang (collective).
+        """Checks that ranks agree on the sizes that subclasses chose; different sizes would hang (collective).
 
         Raises:
             ValueError: on every rank of the shard group.
@@ -282,9 +282,9 @@ class GroupGather:
 
 
 class _Columns:
-    """What `FSDPParam.refresh` compares for each parameter, in columns, which loops of C compare for a whole group.
+    """The values that `FSDPParam.refresh` compares, in columns, so that C loops compare a whole group.
 
-    They are made anew whenever a parameter is another one, or may be. Where something differs `refresh` looks at each.
+    They are rebuilt whenever a parameter may have been replaced. If a value differs, `refresh` checks each parameter.
     """
 
     def __init__(self, params: list[FSDPParam]) -> None:
@@ -306,7 +306,7 @@ class _Columns:
 
     @property
     def hold(self) -> bool:
-        """Whether `refresh` would find nothing new, and raise nothing, for none of the parameters."""
+        """Whether `refresh` would find no change and raise no error, for all parameters."""
         for module_of, name, sharded, unsharded in self.slots:
             if (module := module_of()) is not None:
                 current = module._parameters.get(name)
@@ -321,7 +321,7 @@ class _Columns:
 
 
 def register_unsharded(params: Iterable[FSDPParam]) -> bool:
-    """After a gather: registers the unsharded parameters, which the first one makes; whether any was made."""
+    """After a gather: registers the unsharded parameters, creating them if needed; returns whether any was."""
     made = False
     for param in params:
         unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
@@ -341,9 +341,9 @@ def register_unsharded(params: Iterable[FSDPParam]) -> bool:
 
 
 def register_sharded(params: Iterable[FSDPParam]) -> None:
-    """Puts the sharded parameters back; what the user did to the unsharded ones in between is kept.
+    """Registers the sharded parameters; keeps what the user did to the unsharded ones in between.
 
-    That is `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
+    This means `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
     `refresh` adopts or refuses).
     """
     for param in params:

@@ -1,12 +1,12 @@
-"""Lists, dicts and dataclasses among the inputs of a forward, and what forward does to them.
+"""Lists, dicts and dataclasses among the inputs of a forward, and how forward changes them.
 
 Note [Containers that forward changes]
-A caller may hand a list down from block to block for each to add its auxiliary loss, or a dict that is a cache. Where
-inputs are cast or watched, forward gets copies of the containers that they lie in (tensors.py, `map_tensors`), and what
-it adds to those must reach the caller's own: after forward, a container that has changed is written back. What forward
-was given goes back as the caller had it, not as the cast or watched tensor that forward had. Backward may enter through
-what was added, as through an output. What a recomputation adds, forward has added already: it is taken out again, as
-the next recomputation would be given tensors whose graph is gone.
+A caller may pass a list from block to block for each to add its auxiliary loss, or a dict as a cache. If inputs are
+cast or watched, forward receives copies of the containers around them (tensors.py, `map_tensors`), and its changes must
+reach the caller's own containers: after forward, a changed container is written back. An input is written back as the
+caller's tensor, not as the cast or watched one. Backward may enter through added tensors, as through an output.
+Additions by a recomputation repeat those of forward, so they are removed again; the next recomputation would otherwise
+receive tensors whose graph is gone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["HandedContainers"]
 
 
 class HandedContainers:
-    """Those of one forward."""
+    """The containers among the inputs of one forward."""
 
     def __init__(self) -> None:
-        self._found: dict[int, _Handed] = {}  # by the id of what forward has
-        # What forward has and what the caller has in its place, by the id of the first, which is held: ids come again.
+        self._found: dict[int, _Handed] = {}  # by the id of forward's container
+        # Forward's value and the caller's in its place, by the id of the first, which is kept alive: ids are reused.
         self._owned: dict[int, tuple[Any, Any]] = {}
 
     def note(self, own: Any, given: Any, *, copies_only: bool) -> None:
-        """Before forward: remembers `given`, and what lies in it, which the caller has as `own`; with `copies_only` not
-        what forward gets as it is.
+        """Before forward: remembers `given`, and its contents, which the caller has as `own`. With `copies_only`,
+        ignores containers that forward receives unchanged.
         """
         if given is not own:
             self._owned[id(given)] = given, own
@@ -52,7 +52,7 @@ class HandedContainers:
             self.note(mine, one, copies_only=copies_only)
 
     def added(self) -> list[torch.Tensor]:
-        """After forward: the tensors that it has put into them. To be asked before `give_back`."""
+        """After forward: the tensors that it has added. Call it before `give_back`."""
         found: list[torch.Tensor] = []
         for handed in self._found.values():
             before = {id(one) for one in handed.before.values()}
@@ -60,7 +60,7 @@ class HandedContainers:
         return [tensor for tensor in found if id(tensor) not in self._owned]
 
     def give_back(self, *, undo: bool) -> None:
-        """After forward: makes the caller's containers what forward has made of its own, or what they were (`undo`)."""
+        """After forward: applies forward's changes to the caller's containers, or reverts them (`undo`)."""
         for handed in reversed(self._found.values()):  # innermost first
             now = _entries(handed.given)
             if list(now) == list(handed.before) and all(now[key] is one for key, one in handed.before.items()):
@@ -72,7 +72,7 @@ class HandedContainers:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is given back."""
+        """Gives nothing back."""
         self._found, self._owned = {}, {}
 
 

@@ -2,9 +2,9 @@
 
 Note [Kept views]
 A forward may keep a view of a parameter on its module (`self.kernel = self.weight.flatten(1)`) and compute with it. The
-view has no memory while its group is sharded, and an elementwise operator that reads it then ends the process. So
-such a view changes its class for that time: every use of it raises an error that names the module. The next gather
-gives its class back, as the view is valid again.
+view has no memory while its group is sharded, and an elementwise operator that reads it would crash the process. So the
+class of such a view changes during that time, and every use raises an error that names the module. The next gather
+restores its class, because the view is valid again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class FreedView(torch.Tensor):
 
 
 class KeptViews:
-    """The kept views of the parameters of one group; weakly, and none twice."""
+    """The kept views of one group's parameters: weak references, without duplicates."""
 
     def __init__(self) -> None:
         self._views: dict[int, tuple[weakref.ReferenceType[torch.Tensor], type]] = {}
 
     def note(self, view: torch.Tensor, keeper: str) -> None:
-        """Notes `view`, which the module with the FQN `keeper` keeps."""
+        """Notes that the module with the FQN `keeper` keeps `view`."""
         view.__dict__[_KEEPER] = keeper
         self._views[id(view)] = weakref.ref(view), type(view)
 
     def forbid(self) -> None:
-        """The memory is about to be freed."""
+        """Call before the memory is freed."""
         for key, (reference, _) in list(self._views.items()):
             if (view := reference()) is None:
                 del self._views[key]
@@ -51,7 +51,7 @@ class KeptViews:
                 view.__class__ = FreedView
 
     def allow(self) -> None:
-        """The memory is there."""
+        """Call when the memory is available."""
         for reference, cls in self._views.values():
             if (view := reference()) is not None:
                 view.__class__ = cls

@@ -1,4 +1,4 @@
-"""The work that waits for the first forward, when it is known which module is the root."""
+"""Work that is deferred to the first forward, when the root module is known."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     Without `same_names` a parameter may have another name on each rank.
 
     Raises:
-        RuntimeError: if a state below has been initialised as a root itself, if the state has several modules, if
+        RuntimeError: if a state below has already been initialised as a root, if the state has several modules, if
             torch's own `fully_shard` has sharded a module around it, or if the ranks disagree about the parameters.
     """
     if len(root.modules) > 1:
@@ -77,7 +77,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
 
 
 def _refuse_other_engine_around(module: nn.Module) -> None:
-    """Torch's engine takes our shards for parameters under tensor parallelism: they would get no gradients."""
+    """Refuses torch's engine around ours: it takes our shards for tensor-parallel parameters, without gradients."""
     for outer in stock_modules_around(module):
         name = next(name for name, inner in outer.named_modules() if inner is module)
         raise RuntimeError(
@@ -135,8 +135,8 @@ def _set_names(states: list[RootedState], root: nn.Module) -> None:
 def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
 
-    Ranks that agree exchange 16 bytes for each process group. Ranks that do not search for the first difference by
-    halves, so what they exchange grows with the logarithm of the number of parameters, and not with that of ranks.
+    Ranks that agree exchange 16 bytes for each process group. Others find the first difference by bisection, with an
+    exchange that grows with the logarithm of the number of parameters, not with the number of ranks.
     """
     described: dict[dist.ProcessGroup, list[_Entry]] = defaultdict(list)
     device = torch.device("cpu")
@@ -158,7 +158,7 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
     try:
         agreed = True
         for process_group, mine in described.items():
-            # A rank that has seen a difference disagrees on the other axes of its mesh, so that all ranks hear of it.
+            # After a difference, a rank disagrees on its mesh's other axes too, so that all ranks learn of it.
             agreed = agree(repr(mine if agreed else None).encode(), process_group, device) and agreed
         if agreed:
             return
@@ -166,15 +166,15 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
         for process_group, mine in described.items():
             found = _difference(mine, process_group, device)
             message = _first_of(message or found, process_group, device)
-    except RuntimeError as error:  # the backend's, when a rank does not come
+    except RuntimeError as error:  # the backend's, if a rank does not arrive
         raise RuntimeError(f"{fqn}: set-up failed (comparing models with the other ranks): {error}") from error
     raise RuntimeError(message)
 
 
 def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What the first rank and the first one that differs from it have at their first difference (collective).
+    """The first difference between the first rank and the first one that differs from it, as text (collective).
 
-    None if all ranks of `group` have the same parameters. The same text on all ranks.
+    None if all ranks of `group` have the same parameters. All ranks get the same text.
     """
     agreeing, differing = 0, _reduced(len(mine), dist.ReduceOp.MAX, group, device) + 1
     while differing - agreeing > 1:

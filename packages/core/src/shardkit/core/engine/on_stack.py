@@ -1,7 +1,7 @@
-"""Whether a module's forward that has begun is still running.
+"""Checks whether a module's forward is still running.
 
-torch calls always-called forward hooks after an `Exception`, but not after a `KeyboardInterrupt` or a `SystemExit`: of
-those the hooks never hear. What tells is the frame that called them, which has left the stack then.
+torch calls always-called forward hooks after an `Exception`, but not after a `KeyboardInterrupt` or a `SystemExit`. In
+that case the frame that called the hooks has left the stack.
 """
 
 import sys
@@ -9,12 +9,12 @@ from types import FrameType
 
 __all__ = ["calling_frame", "is_on_stack", "runs_elsewhere"]
 
-# Where a module's hooks are called from: by torch, or by a method that `register_fsdp_forward_method` made.
+# The callers of a module's hooks: torch, or a method made by `register_fsdp_forward_method`.
 _CALLERS = ("torch.nn.modules.module", "shardkit.core.module")
 
 
 def calling_frame() -> FrameType | None:
-    """The frame that runs the module whose hook this is called from, None if something unknown called the hook."""
+    """The frame that runs the module whose hook calls this, None if an unknown caller called the hook."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") not in _CALLERS:
         frame = frame.f_back

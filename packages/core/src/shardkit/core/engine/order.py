@@ -1,4 +1,4 @@
-"""The order in which the states of one root run: recorded by each forward, followed by the next one and by backward."""
+"""The order in which the states of one root run: recorded by each forward, used by the next one and by backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardkit.core.torch_compat import runs_in_this_backward
 
 __all__ = ["Order", "Pass", "ScheduledState"]
 
-# Entries of forwards that no backward followed are dropped beyond this many.
+# At most this many entries of forwards without a backward are kept.
 _LONGEST = 10_000
 
 
 class ScheduledState(Protocol):
-    """What runs in an order: a state, one for each `fully_shard` call (`state.py` says what its methods do)."""
+    """A state, one for each `fully_shard` call, as an item of an order (`state.py` documents its methods)."""
 
     modules: tuple[weakref.ReferenceType[nn.Module], ...]
     groups: list[FSDPParamGroup]
@@ -43,12 +43,12 @@ class ScheduledState(Protocol):
 
 
 class Pass(NamedTuple):
-    """A forward of one state that backward will come by.
+    """A forward of one state that backward will visit.
 
     Attributes:
-        state: the place of the state in the list of the order.
-        began: autograd's sequence number when it began; the nodes that it made have this one and higher ones.
-        leaving: weakly, the autograd node through which backward leaves it; None if no input of it needs a gradient.
+        state: index of the state in the list of the order.
+        began: autograd's sequence number when it began; its nodes have this number or higher ones.
+        leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
     """
 
     state: int
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
     leaving: weakref.ReferenceType[Any] | None
 
     def will_be_left(self) -> bool:
-        """Whether the backward that runs now will call us when it leaves this pass."""
+        """Whether the current backward will call us when it leaves this pass."""
         node = None if self.leaving is None else self.leaving()
         return node is not None and runs_in_this_backward(node)
 
@@ -65,12 +65,11 @@ class Order:
     """The recorded order, and a cursor in it. Weak references, see `schedule.py`, Note [Who owns whom].
 
     Attributes:
-        forward_root: the outermost state of the forward that runs.
-        in_backward: whether a backward of these states runs; forwards within it are recomputations.
-        is_steady: whether the last two forwards ran in one order.
-        passes: the forwards that backward will come by, in the order in which they ended.
-        changes: how often the order of forward, and that of backward, became another one.
-        dropped: how many passes backward has come by, or never will.
+        in_backward: whether a backward of these states is running; forwards within it are recomputations.
+        is_steady: whether the last two forwards ran in the same order.
+        passes: the forwards that backward will visit, in the order in which they ended.
+        changes: number of changes of the order of forward, and of that of backward.
+        dropped: number of passes that backward has visited, or never will.
     """
 
     def __init__(self) -> None:
@@ -78,10 +77,10 @@ class Order:
         self.in_backward = False
         self.is_steady = False
         self.passes: list[Pass] = []
-        self.changes = {False: 0, True: 0}  # by whether of backward
+        self.changes = {False: 0, True: 0}  # by whether it is backward's
         self.dropped = 0
         self._added = 0
-        self._numbers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the passes of each state, as they came
+        self._numbers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the passes of each state, in order
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
         self._recorded: list[int] = []
         self._recording: list[int] = []
@@ -102,7 +101,7 @@ class Order:
         return [state for reference in self._states if (state := reference()) is not None]
 
     def state_at(self, index: int) -> ScheduledState | None:
-        """The state at a place, None if it is gone."""
+        """The state at an index, None if it has been deleted."""
         return self._states[index]()
 
     @property
@@ -113,7 +112,7 @@ class Order:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, root: ScheduledState) -> None:
-        """Puts the cursor at the beginning."""
+        """Resets the cursor."""
         self.forward_root = weakref.ref(root)
         self._cursor = 0
         self._recording = []
@@ -121,18 +120,18 @@ class Order:
         self.changes[False] += 1
 
     def record(self, state: ScheduledState) -> bool:
-        """A state's forward begins: moves the cursor behind it. False if the recorded order does not expect it."""
+        """A state's forward begins: moves the cursor past it. False if the recorded order does not expect it."""
         if self.in_backward:
             return False
         self._recording.append(state.index)
-        try:  # found at once, where this iteration runs as the last one did
+        try:  # found at once if this iteration runs like the last one
             self._cursor = self._recorded.index(state.index, self._cursor) + 1
         except ValueError:
             return False
         return True
 
     def end_forward(self, *, failed: bool, complete: bool) -> None:
-        """The forward of all states has ended; if it is `complete` the next one follows its order."""
+        """The forward of all states has ended; if it is `complete`, the next one follows its order."""
         self.forward_root = None
         if failed:
             self._drop_passes(self._passes_before)
@@ -144,7 +143,7 @@ class Order:
         self.changes[False] += 1
 
     def add_pass(self, ended: Pass) -> None:
-        """A state's forward has ended and backward will come by: in the reverse of this order."""
+        """A state's forward has ended and backward will visit it, in the reverse of this order."""
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
         self.passes.append(ended)
@@ -156,18 +155,18 @@ class Order:
             self.dropped += 1
 
     def _drop_passes(self, first: int) -> None:
-        """Forgets the pass at place `first`, and what ran after it."""
+        """Forgets the pass at index `first`, and all later ones."""
         for one in reversed(self.passes[first:]):
             self._numbers[one.state].pop()
             self.dropped += 1
         del self.passes[first:]
 
     def awaits_backward(self, index: int) -> bool:
-        """Whether backward will come by the state at this place."""
+        """Whether backward will visit the state at this index."""
         return bool(self._numbers[index])
 
     def place_in_backward(self, group: FSDPParamGroup) -> tuple[int, int] | None:
-        """Sorts what backward is going to use: the larger, the sooner. None for what it is not going to use."""
+        """A sort key for groups that backward will use: the larger, the sooner. None for other groups."""
         if not group.settings.unshard_in_backward:
             return None
         awaited = [(numbers[-1], user) for user in group.users if (numbers := self._numbers[user.index])]
@@ -177,7 +176,7 @@ class Order:
         return number, -user.groups.index(group)
 
     def enter_backward(self, state: ScheduledState) -> Pass | None:
-        """A state's backward begins: drops its last pass and what ran after it; returns the pass, None if unknown."""
+        """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
         last = len(self.passes) - 1
         while last >= 0 and self.passes[last].state != state.index:
             last -= 1
@@ -188,12 +187,12 @@ class Order:
         return entered
 
     def forget_passes(self) -> None:
-        """No backward will come by any more."""
+        """Forgets all passes: no backward will visit them."""
         self._drop_passes(0)
         self.changes[True] += 1
 
     def reset(self) -> None:
-        """Forgets an iteration that failed, and keeps what the ones before have taught."""
+        """Forgets a failed iteration, but keeps the order learned from earlier ones."""
         self.in_backward = False
         self.end_forward(failed=False, complete=False)
         self.forget_passes()
@@ -202,20 +201,20 @@ class Order:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward runs that is no recomputation."""
+        """Whether a forward is running that is not a recomputation."""
         return self.forward_root is not None and not self.in_backward
 
     def expected(self, *, in_backward: bool) -> list[int]:
-        """The places of the states that a phase is going to use, soonest first; forward's from its beginning on."""
+        """Indices of the states that a phase will use, soonest first; for forward, from its beginning."""
         return [one.state for one in reversed(self.passes)] if in_backward else self._recorded
 
     @property
     def cursor(self) -> int:
-        """How many places of forward's order are behind."""
+        """The position reached in forward's order."""
         return self._cursor
 
     def next_states(self, count: int, *, in_backward: bool) -> list[ScheduledState]:
-        """The next `count` states of the phase that runs."""
+        """The next `count` states of the current phase."""
         if in_backward:
             places = [one.state for one in self.passes[: -count - 1 : -1]] if count else []
         else:
@@ -223,7 +222,7 @@ class Order:
         return [state for place in places if (state := self.state_at(place)) is not None]
 
     def upcoming(self) -> Iterator[tuple[FSDPParamGroup, bool]]:
-        """What is going to be used, soonest first, and whether backward is what uses it."""
+        """The groups that will be used, soonest first, and whether backward uses them."""
         if self.in_forward:
             for place in itertools.islice(self._recorded, self._cursor, None):
                 if (state := self.state_at(place)) is not None:
@@ -231,7 +230,7 @@ class Order:
         yield from ((group, True) for group in self.awaited_by_backward())
 
     def awaited_by_backward(self) -> Iterator[FSDPParamGroup]:
-        """What backward is going to use, soonest first."""
+        """The groups that backward will use, soonest first."""
         for one in reversed(self.passes):
             if (state := self.state_at(one.state)) is not None:
                 yield from (group for group in state.groups if group.settings.unshard_in_backward)

@@ -1,9 +1,9 @@
-"""SHARDKIT_DEBUG=order: finds ranks that run their groups in a different order, and says which rank did what.
+"""SHARDKIT_DEBUG=order: finds ranks that run their groups in different orders, and reports each rank's order.
 
-Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far.
-When the hashes differ, the last entries of every rank are exchanged and compared. Costs one small collective for each
-collective. On CPU it also costs the overlap of gathers and reductions: a rank that runs fewer groups may wait for its
-peers' part in what was started before, so a rank ends all of that before the exchange (`CommContext.catch_up`).
+Before each collective the ranks of its group exchange a hash of everything that they have run on that group so far. If
+the hashes differ, they exchange and compare their last entries. This costs one small collective for each collective. On
+CPU it also removes the overlap of gathers and reductions: a rank that runs fewer groups may wait for its peers' part in
+earlier operations, so a rank completes all of these before the exchange (`CommContext.catch_up`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = 8
 
 
 def order_check_wanted() -> bool:
-    """Whether the environment asks for the check: SHARDKIT_DEBUG holds "order" among its comma-separated words."""
+    """Whether the environment requests the check: SHARDKIT_DEBUG contains "order" among its comma-separated words."""
     return "order" in os.environ.get("SHARDKIT_DEBUG", "").split(",")
 
 
@@ -33,7 +33,7 @@ def agree(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> bool
 
     One all-reduce: the maxima of a value and of its negation cancel only if all values are equal.
     """
-    if dist.get_backend(group) == "fake":  # its ranks are all this one
+    if dist.get_backend(group) == "fake":  # all its ranks are this one
         return True
     value = int.from_bytes(hashlib.blake2b(digest, digest_size=7).digest(), "big")
     pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
@@ -50,11 +50,11 @@ class OrderCheck:
         self._history: dict[dist.ProcessGroup, deque[str]] = {}
 
     def record(self, what: str, label: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Called before a group runs a collective (itself a collective over `group`).
+        """Call before a group runs a collective (itself a collective over `group`).
 
         Raises:
             RuntimeError: on every rank of `group` if the ranks have not all run the same so far; on this rank if a peer
-                does not come to its next collective, because it has ended or runs no more groups.
+                does not come to its next collective, because it has ended or runs no further groups.
         """
         if group is None or group.size() == 1:
             return

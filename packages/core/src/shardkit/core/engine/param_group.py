@@ -1,4 +1,4 @@
-"""A parameter group: what is gathered and reduced together, and the lifecycle of its memory.
+"""A parameter group: parameters that are gathered and reduced together, and the lifecycle of their memory.
 
                unshard                wait
     SHARDED ------------> GATHERING ----------> UNSHARDED
@@ -43,17 +43,17 @@ __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
 
 class GroupUser(Protocol):
-    """What gathers and reshards groups: a state; `index` is its place among those of its root."""
+    """A state that gathers and reshards groups; `index` is its place among those of its root."""
 
     index: int
     groups: list[FSDPParamGroup]
 
     def add_group(self, group: FSDPParamGroup) -> None:
-        """Makes the user gather and reshard `group`, too."""
+        """Makes the user gather and reshard `group` as well."""
 
 
 class Residence(enum.Enum):
-    """Where a group's parameters are."""
+    """The location of a group's parameters."""
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
@@ -63,7 +63,7 @@ class Residence(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What a group or a state is doing in this iteration."""
+    """The activity of a group or a state in this iteration."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -76,13 +76,13 @@ class FSDPParamGroup(GroupGather):
     """Parameters of one `fully_shard` call that share a mesh.
 
     Args:
-        params: what is gathered and reduced together.
-        mesh: the data-parallel mesh of all of them.
-        device: where unsharded parameters live.
+        params: the parameters.
+        mesh: their data-parallel mesh.
+        device: device of unsharded parameters.
         mp_policy: dtypes of compute and reduction.
         reshard_after_forward: whether forward frees the parameters.
-        post_forward_mesh: the subgroup that holds them between forward and backward, or None.
-        compression: how parameters and gradients are rounded to travel, None for full precision.
+        post_forward_mesh: the subgroup that holds the parameters between forward and backward, or None.
+        compression: how parameters and gradients are rounded when sent, None for full precision.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class FSDPParamGroup(GroupGather):
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
-        """The group that a parameter is in."""
+        """The group of a parameter."""
         group = param.group() if param.group is not None else None
         assert isinstance(group, FSDPParamGroup), param.fqn
         return group
 
     def split_off(self, param: FSDPParam) -> FSDPParamGroup:
-        """Takes a parameter out into a new group of its own, with the same settings, before anything was gathered."""
+        """Moves a parameter into a new group with the same settings; call it before anything is gathered."""
         assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
         self._forget_plans()
@@ -145,13 +145,13 @@ class FSDPParamGroup(GroupGather):
         return group
 
     def change(self, **settings: Any) -> None:
-        """Changes some of the settings, from the next gather or reduction on."""
+        """Changes some settings, from the next gather or reduction on."""
         self.settings = replace(self.settings, **settings)
-        if "keep_unsharded_storage" in settings and not self.has_memory:  # it may have been kept so far
+        if "keep_unsharded_storage" in settings and not self.has_memory:  # its memory may have been kept so far
             self._free_storage()
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
-        """From the next gather on parameters and gradients have the dtypes of `policy`; call it between iterations."""
+        """Sets the dtypes of parameters and gradients from the next gather on; call it between iterations."""
         self.reshard()
         self.mp_policy = policy
         self._accumulating = self._accumulating or self.has_gradients
@@ -160,7 +160,7 @@ class FSDPParamGroup(GroupGather):
         self._forget_plans()
 
     def _move_to(self, residence: Residence) -> None:
-        """Notes where the parameters are now; a prefetch budget hears of it."""
+        """Notes where the parameters are now, and tells a prefetch budget."""
         self.residence = residence
         if self.ledger is None:
             return
@@ -173,20 +173,20 @@ class FSDPParamGroup(GroupGather):
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward, a backward or the user needs it to stay as it is."""
+        """Whether a forward, a backward or the user requires it to stay as it is."""
         return bool(self.forward_users or self.backward_users or self.held_by_user)
 
     @property
     def held_bytes(self) -> int:
-        """Unsharded bytes, and those of the packed buffer while it is gathered; 0 if it is not unsharded."""
+        """Unsharded bytes, plus those of the packed buffer during a gather; 0 if it is not unsharded."""
         if self.residence is Residence.UNSHARDED:
             return self.unsharded_bytes
         return self._gather_bytes if self.residence is Residence.GATHERING else 0
 
     def bytes_when_used(self, *, in_backward: bool) -> int:
-        """What it holds, or is going to take while the gather that its next use needs is under way.
+        """Bytes that it holds, or will take during the gather that its next use needs.
 
-        What a tensor subclass sends is known from its first gather on; until then the parameter's own size counts.
+        The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
         if self.is_unsharded and (in_backward or not self.is_stale):
             return self.held_bytes
@@ -195,7 +195,7 @@ class FSDPParamGroup(GroupGather):
         return self._gather_bytes
 
     def report_use(self) -> None:
-        """Tells tools whether the group, which is needed now, had been prefetched, or is where its last use left it."""
+        """Tells tools whether the group had been prefetched for this use, or kept since its last use."""
         if events.hub.active:
             events.emit((events.PrefetchHit if self.has_memory else events.PrefetchMiss)(self.label))
 
@@ -208,16 +208,16 @@ class FSDPParamGroup(GroupGather):
 
     @property
     def has_memory(self) -> bool:
-        """The same, or whether it was released and the memory is still there."""
+        """`is_unsharded`, or whether it was released and its memory still exists."""
         return self.is_unsharded or self.residence is Residence.RELEASED
 
     @outside_transforms
     def unshard(self, *, in_backward: bool = False) -> None:
-        """Starts gathering the parameters (collective over the shard group). No-op if that has begun.
+        """Starts gathering the parameters (collective over the shard group). No-op if the gather has started.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
-        backward takes what forward kept. For the same reason forward gathers again when they have changed since the
-        last gather, as by a step after a forward that no backward followed. Released memory is taken back.
+        backward uses the parts kept after forward. For the same reason forward gathers again if they have changed since
+        the last gather, for example by a step after a forward without a backward. Released memory is taken back.
         """
         if self.is_unsharded:
             if self.residence is Residence.GATHERING or in_backward or not self.is_stale:
@@ -245,7 +245,7 @@ class FSDPParamGroup(GroupGather):
             self._count()
 
     def _take_back(self) -> bool:
-        """Takes released memory into use again, unless the shards have changed since it was gathered."""
+        """Takes released memory back into use, unless the shards have changed since it was gathered."""
         if self.stale or any(param.changed_since_gather for param in self.params):
             return False
         self.context.take_back(self)
@@ -259,29 +259,29 @@ class FSDPParamGroup(GroupGather):
 
     @property
     def is_stale(self) -> bool:
-        """Whether what is unsharded is older than the shards."""
+        """Whether unsharded parameters are older than the shards."""
         return self.stale or any(param.is_stale for param in self.params)
 
     def refresh(self) -> bool:
-        """If nothing of it is gathered: takes over what the user put in place of its parameters; whether any."""
+        """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""
         return self.residence is Residence.SHARDED and self._refresh()
 
     def adopt(self) -> None:
-        """After a cast, a move or a load: takes it over at once, so that the shards lie where they are going to stay.
+        """After a cast, a move or a load: takes it over at once, so that the shards are in their final memory.
 
-        What a user makes of their local tensors from now on, such as an optimizer over them, reads and writes them.
-        Plain tensors that stand in parameters' places for a while, as legacy_fsdp_compat's summon_full_params has them,
-        are left alone.
+        Tensors that a user derives from the local tensors from now on, such as an optimizer's, then share the shards'
+        memory. Plain tensors that temporarily replace parameters, as in legacy_fsdp_compat's summon_full_params, are
+        left alone.
         """
         if all(isinstance(slot.get(), DTensor) for param in self.params for slot in param.slots) and self.refresh():
             self._share_shards()
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Waits for the gather that has begun and registers the unsharded parameters. No-op if none has.
+        """Waits for a started gather and registers the unsharded parameters. No-op if none was started.
 
-        Every forward and backward comes by here before it uses the parameters. On streams the current stream waits,
-        also if another one has waited before.
+        Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
+        if another one has already waited.
         """
         if self._accumulating:
             for param in self.params:
@@ -305,8 +305,8 @@ class FSDPParamGroup(GroupGather):
     def reshard(self, *, keep: bool = False, release: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
-        With `keep`, and a smaller group to reshard to, this rank's part for that group stays. With `release` the memory
-        stays where it is until another gather needs it, if prefetching counts this group.
+        With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `release` the
+        memory is kept until another gather needs it, if prefetching counts this group.
         """
         if self.residence is Residence.SHARDED:
             return
@@ -338,7 +338,7 @@ class FSDPParamGroup(GroupGather):
         self._free()
 
     def free_memory(self) -> None:
-        """The end of released memory, whose readers the gather lane waits for."""
+        """Frees released memory after the gather lane has waited for its readers."""
         keeps = self.post_forward_mesh is not None and any(param.kept for param in self.params)
         self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
         self._gathered = None
@@ -351,10 +351,10 @@ class FSDPParamGroup(GroupGather):
                     param.free()
 
     def note_kept(self, param: FSDPParam, tensor: torch.Tensor, keeper: str) -> None:
-        """Notes a tensor over the memory of `param` that the module `keeper` keeps beyond its forward.
+        """Notes that the module `keeper` keeps a tensor over the memory of `param` after its forward.
 
         Raises:
-            RuntimeError: if it is the parameter itself.
+            RuntimeError: if the tensor is the parameter itself.
         """
         if tensor is param.unsharded_param:
             raise kept_parameter(param.fqn, keeper)
@@ -362,14 +362,14 @@ class FSDPParamGroup(GroupGather):
         self.kept_views.note(tensor, keeper)
 
     def _end_gather(self) -> None:
-        """Waits for the gather in flight, if there is one. One that fails leaves the group sharded."""
+        """Waits for the gather in flight, if there is one. If it fails, the group stays sharded."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             return
         try:
             ticket.wait()
         except BaseException:
-            ticket.abandon()  # after Ctrl-C transfers may still be writing to what is freed here
+            ticket.abandon()  # after Ctrl-C transfers may still write to memory that is freed here
             self._move_to(Residence.SHARDED)
             self._free()
             raise
@@ -393,18 +393,18 @@ class FSDPParamGroup(GroupGather):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """The parameters are there and a backward is about to read them."""
+        """Call when the parameters are gathered and a backward is about to read them."""
         for param in self.params:
             if param.gradient_dtype.may_defer:
                 param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
     def post_backward(self, *, keep: bool = False) -> None:
-        """Reshards and starts reducing what backward left (collective over the shard group). Safe to call again.
+        """Reshards, and starts reducing the gradients that backward left (collective over the shard group). Idempotent.
 
-        With `keep` it stays unsharded: another backward will read the parameters through this one's graph.
+        With `keep` the parameters stay unsharded: another backward will read them through this one's graph.
         """
-        if self.phase is Phase.IDLE and self._accumulating:  # this backward did not come by: no gather has asked
+        if self.phase is Phase.IDLE and self._accumulating:  # this backward did not visit it: no gather has checked
             for param in self.params:
                 param.drop_zeroed_gradient()
         self.phase = Phase.POST_BACKWARD
@@ -428,7 +428,7 @@ class FSDPParamGroup(GroupGather):
                     raise _sparse_gradient(param.fqn, gradient)
                 gradients.append((param, gradient))
             if self._accumulating:
-                # Some were accumulated in sums_dtype and some are fresh, not alike on all ranks: make them alike.
+                # Some were accumulated in sums_dtype and some are fresh, which may differ by rank: make them alike.
                 gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
                 self._accumulating = False
             self._end_deferring()
@@ -442,7 +442,7 @@ class FSDPParamGroup(GroupGather):
                 param.end_deferring()
 
     def finalize_backward(self) -> None:
-        """After all backwards of a step: reduces what they left, if gradient sync is on by now, and reshards."""
+        """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
         if self._accumulating or self.has_gradients:
             self.post_backward()
             self.phase = Phase.IDLE
@@ -450,20 +450,20 @@ class FSDPParamGroup(GroupGather):
             self.reshard_after_use(keep=False)
 
     def reshard_after_use(self, *, keep: bool) -> None:
-        """What backward does when it needs the parameters no more."""
+        """Reshards when backward no longer needs the parameters."""
         if self.settings.reshard_after_backward and not self.forward_users and not keep:
             self.reshard(release=True)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether backward has left unsharded gradients that nothing has taken yet."""
+        """Whether backward has left unsharded gradients that have not been taken yet."""
         for param in self.params:
             if param.unsharded_param is not None and param.unsharded_param.grad is not None:
                 return True
         return False
 
     def check_reduced(self) -> None:
-        """Raises if a backward has left gradients here without our hooks having heard of it.
+        """Raises if a backward has left gradients here that our hooks have not seen.
 
         Raises:
             RuntimeError: with the FQN of a parameter whose gradient would be missing from the optimizer's step.
@@ -499,7 +499,7 @@ class FSDPParamGroup(GroupGather):
             self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
 
     def abandon(self) -> None:
-        """Recovery: gives up on a gather in flight, reshards, and drops unsharded gradients and partial sums."""
+        """Recovery: abandons a gather in flight, reshards, and drops unsharded gradients and partial sums."""
         if self._ticket is not None:
             self._ticket.abandon()
             self._gathered, self._ticket = self._ticket, None

@@ -1,19 +1,19 @@
-"""How far ahead of use groups are gathered: by a depth or within a budget of bytes. A user's explicit lists come first.
+"""How far ahead groups are gathered: by a depth or within a budget of bytes. A user's explicit lists take precedence.
 
 Note [Prefetching]
-Forward records the order in which states run; from the second iteration on, a state that begins forward starts the
-gathers of those that come next in it. On streams gathers overlap with computation anyway, as the host runs ahead, so
-only an order that two forwards had in common is followed there: a wrong guess would cost link time. Backward goes
-through this iteration's order from its end.
+Forward records the order in which states run. From the second iteration on, a state that begins forward starts the
+gathers of the next ones. On streams gathers overlap with computation anyway, because the host runs ahead, so the order
+is only followed if two forwards had it in common: a wrong guess would cost link time. Backward follows this iteration's
+order from its end.
 
-With a depth, a gather is only started while at most `depth` groups hold unsharded memory, the root's and those that
-were told not to reshard aside. So at most `depth + 1` groups are unsharded at any time, unless modules nest
-deeper than that. What a module that runs next shares with the one that runs now (a tied parameter, or all of it if
-it is repeated) stays unsharded in between. Explicit prefetch lists take the place of the order and know no such bound.
-
-With a budget, all groups count, the root's and explicit lists included; it decides how far ahead to gather, and whether
-forward frees what backward is going to need. What counts is unsharded memory, and packed buffers while their gather is
-under way. A group is in use from the moment that its module begins forward, or backward, until it has ended; and while
+With a depth, a gather only starts while at most `depth` groups hold unsharded memory, not counting the root's and those
+set not to reshard. So at most `depth + 1` groups are unsharded at any time, unless modules nest deeper than that.
+Parameters that the next module shares with the running one (a tied parameter, or all of them if it is repeated) stay
+unsharded in between. Explicit prefetch lists replace the order and have no such bound.
+With a budget, all groups count, including the root's and those in explicit lists. It decides how far ahead to gather,
+and whether forward frees groups that backward will need. It counts unsharded memory, and packed buffers during their
+gather. A group is in use from the beginning of its module's forward, or backward, until its end, and while the user
+holds it (`module.unshard()`). `residency.py` has the arithmetic.
 the user holds it (`module.unshard()`). `residency.py` has the arithmetic.
 """
 
@@ -43,18 +43,18 @@ What reads it stops as soon as the budget is full.
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What the user has set: a depth, a budget in bytes, or neither, which is a depth of one."""
+    """The user's setting: a depth, a budget in bytes, or neither, which means a depth of one."""
 
     depth: int | None = None
     budget: int | None = None
 
     @property
     def groups_ahead(self) -> int:
-        """How many groups are gathered ahead, where no budget says so."""
+        """Number of groups that are gathered ahead without a budget."""
         return DEFAULT_PREFETCH_DEPTH if self.depth is None else self.depth
 
     def policy(self, order: Order) -> PrefetchPolicy:
-        """What decides for the groups in `order`."""
+        """The policy for the groups in `order`."""
         return _ByDepth(self.groups_ahead, order) if self.budget is None else _ByBudget(self.budget, order)
 
 
@@ -62,26 +62,26 @@ class PrefetchPolicy(Protocol):
     """Decides which groups are gathered ahead of use, kept or freed.
 
     Attributes:
-        slots: how many groups may hold memory that forward is to free (`CommContext.slots`).
+        slots: number of groups that may hold memory that forward frees (`CommContext.slots`).
     """
 
     slots: int
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
-        """Before `needed`, which are used now, are gathered.
+        """Frees memory before the groups `needed`, which are used now, are gathered.
 
         Raises:
-            ValueError: if they do not fit beside what is in use.
+            ValueError: if they do not fit beside the groups in use.
         """
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
-        """Starts gathers of what comes next in the order; returns the groups that stay unsharded for it."""
+        """Starts gathers of the next groups in the order; returns the groups that stay unsharded for it."""
 
     def gather_listed(self, listed: Sequence[FSDPParamGroup], *, in_backward: bool) -> list[FSDPParamGroup]:
-        """Starts gathers of what the user has listed; returns the groups that are to be freed if they go unused."""
+        """Starts gathers of the groups that the user listed; returns those to free if they are not used."""
 
     def worth_keeping(self, groups: Sequence[FSDPParamGroup]) -> Sequence[FSDPParamGroup]:
-        """Those of `groups` that are to stay unsharded until their next use, though forward has ended for them."""
+        """The groups of `groups` to keep unsharded until their next use, although forward has ended for them."""
 
 
 class _ByDepth:
@@ -93,7 +93,7 @@ class _ByDepth:
         self._order = order
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
-        """`CommContext.make_room` does, when the gather starts."""
+        """Does nothing: `CommContext.make_room` frees memory when the gather starts."""
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
         ahead = []
@@ -109,7 +109,7 @@ class _ByDepth:
                     group.unshard(in_backward=in_backward)
                 elif in_backward or not (group.forward_users and group.settings.reshard_after_forward):
                     continue
-                ahead.append(group)  # a tied or repeated module's own, too: it stays for the next
+                ahead.append(group)  # even a tied or repeated module's own: it is kept for the next use
         return ahead
 
     def gather_listed(self, listed: Sequence[FSDPParamGroup], *, in_backward: bool) -> list[FSDPParamGroup]:
@@ -130,7 +130,7 @@ class _ByBudget:
         self._nbytes = nbytes
         self._order = order
         self._ledger: Ledger[_Reference] = Ledger()
-        self._noted: dict[_Reference, None] = {}  # those in use, and some that have been
+        self._noted: dict[_Reference, None] = {}  # those in use, and some earlier ones
         # What is going to be used, by whether in backward: which change of the order it is of, passes then, the uses.
         self._uses: dict[bool, tuple[int, int, Uses[_Reference]]] = {}
         # In a forward that had to free something: which forward, what to free next, and the step at which it was said.
@@ -144,7 +144,7 @@ class _ByBudget:
                 self._noted[group.reference] = None
 
     def _uses_in(self, *, backward: bool) -> tuple[Uses[_Reference], int]:
-        """What forward or backward is going to use, and the step from which on it still is."""
+        """The groups that forward or backward will use, and the step from which on they are still to come."""
         order = self._order
         known = self._uses.get(backward)
         if known is None or known[0] != order.changes[backward]:
@@ -185,7 +185,7 @@ class _ByBudget:
     def _last_used(
         self, excess: int, uses: Uses[_Reference], step: int, needed: Sequence[FSDPParamGroup]
     ) -> list[FSDPParamGroup]:
-        """Of the idle groups but `needed`, in forward, those that are used last: enough to free `excess` bytes."""
+        """In forward, the idle groups except `needed` that are used last: enough to free `excess` bytes."""
         spare = self._sorted()
         if spare is None:
             spare = LastFirst([group.reference for group in self._there()], self._place)
@@ -212,7 +212,7 @@ class _ByBudget:
 
     @property
     def _forward(self) -> tuple[int, int]:
-        """Another value where what is known of later uses is not what it was, but for uses that came and went."""
+        """A value that changes when the known later uses change other than by being over."""
         return self._order.changes[False], self._order.dropped
 
     def _sorted(self) -> LastFirst[_Reference] | None:
@@ -222,7 +222,7 @@ class _ByBudget:
         return None if self._spare is None else self._spare[1]
 
     def _place(self, key: _Reference) -> tuple[int, ...]:
-        """Sorts groups in forward: the smaller, the later one is used next."""
+        """A sort key for groups in forward: the smaller, the later their next use."""
         group = key()
         if group is None:
             return (0,)
@@ -258,7 +258,7 @@ class _ByBudget:
         return self._gather_of(upcoming, in_backward)
 
     def _gather_of(self, upcoming: _Upcoming, backward: bool) -> list[FSDPParamGroup]:
-        """Gathers what there is room for, of that which the phase that runs now is going to use; returns it."""
+        """Gathers as many of the groups that the current phase will use as fit; returns them."""
         used_in_backward: dict[FSDPParamGroup, bool] = {}
 
         def order() -> Iterator[FSDPParamGroup]:
@@ -282,7 +282,7 @@ class _ByBudget:
 
     def _gather(self, groups: Sequence[FSDPParamGroup], backward: bool) -> list[FSDPParamGroup]:
         for position, group in enumerate(groups):
-            if group.refresh():  # its size was another one
+            if group.refresh():  # its size has changed
                 return list(groups[:position])
             group.unshard(in_backward=backward)
         return list(groups)
@@ -321,16 +321,16 @@ class _ByBudget:
         return self._noted.keys()
 
     def _in_use(self) -> list[FSDPParamGroup]:
-        """Those of them that have memory."""
+        """Those groups in use that have memory."""
         groups = (key() for key in self._noted if key in self._ledger.held)
         return [group for group in groups if group is not None and group.in_use]
 
     def _there(self) -> list[FSDPParamGroup]:
-        """The groups that are unsharded, oldest first: an order that is the same on all ranks."""
+        """The unsharded groups, oldest first: an order that is the same on all ranks."""
         there = []
         for key in list(self._ledger.held):
             group = key()
-            if group is None:  # it was deleted, with its memory
+            if group is None:  # deleted, with its memory
                 self._ledger.drop(key)
             else:
                 there.append(group)

@@ -23,19 +23,19 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 __all__ = ["Division", "GradientReduction", "division_for"]
 
 
-# A plan for each set of parameters that had gradients together. Few sets occur, unless parameters are used at random.
+# At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the sum over ranks becomes a mean (or whatever factor the user set).
+    """How the sum over ranks becomes a mean, or is divided by the user's factor.
 
     Attributes:
         op: reduction of the collectives, SUM or AVG.
-        before: divides every rank's gradient before it is summed.
-        after_scatter: divides the sum as soon as it is there, before all-reduce and hook.
-        after_all: divides at the very end.
+        before: divisor of each rank's gradient before the sum.
+        after_scatter: divisor of the sum after reduce-scatter, before all-reduce and hook.
+        after_all: divisor at the end.
     """
 
     op: dist.ReduceOp.RedOpType
@@ -44,16 +44,16 @@ class Division:
     after_all: float | None = None
 
     def until_all_reduce(self, shard_size: int) -> float:
-        """What a sum over `shard_size` ranks has been divided by when the reduce-scatter is over."""
+        """The total divisor of a sum over `shard_size` ranks after the reduce-scatter."""
         mean = shard_size if self.op == dist.ReduceOp.AVG else 1
         return mean * (self.before or 1.0) * (self.after_scatter or 1.0)
 
 
 def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
-    """The division for `size` data-parallel ranks, the same arithmetic in the same order as stock FSDP2.
+    """The division for `size` data-parallel ranks, with the same arithmetic in the same order as stock FSDP2.
 
     float32 and bfloat16 have range to spare: the mean is the collective's own AVG. Other dtypes could overflow in the
-    sum or underflow in the division, so about sqrt(factor) is divided out before and the rest after.
+    sum or underflow in the division, so about sqrt(factor) is divided before the sum and the rest after.
     """
     if dtype in (torch.float32, torch.bfloat16) and not force_sum:
         if factor is not None:
@@ -69,14 +69,14 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
 
 
 class GradientReduction:
-    """Reduces the gradients of one group's parameters. Holds plans and what HSDP has not all-reduced yet.
+    """Reduces the gradients of one group's parameters. Holds plans, and sums that HSDP has not all-reduced yet.
 
     Attributes:
         partial: for HSDP, the reduce-scattered gradients that wait for their all-reduce.
 
     Args:
-        mesh: whose shard group reduce-scatters and whose replicate groups all-reduce.
-        params: the group's, in an order that is the same on all ranks.
+        mesh: its shard group reduce-scatters and its replicate groups all-reduce.
+        params: the group's parameters, in an order that is the same on all ranks.
     """
 
     def __init__(self, mesh: DataParallelMesh, params: list[FSDPParam]) -> None:
@@ -84,10 +84,10 @@ class GradientReduction:
         self._params = params
         self._plans: dict[tuple[Any, ...], ReducePlan] = {}
         self.partial: dict[FSDPParam, torch.Tensor] = {}
-        self._divided: dict[FSDPParam, float] = {}  # what they were divided by until then
+        self._divided: dict[FSDPParam, float] = {}  # their divisors so far
 
     def forget(self) -> None:
-        """Drops partial sums, after an iteration that failed, and plans."""
+        """Drops partial sums of a failed iteration, and plans."""
         self._plans.clear()
         self.partial.clear()
         self._divided.clear()
@@ -102,7 +102,7 @@ class GradientReduction:
     ) -> list[Program]:
         """One program for each dtype among the gradients, in an order that is the same on all ranks.
 
-        Gradients that are reduced with nobody are delivered at once, without a program.
+        Gradients of a single rank are delivered at once, without a program.
         """
         buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
         common = self._common_dtype(gradients) if GRAD_DTYPE_DECIDES else None
@@ -122,7 +122,7 @@ class GradientReduction:
         return programs
 
     def _common_dtype(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.dtype:
-        """The dtype that holds the sums of all `gradients` of a group, and what waits for an all-reduce."""
+        """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
         dtypes = {param.sums_dtype or gradient.dtype for param, gradient in gradients}
         dtypes.update(self.partial[param].dtype for param, _ in gradients if param in self.partial)
         return functools.reduce(torch.promote_types, dtypes)
@@ -184,7 +184,7 @@ class GradientReduction:
                 partial = self._partial_for(param, view, division)
                 if partial is not None and partial.dtype == view.dtype:
                     partial.add_(view)
-                else:  # none yet, or of another dtype
+                else:  # none yet, or one of another dtype
                     self.partial[param] = view if partial is None else view.add_(partial)
                     self._divided[param] = division.until_all_reduce(self.mesh.shard_size)
             return
@@ -194,7 +194,7 @@ class GradientReduction:
                 view.add_(partial)
                 del self.partial[param], self._divided[param]
         if groups or hook is not None:
-            # What follows needs none of the gradients, and the next group's reduce-scatter need not wait for it.
+            # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
             yield NEXT_STAGE
             hold(scattered.output)
             if scattered.target is not None:
@@ -208,19 +208,19 @@ class GradientReduction:
         _deliver(scattered)
 
     def _partial_for(self, param: FSDPParam, view: torch.Tensor, division: Division) -> torch.Tensor | None:
-        """What waits for the all-reduce of `view`, divided as that is: another dtype is divided at another time."""
+        """The partial sum that waits for the all-reduce of `view`, with the same divisions applied."""
         partial = self.partial.get(param)
         if partial is None or partial.dtype == view.dtype:
             return partial
-        hold(partial)  # what takes its place is a copy
+        hold(partial)  # a copy replaces it
         return partial * (self._divided[param] / division.until_all_reduce(self.mesh.shard_size))
 
 
 @dataclass
 class _Scattered:
-    """A bucket on its way: `output` is flat with a view for each parameter; `target` is what it is cast into, if it is.
+    """A bucket in flight: `output` is flat with a view for each parameter; `target` holds its cast, if it is cast.
 
-    `targets` are the views of what is delivered.
+    `targets` are views of the delivered gradients.
     """
 
     params: list[FSDPParam]
@@ -233,7 +233,7 @@ class _Scattered:
 
 
 def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | None:
-    """Memory for the cast to the dtype that is delivered, allocated before the program runs: see runtime/lanes.py."""
+    """Memory for the cast to the delivered dtype, allocated before the program runs: see runtime/lanes.py."""
     dtypes = {param.delivered_dtype or output.dtype for param in params}
     if len(dtypes) > 1 or output.dtype in dtypes:
         return None
@@ -241,7 +241,7 @@ def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | Non
 
 
 def _copy_all(views: list[torch.Tensor], gradients: list[torch.Tensor], division: Division) -> Program:
-    """The reduce-scatter of a single rank: nothing to send."""
+    """The reduce-scatter of a single rank, which sends nothing."""
     for view, gradient in zip(views, gradients, strict=True):
         view.copy_(gradient.reshape(-1))
         if division.before is not None and division.before != 1:

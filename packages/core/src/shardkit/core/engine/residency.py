@@ -1,22 +1,21 @@
 """Which parameter groups to hold unsharded within a budget of bytes: arithmetic only, knows no tensors.
 
 Note [Held in order of use]
-What is worth holding is what is used next, so the budget is filled in order of next use, beginning with what is in use,
-up to the first group that does not fit. In forward the order is the rest of forward, then backward; a group that is
-early in forward is late in backward, so it is the first to be freed and the last to be gathered again. For a chain of
-equal groups that is the least number of gathers that the budget allows. A larger budget holds whatever a smaller one
-holds, so the number of gathers never rises with the budget; skipping a large group in favour of a small later one would
-undo this.
+Groups that are used next are worth holding, so the budget is filled in order of next use, beginning with the groups in
+use, up to the first group that does not fit. In forward the order is the rest of forward, then backward; a group that
+is early in forward is late in backward, so it is the first to be freed and the last to be gathered again. For a chain
+of equal groups this is the smallest number of gathers that the budget allows. A larger budget holds everything that a
+smaller one holds, so the number of gathers never rises with the budget; skipping a large group in favour of a small
+later one would undo this.
 
-A group takes more while it is gathered (its packed buffer) than it holds afterwards. What is worth holding is measured
-by the latter, what can be started at a moment by the former.
+A group takes more memory during its gather (its packed buffer) than afterwards. Its later size decides whether it is
+worth holding; the size during the gather decides whether the gather can start now.
 
 Note [Decisions at every module]
-`worth_holding`, `make_room` and `gather_ahead` say what is right, and read all groups that the budget holds. A module
-that begins or ends usually changes little: the group that is used next is there already, one more has become free.
-`gather_next` and `is_worth_holding` find that out from sums that `Ledger` and `Uses` keep, in a time that does not grow
-with the number of groups, and answer as the others would. So does `LastFirst` for what has to be freed: it keeps the
-groups sorted, and looks again only at those for which something has changed.
+`worth_holding`, `make_room` and `gather_ahead` give the exact decisions, and read all groups that the budget holds. The
+beginning or end of a module usually changes little: the next group is already gathered, and one more is free.
+`gather_next` and `is_worth_holding` decide this from sums in `Ledger` and `Uses`, in constant time, with the same
+results. `LastFirst` does the same for groups to free: it keeps them sorted, and checks only those that have changed.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class Ahead(Generic[K]):
 
 
 def worth_holding(budget: int, in_use: int, upcoming: Order[K], held: Callable[[K], int]) -> list[K]:
-    """The groups that `budget` bytes hold beside the `in_use` ones, soonest first; see Note [Held in order of use].
+    """The groups that `budget` bytes hold beside the `in_use` bytes, soonest first; see Note [Held in order of use].
 
-    `held` tells the bytes of a group that is there; it is asked only about those that fit and the one after them.
+    `held` returns a group's bytes; it is called only for the groups that fit and the one after them.
     """
     hold: dict[K, None] = {}
     taken = in_use
@@ -73,9 +72,9 @@ def worth_holding(budget: int, in_use: int, upcoming: Order[K], held: Callable[[
 
 
 def make_room(budget: int, in_use: int, idle: Mapping[K, int], upcoming: Order[K]) -> tuple[K, ...]:
-    """The idle groups to free so that `in_use` bytes and the rest of `idle` (bytes by group) take `budget` at most.
+    """The idle groups to free so that `in_use` bytes and the remaining `idle` bytes take at most `budget`.
 
-    First go those of which no use is known, then the one that is used last. All are freed if even that is too little.
+    Groups without a known use go first, then the one used last. All are freed if that is still too little.
     """
     free: list[K] = []
     excess = in_use + sum(idle.values()) - budget
@@ -96,15 +95,14 @@ def gather_ahead(
     gathering: Callable[[K], int],
     wanted: Callable[[K], bool],
 ) -> Ahead[K]:
-    """What to gather ahead of use beside `in_use` bytes: what is worth holding, as far as it can be started now.
+    """The groups to gather ahead beside `in_use` bytes: those worth holding whose gathers can start now.
 
-    `held` tells the bytes of a group that is there, `gathering` what it takes while it is gathered, and `wanted`
-    whether it may be gathered now. Only groups that are not worth holding are freed for it, and no more of them than it
-    takes.
+    `held` returns a group's bytes, `gathering` its bytes during the gather, and `wanted` whether it may be gathered
+    now. Only groups that are not worth holding are freed, and only as many as needed.
     """
     hold = worth_holding(budget, in_use, upcoming, held)
     room = budget - in_use - sum(idle.values())
-    spare: list[K] | None = None  # put in order only where something has to be freed
+    spare: list[K] | None = None  # sorted only if groups must be freed
     free: list[K] = []
     gather: list[K] = []
     for key in hold:
@@ -139,8 +137,8 @@ class Ledger(Generic[K]):
     Attributes:
         held: the bytes of each, oldest first.
         total: their sum.
-        lost: the groups whose memory went since `gather_next` has last looked.
-        gained: those that got memory since it was last cleared, and have it still.
+        lost: groups whose memory was freed since `gather_next` last looked.
+        gained: groups that got memory since it was last cleared, and still have it.
     """
 
     def __init__(self) -> None:
@@ -150,14 +148,14 @@ class Ledger(Generic[K]):
         self.gained: dict[K, None] = {}
 
     def put(self, key: K, nbytes: int) -> None:
-        """`key` has `nbytes` now."""
+        """Notes that `key` now has `nbytes`."""
         if key not in self.held:
             self.gained[key] = None
         self.total += nbytes - self.held.get(key, 0)
         self.held[key] = nbytes
 
     def drop(self, key: K) -> None:
-        """`key` has no memory any more."""
+        """Notes that `key` has no memory any more."""
         nbytes = self.held.pop(key, None)
         if nbytes is not None:
             self.total -= nbytes
@@ -166,26 +164,26 @@ class Ledger(Generic[K]):
 
 
 class LastFirst(Generic[K]):
-    """Groups that may be freed, the one that is used last first.
+    """Groups that may be freed, the one used last first.
 
     Args:
-        idle: those that are there now.
-        place: sorts them: the smaller, the later a group is used next. `add` a group again whose place became smaller;
-            that it became larger is found out here.
+        idle: the idle groups that have memory now.
+        place: sort key: the smaller, the later a group is used next. `add` a group again when its key becomes smaller;
+            a larger key is detected here.
     """
 
     def __init__(self, idle: Iterable[K], place: Callable[[K], tuple[int, ...]]) -> None:
         self._place = place
-        self._count = itertools.count()  # of two groups at one place the older goes first
+        self._count = itertools.count()  # of two groups with the same key the older goes first
         self._heap = [(place(key), next(self._count), key) for key in idle]
         heapq.heapify(self._heap)
 
     def add(self, key: K) -> None:
-        """`key` is another one, or its place may have become smaller."""
+        """Call if `key` is new, or its place may have become smaller."""
         heapq.heappush(self._heap, (self._place(key), next(self._count), key))
 
     def take(self, is_idle: Callable[[K], bool]) -> K | None:
-        """The group to free; None if there is none. One that is not idle is forgotten: `add` it when it is again."""
+        """The group to free; None if there is none. Drops groups that are not idle: `add` them when they are."""
         while self._heap:
             place, count, key = self._heap[0]
             if not is_idle(key):
@@ -199,17 +197,17 @@ class LastFirst(Generic[K]):
 
 
 class Uses(Generic[K]):
-    """In which order a phase uses its groups, and the bytes between any two uses.
+    """The order in which a phase uses its groups, and the bytes between any two uses.
 
     Args:
-        steps: the groups of each module that begins, in order.
-        held: the bytes of a group that is there.
+        steps: the groups of each module, in the order in which modules begin.
+        held: bytes of a group.
 
     Attributes:
-        distinct: whether no group is used twice; only then do the sums below hold.
-        reached: all uses before this one, and from the current step on, have memory or are in use.
-        kept: groups that were worth holding until after this phase when their use in it ended. They still are, as what
-            stands before them in the order takes as much as then, unless the phase goes another way than expected.
+        distinct: whether no group is used twice; the sums below require this.
+        reached: all uses from the current step to before this one have memory or are in use.
+        kept: groups that were worth holding beyond this phase when their use in it ended. They still are, because the
+            groups before them in the order take the same memory, unless the phase deviates from the expected order.
     """
 
     def __init__(self, steps: Iterable[Sequence[K]], held: Callable[[K], int]) -> None:
@@ -227,7 +225,7 @@ class Uses(Generic[K]):
         return self.ends[place + 1] - self.ends[place]
 
     def between(self, begin: int, end: int, apart: Collection[K]) -> int:
-        """Bytes of the uses `begin` to `end`, but for those of the groups `apart`."""
+        """Bytes of the uses `begin` to `end`, without the groups `apart`."""
         places = [place for key in apart if begin <= (place := self.places.get(key, -1)) < end]
         return self.ends[end] - self.ends[begin] - sum(map(self.size, places))
 
@@ -235,7 +233,7 @@ class Uses(Generic[K]):
 def gather_next(
     budget: int, ledger: Ledger[K], used: Collection[K], uses: Uses[K], step: int, gathering: Callable[[K], int]
 ) -> list[K] | None:
-    """What `gather_ahead` would gather if nothing has to be freed; None if something may have to be.
+    """The groups that `gather_ahead` would gather if nothing must be freed; None if something may have to be.
 
     `used` are the groups in use; `uses` are distinct, and those before `step` are over. See Note [Decisions at every
     module].
@@ -271,7 +269,7 @@ def gather_next(
 
 
 def _worth_it(ledger: Ledger[K], used: Collection[K], uses: Uses[K], begin: int, place: int) -> int:
-    """How many groups are in use, used between `begin` and `place`, or worth keeping; those in use need memory."""
+    """How many groups are in use, used from `begin` to `place`, or worth keeping; those in use need memory."""
     apart = sum(begin <= uses.places.get(key, -1) < place for key in used)
     kept = len(uses.kept) - sum(key in uses.kept for key in used)
     return place - begin - apart + kept + sum(key in ledger.held for key in used)
@@ -287,7 +285,7 @@ def is_worth_holding(
     held: Callable[[K], int],
     key: K,
 ) -> bool:
-    """Whether `worth_holding` names `key`, where the distinct `uses` from `step` on come first, then `afterwards`."""
+    """Whether `worth_holding` includes `key`, if the distinct `uses` from `step` on come first, then `afterwards`."""
     begin = uses.firsts[step]
     place = uses.places.get(key, -1)
     taken = sum(ledger.held.get(one, 0) for one in used)

@@ -1,19 +1,19 @@
-"""One per root: what happens between the states' own hooks: order of use, prefetching, end of backward, recovery.
+"""One object per root: coordination between the hooks of states: order, prefetching, end of backward, recovery.
 
-`order.py` records in which order states run, `prefetch.py` decides how far ahead to gather.
+`order.py` records the order in which states run; `prefetch.py` decides how far ahead to gather.
 
 Note [Who owns whom]
-A module owns its state (through its hooks), a state its groups and this object; nothing points back but weakly. So
-deleting a model frees its memory at once, without a garbage collection.
+A module owns its state (through its hooks), and a state owns its groups and this object. All references back are weak,
+so deleting a model frees its memory at once, without a garbage collection.
 
 Note [Ready in order]
-A block may keep a tensor aside (`self.aux = ...`) that its caller adds to the loss. Backward then enters the block
-through a tensor that no hook of ours sits on, and must find its parameters there. Autograd runs the nodes of one device
-in the reverse of the order in which forward made them. So a state's parameters are waited for before backward can get
-to any node that its forward made: when backward leaves the state that ran next in forward (`leave_backward`), or, if
-nothing would tell us that, as soon as backward enters that state (`enter_backward`). Nothing would if the state is
-nested in the other one, or if the other's inputs need no gradient. Whatever order a backward takes, parameters whose
-gather is under way are never left for autograd to find half-filled.
+A block may keep a tensor on its module (`self.aux = ...`) that its caller adds to the loss. Backward then enters the
+block through a tensor without a hook of ours, and must find its parameters gathered. Autograd runs the nodes of one
+device in the reverse of the order in which forward made them. So a state's parameters are waited for before backward
+can reach any node of its forward: when backward leaves the state that ran next in forward (`leave_backward`), or, if no
+hook reports that, as soon as backward enters that state (`enter_backward`). No hook reports it if the state is nested
+in the other one, or if the other's inputs need no gradient. So whatever order a backward takes, autograd never finds
+parameters half-filled by a gather in flight.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = ["Finalization", "RootedState", "Schedule"]
 
 
 class Schedule:
-    """What the states of one root share while an iteration runs.
+    """State shared by the states of one root during an iteration.
 
     Attributes:
-        context: the lanes and reductions in flight.
-        order: the recorded order of the states, and where in it the iteration is.
-        innermost: the innermost state whose forward runs.
+        context: the lanes, and reductions in flight.
+        order: the recorded order of the states, and the iteration's position in it.
+        innermost: the innermost state whose forward is running.
         is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
         manual_finalization: whether `finalize_backward` does that instead.
-        post_optim_event: user's event that the next forward's first gather waits for.
-        builds_graph: whether the backward that runs, or ran last, makes a graph of its own (`create_graph=True`).
-        backwards: how many backwards have ended.
+        post_optim_event: the user's event that the next forward's first gather waits for.
+        builds_graph: whether the current or last backward builds a graph (`create_graph=True`).
+        backwards: number of backwards that have ended.
     """
 
     def __init__(self, context: CommContext) -> None:
@@ -62,9 +62,9 @@ class Schedule:
         self._prefetch = Prefetch()
         self._policy: PrefetchPolicy | None = None
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
-        self._caller: FrameType | None = None  # of the forward that runs
+        self._caller: FrameType | None = None  # of the running forward
         self._thread = 0
-        self._unfinalized = False  # a backward has begun that `finalize_backward` is to end
+        self._unfinalized = False  # a backward has begun that `finalize_backward` must end
 
     def set_states(self, states: Sequence[ScheduledState]) -> None:
         """All states below the root, root first, in the order of `named_modules`."""
@@ -73,12 +73,12 @@ class Schedule:
 
     @property
     def all_states(self) -> list[ScheduledState]:
-        """The states that are still alive (torch's pipelining reads this name)."""
+        """The states that are still alive (torch's pipelining uses this name)."""
         return self.order.states
 
     @property
     def prefetch(self) -> Prefetch:
-        """How far ahead the user wants groups to be gathered."""
+        """The user's setting of how far ahead groups are gathered."""
         return self._prefetch
 
     @prefetch.setter
@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def policy(self) -> PrefetchPolicy:
-        """Which groups are gathered ahead, kept or freed."""
+        """Decides which groups are gathered ahead, kept or freed."""
         if self._policy is None:
             self._policy = self._prefetch.policy(self.order)
         return self._policy
@@ -95,16 +95,16 @@ class Schedule:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, state: ScheduledState) -> bool:
-        """Called by each state that begins forward; True for the outermost one of this forward.
+        """Called by each state that begins forward; returns True for the outermost one.
 
         Raises:
-            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it; and if
-                another thread runs a forward of the same root.
+            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it, or if
+                another thread is running a forward of the same root.
         """
         order = self.order
         self._refuse_during_finalization(f"forward of '{state.fqn}' begins")
         if order.in_backward:
-            if in_backward():  # activation checkpointing recomputes: end_backward sees to what end_forward would
+            if in_backward():  # a recomputation: end_backward does the work of end_forward
                 return False
             raise RuntimeError(
                 f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
@@ -126,7 +126,7 @@ class Schedule:
         self._caller = calling_frame()
         self._thread = threading.get_ident()
         self.context.slots = self.policy.slots
-        self.context.free_released()  # writes to a local shard since then are not always noticed
+        self.context.free_released()  # later writes to a local shard are not always noticed
         if state.is_root:
             self._free_stale()
             self._settle_shards()
@@ -136,13 +136,13 @@ class Schedule:
         return True
 
     def _free_stale(self) -> None:
-        """Frees what is older than an optimizer step, so that it is gathered again ahead of its use."""
+        """Frees groups that are older than an optimizer step, so that they are gathered again ahead of use."""
         for group in self.order.groups:
             if group.is_unsharded and group.is_stale and not group.in_use:
                 group.reshard()
 
     def _settle_shards(self) -> None:
-        """Lets gathers of this iteration wait, once, for what has been queued before it: an optimizer step, a load."""
+        """Makes gathers of this iteration wait, once, for work queued before it: an optimizer step, a load."""
         gathers = self.context.gathers
         if gathers.has_streams:
             gathers.wait_event(gathers.current_event())
@@ -158,13 +158,13 @@ class Schedule:
         self.end_forward(root, failed=True)
 
     def is_forward_root(self, state: ScheduledState) -> bool:
-        """Whether `state` is the outermost one of the forward that runs."""
+        """Whether `state` is the outermost one of the running forward."""
         return self.order.forward_root is not None and self.order.forward_root() is state
 
     def enter_forward(self, state: ScheduledState, listed: Sequence[FSDPParamGroup] | None) -> None:
-        """A state's parameters are there and its forward begins: gathers what comes next.
+        """Call when a state's parameters are gathered and its forward begins: gathers the next groups.
 
-        `listed` is what the user has listed for that, if anything.
+        `listed` are the groups that the user has listed for that, if any.
         """
         expected = self.order.record(state)
         if listed is not None:
@@ -173,14 +173,14 @@ class Schedule:
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
 
     def leave_forward(self, ended: Pass) -> None:
-        """A state's forward has ended and backward will come by."""
+        """A state's forward has ended, and backward will visit it."""
         self.order.add_pass(ended)
 
     @outside_transforms
     def end_forward(self, state: ScheduledState, *, failed: bool) -> None:
-        """The outermost forward has ended: learns its order, frees what was prefetched in vain.
+        """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used.
 
-        One that raised teaches nothing, and nothing of it stays unsharded.
+        A forward that raised teaches no order, and none of its groups stays unsharded.
         """
         self._caller = self.innermost = None
         self.order.end_forward(failed=failed, complete=bool(state.is_root))
@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward of these states runs; forwards within it are recomputations."""
+        """Whether a backward of these states is running; forwards within it are recomputations."""
         return self.order.in_backward
 
     def begin_backward(self) -> None:
@@ -208,9 +208,9 @@ class Schedule:
             queue_end_of_backward(self.end_backward)
 
     def enter_backward(self, state: ScheduledState) -> None:
-        """A state's backward begins: gathers what ran before it in forward.
+        """A state's backward begins: gathers the groups that ran before it in forward.
 
-        Where nothing would tell us that backward leaves it, the next one begins at once: Note [Ready in order].
+        If no hook reports that backward leaves it, the next state begins at once: Note [Ready in order].
         """
         entered = self.order.enter_backward(state)
         if entered is None:
@@ -221,21 +221,21 @@ class Schedule:
             in_order = {one.state for one in passes[-len(listed) :]}
             for one in listed:
                 if one.index not in in_order:
-                    one.wait_for_unshard()  # nothing would be told before backward gets there
+                    one.wait_for_unshard()  # no hook reports when backward gets there
         else:
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=True), in_backward=True)
         if passes and (passes[-1].began >= entered.began or not entered.will_be_left()):
             self.leave_backward()
 
     def leave_backward(self) -> None:
-        """Backward leaves a state, so it may go to the one that ran before it: the parameters of that must be there."""
+        """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered."""
         passes = self.order.passes
         if passes and (state := self.order.state_at(passes[-1].state)) is not None:
             state.pre_backward()
 
     @outside_transforms
     def end_backward(self) -> None:
-        """Reduces what no post-backward hook has seen, reshards, waits for reductions if this is the last backward."""
+        """Reduces gradients that no post-backward hook has seen, reshards, and after the last backward waits."""
         order = self.order
         order.in_backward = False
         self.backwards += 1
@@ -258,15 +258,15 @@ class Schedule:
         self.context.free_released()
 
     def finish_reductions(self) -> None:
-        """Waits for all reductions: afterwards gradients may be read, on the host as well if they are offloaded."""
+        """Waits for all reductions; afterwards gradients may be read, including on the host if they are offloaded."""
         self.context.finish_reductions()
         self._wait_for_host_copies()
 
     def set_manual_finalization(self, enabled: bool) -> None:
-        """Who ends a step: `finalize_backward`, or the last backward.
+        """Selects whether `finalize_backward` or the last backward ends a step.
 
         Raises:
-            RuntimeError: if the step that runs was begun in the other way.
+            RuntimeError: if the current step was begun in the other mode.
         """
         if enabled != self.manual_finalization and (in_backward() or self._unfinalized):
             raise RuntimeError(
@@ -278,7 +278,7 @@ class Schedule:
 
     @outside_transforms
     def finalize_backward(self) -> Finalization:
-        """Reduces what waits and reshards, as the settings of the groups say; the gradients are there after a wait."""
+        """Reduces waiting gradients and reshards, as configured; gradients are available after a wait."""
         if not (self.manual_finalization or self._unfinalized):
             raise RuntimeError(
                 "finalize_backward was called while the end of the last backward finalizes by itself; call "
@@ -302,7 +302,7 @@ class Schedule:
             )
 
     def _wait_for_host_copies(self) -> None:
-        """Gradients on their way to pinned memory: the optimizer reads them on the host."""
+        """Waits for gradients on the way to pinned memory, because the optimizer reads them on the host."""
         device = self.context.device
         if device.type == "cpu":
             return
@@ -312,7 +312,7 @@ class Schedule:
     # -- prefetched groups ---------------------------------------------------------------------------------------------
 
     def gather_listed(self, listed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
-        """Gathers what the user's explicit list names: all of it, or what the budget has room for."""
+        """Gathers the groups in the user's explicit list: all of them, or as many as fit the budget."""
         self._note_prefetched(self.policy.gather_listed(listed, in_backward=in_backward), in_backward=in_backward)
 
     def _note_prefetched(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
@@ -321,9 +321,9 @@ class Schedule:
             self._prefetched[in_backward].append(group)
 
     def _free_unused(self, *, in_backward: bool) -> None:
-        """Frees what was prefetched in vain: for modules that were skipped, for a forward that was dropped.
+        """Frees groups that were prefetched but not used: for skipped modules, or for a forward that was dropped.
 
-        As the end of a forward would, where one has used it and backward comes by again.
+        If a forward has used a group and backward will visit it, does the same as the end of a forward.
         """
         for group in self._prefetched[in_backward]:
             if group.prefetched and not group.held_by_user:
@@ -334,7 +334,7 @@ class Schedule:
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets an iteration that failed: nothing is in flight, all is sharded, unsharded gradients are dropped."""
+        """Forgets a failed iteration: nothing is in flight, everything is sharded, unsharded gradients are dropped."""
         finalization = self.context.finalization
         if isinstance(finalization, Finalization) and not finalization.belongs_to(self):
             self._refuse_during_finalization("reset_iter_state was called")
@@ -351,7 +351,7 @@ class Schedule:
 
 
 class Finalization:
-    """Reductions that `finalize_backward` has started; while nobody has waited for them its context holds it."""
+    """Reductions that `finalize_backward` has started; its context holds it until they have been waited for."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -378,6 +378,6 @@ class Finalization:
 
 
 class RootedState(ScheduledState, Protocol):
-    """A state that has a schedule, or will have that of its root."""
+    """A state that has a schedule, or will get that of its root."""
 
     schedule: Schedule

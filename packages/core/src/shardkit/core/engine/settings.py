@@ -1,4 +1,4 @@
-"""What a user has set for a parameter group with FSDPModule's `set_*` methods: one value; a setting makes a new one."""
+"""Settings of a parameter group made with FSDPModule's `set_*` methods, as an immutable value."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["GroupSettings"]
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """See the methods of `FSDPModule` of these names.
+    """See the methods of `FSDPModule` with these names.
 
     Attributes:
         reshard_after_forward: whether forward frees the parameters.
-        keep_unsharded_storage: resharding leaves the unsharded storage its memory, so that its addresses never change.
+        keep_unsharded_storage: whether resharding keeps the unsharded storage's memory, so its addresses never change.
         reduce_grads: whether backward reduces gradients; if not, they accumulate unsharded.
         all_reduce_grads: HSDP: whether backward all-reduces over replicas; if not, reduce-scattered ones accumulate.
-        max_reduce_inputs: how many groups' unsharded gradients may be in reduction at once.
-        gradient_divide_factor: what sums of gradients are divided by, None for the number of data-parallel ranks.
-        force_sum_reduction: collectives only sum, every division is an operation of its own.
-        native_all_reduce: False if `all_reduce_hook` brings replicas together by itself.
+        max_reduce_inputs: number of groups whose unsharded gradients may be in reduction at once.
+        gradient_divide_factor: divisor of gradient sums, None for the number of data-parallel ranks.
+        force_sum_reduction: collectives only sum, and every division is a separate operation.
+        native_all_reduce: False if `all_reduce_hook` itself combines replicas.
         all_reduce_hook: runs on flat reduced gradients, in place, on `all_reduce_hook_stream` if there is one.
     """
 

@@ -1,4 +1,4 @@
-"""One per `fully_shard` call: what happens before and after the forward and backward of its modules.
+"""One per `fully_shard` call: the work before and after the forward and backward of its modules.
 
     pre_forward    gather, cast inputs, mark the inputs so that post_backward fires when their gradients are done
     post_forward   reshard, mark the outputs so that pre_backward fires when their gradients arrive, cast outputs
@@ -6,7 +6,7 @@
     post_backward  reshard, reduce gradients
 
 A group of modules (`fully_shard([a, b])`) makes one *pass* from the first of them that runs to the last; a module that
-calls itself makes one pass too. A pass that stays incomplete ends with the forward of the root, or with backward.
+calls itself also makes one pass. An incomplete pass ends with the forward of the root, or with backward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = ["FSDPState", "state_of"]
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that `fully_shard` gave this very module, None if it was never called on it."""
+    """The state that `fully_shard` gave this module, None if it was not called on it."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
@@ -70,10 +70,10 @@ class FSDPState:
     """The state of the modules of one call.
 
     Attributes:
-        groups: its parameter groups: one, plus one for 0-dim and one for each tied parameter.
+        groups: its parameter groups: one, plus one for 0-dim parameters and one for each tied parameter.
         fqn: name of its module below the root, known from the first forward on.
-        is_root: None until then.
-        auto_reshard: whether the user left `reshard_after_forward` to us.
+        is_root: whether it is the root; None until that is known.
+        auto_reshard: whether the user left `reshard_after_forward` at its default.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class FSDPState:
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
         self._began = 0  # autograd's sequence number where this pass began
-        self._outer: ScheduledState | None = None  # whose forward this pass runs in
-        self._interrupts: ScheduledState | None = None  # the same, but none where a recomputation begins
+        self._outer: ScheduledState | None = None  # in whose forward this pass runs
+        self._interrupts: ScheduledState | None = None  # the same, but None where a recomputation begins
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
         self._inputs: type[_Inputs] | None = None
-        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and what forward gets of them
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
         self._handed = HandedContainers()
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
         self._pending: set[int] = set()
         self._depth = 0
         self._handled = 0
         self._hooks: set[int] = set()  # ids of `post_forward` among the forward hooks of the modules
-        self._hooked_later: list[FSDPState] = []  # states that ran in this pass and have users' hooks behind ours
+        self._hooked_later: list[FSDPState] = []  # states in this pass with users' hooks after ours
         for module in modules:
             module.__dict__[STATE] = self
             register_with_stock(module, self)
@@ -114,9 +114,9 @@ class FSDPState:
             self._hooks.add(module.register_forward_hook(self.post_forward, always_call=True).id)
 
     def add_group(self, group: FSDPParamGroup) -> None:
-        """Makes this state gather and reshard `group`, too."""
+        """Makes this state gather and reshard `group` as well."""
         if group not in self.groups:
-            # Prefetching counts a state once: its 0-dim and tied parameters come and go with the others.
+            # Prefetching counts a state once: its 0-dim and tied parameters are gathered and freed with the others.
             group.bounded = group.bounded and not self.groups
             self.groups.append(group)
             group.users.add(self)
@@ -125,13 +125,13 @@ class FSDPState:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of one of the modules is on the stack."""
+        """Whether a forward of one of the modules is running."""
         return self._depth > 0
 
     @no_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before the forward of a module: afterwards its unsharded parameters are registered on it."""
-        if self.phase is Phase.PRE_BACKWARD and in_backward():  # activation checkpointing recomputes
+        """Runs before the forward of a module; afterwards its unsharded parameters are registered on it."""
+        if self.phase is Phase.PRE_BACKWARD and in_backward():  # a recomputation of activation checkpointing
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, "recompute", bool(self.is_root)))
             self._unshard(in_backward=True)
@@ -141,7 +141,7 @@ class FSDPState:
         outermost = self.schedule.begin_forward(self)
         if outermost:
             restore_interrupted_steps()
-        self._depth += 1  # from here on post_forward undoes what was done
+        self._depth += 1  # from here on post_forward undoes this
         if self._depth == 1:
             self._handed.forget()
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
@@ -158,7 +158,7 @@ class FSDPState:
             self._leaving = None
             self._interrupts = self.schedule.innermost
             if self._interrupts is not None or not self.schedule.in_backward:
-                self._outer = self._interrupts  # a recomputation may begin here: it has the forward's
+                self._outer = self._interrupts  # a recomputation may begin here, with the forward's value
             self.schedule.innermost = self
             self._backward_follows = False
             self._pending.update(self._module_ids)
@@ -211,13 +211,13 @@ class FSDPState:
         return map_tensors(lambda tensor: watched.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
 
     def note_leaving(self, node: Any) -> ScheduledState | None:
-        """Remembers the autograd node whose backward calls `post_backward`; returns whose forward this pass runs in."""
+        """Remembers the autograd node whose backward calls `post_backward`; returns the state around this pass."""
         self._leaving = weakref.ref(node)
         return self._outer
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward of a module, also after one that raised (then `output` is None)."""
+        """Runs after the forward of a module, even if it raised (then `output` is None)."""
         if self.phase is Phase.PRE_BACKWARD and in_backward():
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
@@ -256,10 +256,10 @@ class FSDPState:
         return self._cast_outputs(output)
 
     def _unwatch(self, output: Any) -> Any:
-        """Gives what happened to the watched inputs to the tensors that the caller has.
+        """Copies changes of the watched inputs to the caller's tensors.
 
-        In a single process they are one: a hook that forward puts on an input sees the gradient from all its users, and
-        an input that forward returns is no result of it.
+        In a single process they are the same tensors: a hook that forward puts on an input sees the gradient from all
+        its users, and an input that forward returns is not a result of forward.
         """
         given, self._given = self._given, []
         if not given:
@@ -272,8 +272,8 @@ class FSDPState:
         return output
 
     def _explain(self, error: BaseException) -> None:
-        """Says which module it was, where torch does not know."""
-        if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # the module inside of this one knew
+        """Adds the module to an error, if torch does not know it."""
+        if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # an inner module has added it
             return
         if "modified inplace. This view was created inside a custom Function" in str(error):
             error.add_note(
@@ -288,12 +288,12 @@ class FSDPState:
             )
 
     def end_incomplete_pass(self) -> None:
-        """The forward of the root ends: some modules of this state have not run, and will not."""
+        """The forward of the root ends: modules of this state that have not run yet will not run."""
         if self._in_pass and self._depth == 0:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """Every module of the state has run, or will not run any more: reshard as told."""
+        """Every module of the state has run, or will not run any more: reshards as configured."""
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
         if self.schedule.innermost is self:
@@ -306,9 +306,9 @@ class FSDPState:
         if with_grad and self._backward_follows:
             self.schedule.leave_forward(Pass(self.index, self._began, self._leaving))
         if with_grad and self._backward_follows and self.schedule.in_backward:
-            return  # recomputed: the backward that wanted it goes on with it
+            return  # recomputed: the backward that requested it continues with it
         kept = self.schedule.policy.worth_keeping(self.groups)
-        # A root that would keep its parameters for a backward frees them where none can follow.
+        # Without a following backward, a root that keeps its parameters for backward frees them.
         frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._began)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
@@ -317,7 +317,7 @@ class FSDPState:
                 group.reshard(keep=with_grad, release=with_grad)
 
     def _take_handed(self) -> None:
-        """Gives the caller what forward has put into its lists and dicts; backward may enter through that, too."""
+        """Writes forward's additions back to the caller's lists and dicts; backward may enter through them."""
         if torch.is_grad_enabled() and not transforms_active():
             for tensor in self._handed.added():
                 if tensor.requires_grad and made_since(tensor, self._began):
@@ -325,9 +325,9 @@ class FSDPState:
         self._handed.give_back(undo=self.schedule.in_backward)
 
     def _own_outputs(self, output: Any) -> Any:
-        """Outputs that are parameters, or views of them, get memory of their own: resharding frees the parameters'.
+        """Copies outputs that are parameters, or views of them, because resharding frees the parameters' memory.
 
-        The copy also has a place in the graph, which a parameter has not, where `_watch_outputs` can put its hook.
+        The copy also has a place in the graph, unlike a parameter, so `_watch_outputs` can put its hook there.
         """
         suspects = [tensor for tensor in reachable_tensors(output) if is_leaf_or_view(_on_this_rank(tensor))]
         if not suspects:
@@ -344,20 +344,20 @@ class FSDPState:
         return map_tensors(lambda tensor: self._own(tensor) if id(tensor) in theirs else tensor, output)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter, or of a view of one. A parameter is differentiable wherever it is returned from."""
+        """A copy of a parameter, or of a view of one. A returned parameter is always differentiable."""
         with torch.set_grad_enabled(torch.is_grad_enabled() or isinstance(tensor, nn.Parameter)):
             copy = tensor.clone()
-        if tensor.requires_grad and copy.is_leaf:  # what is returned without grad requires grad all the same
+        if tensor.requires_grad and copy.is_leaf:  # without grad, a returned parameter still requires grad
             copy.requires_grad_()
         if copy.grad_fn is not None:
             self._watch_output(copy)
         return copy
 
     def _watch_outputs(self, output: Any) -> Any:
-        """Puts `pre_backward` on every output through which backward may enter what this forward has computed.
+        """Puts `pre_backward` on every output through which backward may enter the graph of this forward.
 
-        `_watch_kept` does so for what the modules keep aside. Where none of these is found (a tensor in a global
-        variable), the parameters are there in time all the same: schedule.py, Note [Ready in order].
+        `_watch_kept` does so for tensors that the modules keep. If none of these is found (a tensor in a global
+        variable), the parameters are gathered in time nevertheless: schedule.py, Note [Ready in order].
         """
         if not torch.is_grad_enabled():
             return output
@@ -370,9 +370,9 @@ class FSDPState:
         return output
 
     def _watch_kept(self, since: int) -> None:
-        """Does the same for what the modules keep, and notes kept views of parameters (kept_views.py).
+        """Watches tensors that the modules keep, and notes kept views of parameters (kept_views.py).
 
-        What hooks keep that were registered later than ours is seen when the forward around this one ends.
+        Tensors kept by hooks registered later than ours are seen when the enclosing forward ends.
 
         Args:
             since: autograd's sequence number where the forward began.
@@ -402,14 +402,14 @@ class FSDPState:
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self._backward_follows = True
         tensor.register_hook(self.pre_backward)
-        # A view that its user changes in place gets a new node, and leaves the hook on one that never runs.
+        # If its user changes a view in place, the view gets a new node, and its hook stays on one that never runs.
         base = base_of(tensor)
         if base is not None and base.requires_grad and made_since(base, self._began):
             base.register_hook(self.pre_backward)
 
     @property
     def _keepers(self) -> Iterator[nn.Module]:
-        """The modules of this call that may keep tensors aside, down to those that have a state of their own."""
+        """The modules of this call that may keep tensors, down to those that have a state of their own."""
         if self._may_keep is None:
             found = [module for top in self.modules if (one := top()) is not None for module in _modules_of_call(one)]
             self._may_keep = [weakref.ref(module) for module in found if keeps_tensors(module)]
@@ -419,9 +419,9 @@ class FSDPState:
 
     @no_dynamo
     def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
-        """When the gradient of an output arrives, or may arrive next: afterwards the unsharded parameters are there."""
+        """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
-            if not self.groups and self._outer is not None:  # nothing has told us that backward left it since
+            if not self.groups and self._outer is not None:  # no hook has reported that backward left it
                 self._outer.pre_backward()
             return
         self.phase = Phase.PRE_BACKWARD
@@ -441,11 +441,11 @@ class FSDPState:
             group.wait_for_unshard()
             group.begin_backward()
         self.schedule.enter_backward(self)
-        if self._outer is not None:  # backward goes on there, and may recompute this pass from there
+        if self._outer is not None:  # backward continues there, and may recompute this pass from there
             self._outer.pre_backward()
 
     def prefetch_for_backward(self) -> list[FSDPState]:
-        """Gathers what the user has listed for the time when this state's backward begins; returns whose groups."""
+        """Gathers the groups that the user listed for this state's backward; returns their states."""
         listed = self._listed(self.backward_prefetch, in_backward=True)
         self.schedule.gather_listed(listed, in_backward=True)
         return [state for reference in self.backward_prefetch if (state := reference()) is not None]
@@ -457,14 +457,14 @@ class FSDPState:
 
     @no_dynamo
     def post_backward(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        """When the gradients of all inputs of a forward are done: reshard, reduce."""
+        """Runs when the gradients of all inputs of a forward are done: reshards and reduces."""
         self.schedule.begin_backward()
         self.phase = Phase.IDLE
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
                 group.post_backward(keep=self.schedule.builds_graph)
-        if self.schedule.builds_graph:  # where a backward through this one enters
+        if self.schedule.builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
                     gradient.register_hook(self.pre_backward)
@@ -473,7 +473,7 @@ class FSDPState:
         self.schedule.leave_backward()
 
     def end_backward(self) -> None:
-        """At the end of a backward: what no hook of ours has seen, such as inputs that need no gradient."""
+        """Runs at the end of a backward: handles states that our hooks missed, such as inputs without gradients."""
         if self._depth == 0 and self._in_pass:
             self._in_pass = False
             self._pending.clear()
@@ -492,7 +492,7 @@ class FSDPState:
             events.emit(events.ModuleEnded(self.fqn, "backward", bool(self.is_root)))
 
     def reset(self) -> None:
-        """Forgets a forward or backward that failed."""
+        """Forgets a failed forward or backward."""
         self._in_pass = False
         self._outer = None
         self._given.clear()
@@ -520,7 +520,7 @@ class FSDPState:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def to_sharded(self, *unused: Any, **kwargs: Any) -> None:
-        """Before a state dict is taken: the modules hold sharded parameters."""
+        """Runs before a state dict is taken: registers sharded parameters on the modules."""
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
@@ -533,8 +533,8 @@ class FSDPState:
         prefix: str,
         *args: Any,  # torch's hook signature
     ) -> None:
-        """Before a state dict is loaded: the same; plain tensors are refused (they would be assigned as they are), but
-        for 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
+        """Runs before a state dict is loaded: the same. Refuses plain tensors (they would be assigned as they are), but
+        not 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
         """
         self.to_sharded()
         error_messages: list[str] = args[-1]
@@ -550,12 +550,12 @@ class FSDPState:
                     f"'{prefix}{name}' is a plain tensor of shape {tuple(value.shape)}; expected a DTensor like those "
                     "of state_dict(). Load full tensors with shardkit.core.load_full_state_dict"
                 )
-                state_dict[prefix + name] = parameter  # keeps what is there, so that torch does not complain as well
+                state_dict[prefix + name] = parameter  # keeps the current value, so torch does not complain too
 
     def after_load(self, *unused: Any) -> None:
-        """After a state dict is loaded: tensors that were assigned get what the parameters know, at once.
+        """Runs after a state dict is loaded: gives assigned tensors the metadata of the parameters, at once.
 
-        That is what their placements mean, and their boxes.
+        This is the meaning of their placements, and their boxes.
         """
         for group in self.groups:
             group.adopt()
@@ -586,7 +586,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         ctx.state.post_backward(gradients)
-        if ctx.outer is not None:  # where the gradients go next
+        if ctx.outer is not None:  # the gradients continue there
             ctx.outer.pre_backward()
         return (None, *gradients)
 

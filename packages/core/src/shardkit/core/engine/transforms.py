@@ -1,11 +1,10 @@
 """Inputs and outputs of a forward that runs under transforms of `torch.func`, such as grad, jvp and vmap.
 
 Note [Transforms]
-A transform wraps the tensors that it looks at, and each of nested ones has a graph of its own. Parameters are gathered,
-freed and reduced outside of all transforms (`torch_compat.outside_transforms`), as none of them wraps a parameter. A
-hook on a tensor is called for the graph of one transform alone, and `requires_grad` answers for that one. So inputs and
-outputs go through `_Watch` instead, which is in the graph of each transform that takes a gradient, and in that of a
-backward outside.
+A transform wraps its tensors, and each nested transform has its own graph. Parameters are gathered, freed and reduced
+outside of all transforms (`torch_compat.outside_transforms`), because none of them wraps a parameter. A hook on a
+tensor is called for the graph of only one transform, and `requires_grad` refers to that one. So inputs and outputs go
+through `_Watch` instead, which is in the graph of each transform that takes a gradient, and of a backward outside.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["watch_each", "watch_together"]
 
 
 def watch_together(value: Any, on_backward: Callable[[], None]) -> Any:
-    """`value` with tensors in whose backward `on_backward` is called: once the gradients of all of them are done."""
+    """`value` with tensors whose backward calls `on_backward` once, when the gradients of all of them are done."""
     unique = {id(tensor): tensor for tensor in tensors_in(value) if _is_differentiable(tensor)}
     if not unique:
         return value
@@ -30,7 +29,7 @@ def watch_together(value: Any, on_backward: Callable[[], None]) -> Any:
 
 
 def watch_each(value: Any, on_backward: Callable[[], None]) -> Any:
-    """`value` with tensors in whose backward `on_backward` is called: for each of them, when its gradient arrives."""
+    """`value` with tensors whose backward calls `on_backward` for each of them, when its gradient arrives."""
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_differentiable(tensor):

@@ -1,12 +1,11 @@
-"""Optimizers that keep their state in 8 or 4 bits: bitsandbytes' and torchao's, as they step on plain shards.
+"""Steps on plain shards of optimizers with 8-bit or 4-bit state: bitsandbytes' and torchao's.
 
-An update of theirs depends on one block of consecutive elements: values are quantised together with one scale. On a
-shard the blocks start with the shard. torchao keeps values and scales together in a tensor subclass of the parameter's
-shape, which cannot be cut in the middle of a block; on our placements they are entries of their own between the steps
-(`exp_avg.codes`, `exp_avg.scale`). bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for
-each block; if no block crosses from one rank to the next they are cut as the parameter is, and so they are DTensors
-between the steps: checkpoints load them on any number of ranks. Otherwise a checkpoint would mix them up without a
-word, so those parameters are refused.
+Their updates depend on one block of consecutive elements, whose values are quantised with one scale. On a shard the
+blocks start with the shard. torchao keeps values and scales in a tensor subclass of the parameter's shape, which cannot
+be cut inside a block; on our placements they are separate entries between the steps (`exp_avg.codes`, `exp_avg.scale`).
+bitsandbytes keeps the scales (`absmax1`, `absmax2`) in tensors of one number for each block. If no block crosses from
+one rank to the next, these are cut like the parameter and are DTensors between the steps, so checkpoints load them on
+any number of ranks. Otherwise a checkpoint would silently mix them up, so those parameters are refused.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ __all__ = [
     "target_by_block",
 ]
 
-# bitsandbytes' name for what an optimizer computes. "lamb" and "lars" need norms of whole parameters; "ademamix" has
-# state of twice the parameter's shape.
+# bitsandbytes' names of algorithms. "lamb" and "lars" need norms of whole parameters; "ademamix" has state of twice the
+# parameter's shape.
 _BITSANDBYTES = {"adagrad", "adam", "lion", "momentum", "rmsprop"}
 _BLOCK = 256  # elements with one scale, in every 8-bit optimizer of bitsandbytes
 
@@ -46,9 +45,9 @@ _TABLE_PARTS = (".qmap",)
 
 
 def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each update of an optimizer is known to depend on a block of consecutive elements alone.
+    """Whether each update of an optimizer is known to depend only on a block of consecutive elements.
 
-    A subclass outside of bitsandbytes and torchao may do anything.
+    Subclasses outside of bitsandbytes and torchao do not count: they may do anything.
     """
     package = type(optimizer).__module__.split(".")[0]
     if package == "bitsandbytes":
@@ -58,12 +57,12 @@ def steps_by_block(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_laid_out_by_block(key: str) -> bool:
-    """Whether the state under that key has a layout of its own, whatever its shape."""
+    """Whether the state under that key has its own layout, whatever its shape."""
     return key in _SCALES or key in _TABLES
 
 
 def scales_of_shards(key: str, value: Any, parameter: DTensor) -> Any:
-    """The scales of all ranks' blocks as a DTensor, cut as the parameter is; other state as it is. Not collective."""
+    """The scales of all ranks' blocks as a DTensor, cut like the parameter; other state unchanged. Not collective."""
     return _one_for_each(_BLOCK, value, parameter) if key in _SCALES else value
 
 
@@ -83,7 +82,7 @@ def inner_tensors(value: Any) -> dict[str, torch.Tensor] | None:
 
 
 def parts_of(key: str, value: Any, parameter: DTensor) -> dict[str, Any] | None:
-    """Quantized state of torchao on our placements as entries for each of its tensors; None for any other state."""
+    """The quantized state of torchao on our placements, as an entry for each tensor; None for other state."""
     inner = inner_tensors(value)
     if inner is None or not any(is_ours(one) for one in parameter.placements):
         return None
@@ -96,13 +95,13 @@ def parts_of(key: str, value: Any, parameter: DTensor) -> dict[str, Any] | None:
             parts[f"{key}.{name}"] = like_dtensor(part, parameter)
         else:
             parts[f"{key}.{name}"] = _one_for_each(local.numel() // part.numel(), part, parameter)
-            if parts[f"{key}.{name}"] is part:  # its blocks are no part of ours
+            if parts[f"{key}.{name}"] is part:  # its blocks differ from ours
                 return None
     return parts
 
 
 def join_parts(optimizer: Any, state: dict[str, Any], plain: torch.Tensor) -> list[str]:
-    """Puts torchao's tensors in the places of what `parts_of` has made of them, in state of plain tensors: their keys.
+    """Replaces the entries of `parts_of` in plain state by torchao's tensors; returns their keys.
 
     Raises:
         RuntimeError: if `load_state_dict` has cast scales to the dtype of the parameter.
@@ -125,7 +124,7 @@ def join_parts(optimizer: Any, state: dict[str, Any], plain: torch.Tensor) -> li
 def target_by_block(
     key: str, dtype: torch.dtype, shape: tuple[int, ...], parameter: torch.Tensor
 ) -> torch.Tensor | None:
-    """A new tensor to read state of blocks into, which lies as it would after a step; None for any other state."""
+    """A new tensor for reading block state, laid out as after a step; None for any other state."""
     if not isinstance(parameter, DTensor) or len(shape) != 1 or not shape[0]:
         return None
     if key in _TABLES or key.endswith(_TABLE_PARTS):
@@ -143,7 +142,7 @@ def target_by_block(
 
 
 def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str) -> None:
-    """Refuses a parameter that bitsandbytes would quantise in blocks that cross from one rank's shard to the next.
+    """Refuses a parameter whose bitsandbytes blocks would cross from one rank's shard to the next.
 
     All ranks come to the same answer, without communication.
 
@@ -166,11 +165,11 @@ def check_blocks(optimizer: torch.optim.Optimizer, parameter: DTensor, fqn: str)
 
 
 def carry_overrides(optimizer: torch.optim.Optimizer, plain: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Has bitsandbytes' settings for single parameters, which it finds by identity, hold for the plain ones, too.
+    """Applies bitsandbytes' overrides for single parameters, which it finds by identity, to the plain tensors.
 
     Args:
-        optimizer: any.
-        plain: pairs of a parameter and the plain tensor that the optimizer gets for it.
+        optimizer: any optimizer.
+        plain: pairs of a parameter and the plain tensor that the optimizer receives for it.
     """
     manager = getattr(optimizer, "mng", None)
     settings = getattr(manager, "pid2config", None)
@@ -183,7 +182,7 @@ def carry_overrides(optimizer: torch.optim.Optimizer, plain: Iterable[tuple[torc
 
 
 def _placements_of_scales(parameter: DTensor, block: int) -> list[Placement] | None:
-    """How a 1-D tensor of one number for each block is cut, None if blocks cross from one rank's shard to the next."""
+    """Placements of a 1-D tensor with one number per block, None if blocks cross from one rank's shard to the next."""
     placements: list[Placement] = []
     shards = 1
     for axis, one in enumerate(parameter.placements):
@@ -202,7 +201,7 @@ def _placements_of_scales(parameter: DTensor, block: int) -> list[Placement] | N
 
 
 def _largest_shard(parameter: DTensor) -> int:
-    """Elements; an upper bound where several axes of the mesh cut the parameter."""
+    """Elements of the largest shard; an upper bound if several axes of the mesh cut the parameter."""
     largest = parameter.numel()
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard) and parameter.shape[placement.dim]:

@@ -1,14 +1,14 @@
-"""Whether an optimizer steps on each parameter by itself: tried on small tensors, before it steps on what a rank owns.
+"""Tests on small tensors whether an optimizer steps on each parameter separately, before it steps on owned ones.
 
 Note [Tried on small tensors]
-On `Owned` an optimizer sees the matrices of one rank. One that makes a number out of all of its parameters (a norm to
-clip by, a step size, the direction of a line search), or that communicates, would compute something else, and nothing
-in its class says so. So a copy of the optimizer with the same settings steps on small tensors, twice, and the second
-time one of each shape gets other gradients. If its neighbours come out otherwise, or if anything is sent, the optimizer
-is refused. Each parameter group has three tensors like its largest parameter, and two like each of the shapes that most
-others have: equal sizes stay equal, and a larger size larger. So is refused what cannot be tried, unless its user
-vouches for it by the attribute `steps_each_parameter_alone`. Other settings mean another trial. The random numbers of
-the process are given back.
+On `Owned` an optimizer sees only the matrices of one rank. If it computes a number from all of its parameters (a norm
+for clipping, a step size, the direction of a line search), or communicates, its result would be wrong, and nothing in
+its class shows this. So a copy of the optimizer with the same settings steps on small tensors, twice, and the second
+time one tensor of each shape gets other gradients. If the results of other tensors differ, or if anything is sent, the
+optimizer is refused. Each parameter group has three tensors like its largest parameter, and two like each of the next
+most common shapes: equal sizes stay equal, and a larger size larger. An optimizer that cannot be tried is refused too,
+unless its user vouches for it by the attribute `steps_each_parameter_alone`. Changed settings cause another trial. The
+state of the process's random generators is restored.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from shardkit.core.torch_compat import TorchDispatchMode, is_without_numbers, lo
 
 __all__ = ["joins_parameters", "settings_of"]
 
-_STEPS = 12  # more than the intervals at which optimizers usually refresh what they keep
+_STEPS = 12  # more than the usual intervals at which optimizers refresh cached values
 _KEPT = 8  # sizes up to this stay as they are
-_SHAPES = 3  # of one parameter group, beside that of its largest parameter
+_SHAPES = 3  # shapes per parameter group, besides that of its largest parameter
 _LARGER = 1e3  # how much larger the other gradients are: enough to be clipped
 _HUGE = 1e8  # enough for bounds that few gradients exceed; not every optimizer can compute with them
-_LEAST_LR = 0.01  # a warm-up may begin with none, and then no parameter moves
+_LEAST_LR = 0.01  # a warm-up may begin at 0, and then no parameter moves
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 
 
 def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool, *, again: bool = False) -> str | None:
-    """Why a step is wrong on the parameters of one rank, as the end of a sentence; None if it is right.
+    """The reason why a step on one rank's parameters would be wrong, as the end of a sentence; None if it is right.
 
-    With `again` it was right with other settings. Then a trial that fails says nothing, as state may be of other sizes.
+    With `again` it was right with other settings. A trial that fails is then ignored: state may have other sizes.
 
-    Not collective; all ranks come to the same answer. See Note [Tried on small tensors].
+    Not collective; all ranks get the same answer. See Note [Tried on small tensors].
     """
     groups = optimizer.param_groups
     params = [parameter for group in groups for parameter in group["params"]]
@@ -57,7 +57,7 @@ def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool, *, ag
     ):
         return f"steps through another optimizer ({type(inner).__name__}), whose state would get plain tensors"
     failure = ""
-    for resumed in (True, False):  # its state may be of other sizes than that of small tensors
+    for resumed in (True, False):  # its state may have other sizes than that of small tensors
         try:
             one, other = (_neighbours_after_steps(optimizer, with_closure, times, resumed) for times in (1, _LARGER))
             if not _same(one, other) or not _same(one, _after_huge_gradients(optimizer, with_closure, resumed, one)):
@@ -73,12 +73,12 @@ def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool, *, ag
 
 
 def settings_of(optimizer: torch.optim.Optimizer, *, exact: bool) -> tuple[Any, ...]:
-    """What an optimizer's steps may depend on, to be compared: another trial is due when it changes.
+    """Settings that an optimizer's steps may depend on: if they change, another trial is due.
 
     Args:
-        optimizer: whose parameter groups and attributes are looked at.
-        exact: whether a number counts with its value; else, and for what schedulers change, whether it is zero.
-            Numbers that are attributes count if they are no integers, which count steps.
+        optimizer: its parameter groups and attributes are read.
+        exact: whether numbers are compared by value. If not, and always for values that schedulers change, only whether
+            they are zero is compared. Numeric attributes are compared unless they are integers, which count steps.
     """
     groups = tuple(
         tuple((key, _look(group[key], exact and key not in _SCHEDULED)) for key in optimizer.defaults if key in group)
@@ -121,7 +121,7 @@ class _RefuseCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _apart(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Gives random numbers back at the end, so that every trial has the same. Nothing is compiled, nor hooks called."""
+    """Restores random numbers at the end, so that every trial uses the same. Disables compilation and hooks."""
     numpy = sys.modules.get("numpy")
     numbers, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     devices = {one.device for one in params if one.device.type != "cpu"}
@@ -145,10 +145,10 @@ def _neighbours_after_steps(
 ) -> list[Any]:
     """First and third tensor of each shape after some steps, with their state, and the groups' settings.
 
-    The gradients of the second ones are random, of that size.
+    The second tensors get random gradients of magnitude `times`.
 
     Raises:
-        RuntimeError: if the steps say nothing, since tensors stay as they are or end as nan.
+        RuntimeError: if the steps show nothing, because tensors do not move or end as nan.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     small = _small_groups(optimizer, generator)
@@ -180,7 +180,7 @@ def _neighbours_after_steps(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two results hold the same numbers; what is no number, nor holds any, is not compared."""
+    """Whether two results hold the same numbers; values without numbers are not compared."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -195,7 +195,7 @@ _Small = dict[torch.Size, list[nn.Parameter]]
 
 
 def _small_groups(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> list[_Small]:
-    """For each parameter group; with another shape each dim that is larger than others is larger than theirs."""
+    """Small tensors for each parameter group; dims of different sizes keep their order of size."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     larger = sorted({size for parameter in params for size in parameter.shape if size > _KEPT})
     sizes = {size: _KEPT + 2 * number for number, size in enumerate(larger, 1)}
@@ -218,10 +218,10 @@ def _small_tensors(params: Sequence[torch.Tensor], sizes: dict[int, int], genera
 
 
 def _copy_for(optimizer: torch.optim.Optimizer, small: Sequence[_Small], resumed: bool) -> torch.optim.Optimizer:
-    """A copy for other parameters, with the same settings. `Optimizer` itself copies but some of its attributes.
+    """A copy for other parameters with the same settings. Copies all attributes; `Optimizer` itself copies only some.
 
-    With `resumed` it has what was counted so far, and zeros in the place of state of a parameter's shape, or ones if
-    it is a mask.
+    With `resumed` it keeps the counts, and gets zeros in place of state of a parameter's shape, or ones if that is a
+    mask.
     """
     memo: dict[int, Any] = {}
     for group, by_shape in zip(optimizer.param_groups, small, strict=True):
@@ -253,7 +253,7 @@ def _small_state(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> defa
         small = memo.get(id(key))
         if small is not None:
             state[small] = {name: _small_value(value, key, small, memo) for name, value in values.items()}
-        elif not isinstance(key, torch.Tensor):  # what some keep for all parameters together
+        elif not isinstance(key, torch.Tensor):  # some keep state for all parameters together
             state[key] = copy.deepcopy(values, memo)
     return state
 

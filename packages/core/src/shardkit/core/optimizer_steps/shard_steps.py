@@ -1,12 +1,12 @@
 """Steps of element-wise and block-wise optimizers on the plain tensors inside sharded parameters.
 
 Note [Two views of one state]
-DTensor operators cost host time for each parameter and each operator. An element-wise update does not need them: what
-it does to an element depends on that element alone, so every rank can update its shard as a plain tensor. While the
-optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they hold
-at any other time. The same holds for updates that depend on a block of consecutive elements: a rank's blocks start with
-its shard. Schedulers, gradient scalers and state dicts see DTensors, and so do the user's step hooks: a hook that clips
-gradients would take the norm of a shard for that of all ranks. So our own hooks are the innermost.
+DTensor operators cost host time for each parameter and each operator. An element-wise update does not need them: the
+update of an element depends only on that element, so every rank can update its shard as a plain tensor. While the
+optimizer steps, its parameter groups and its state hold plain tensors over the memory of the DTensors that they
+normally hold. The same works for updates that depend on a block of consecutive elements, because a rank's blocks start
+with its shard. Schedulers, gradient scalers and state dicts see DTensors, and so do the user's step hooks: a hook that
+clips gradients would take the norm of a shard for that of all ranks. So our own hooks are the innermost.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ ELEMENTWISE = (
 
 
 def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's that update each element by itself; a subclass may do anything."""
+    """Whether an optimizer is one of torch's that update each element separately; not true of subclasses."""
     return type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.AdamW
 
 
 def optimizer_step_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    """From now on `optimizer.step()` updates the plain shards of its DTensor parameters, at the cost of plain tensors.
+    """Makes `optimizer.step()` update the plain shards of its DTensor parameters, at the cost of plain tensors.
 
-    The results are the same to the last bit, and state dicts stay as they are. For torch's element-wise optimizers, and
-    those of bitsandbytes and torchao with 8-bit or 4-bit state: bitsandbytes' run in no other way. Others (Adafactor,
-    Muon, LBFGS) read whole parameters. A step with a closure takes the usual way. A second call changes nothing. Not
-    collective.
+    The results are the same to the last bit, and state dicts do not change. It supports torch's element-wise
+    optimizers, and those of bitsandbytes and torchao with 8-bit or 4-bit state; bitsandbytes' require it. Others
+    (Adafactor, Muon, LBFGS) read whole parameters. A step with a closure runs on DTensors as usual. A second call
+    changes nothing. Not collective.
 
     Raises:
-        TypeError: for any other optimizer, subclasses included: they may do anything.
-        RuntimeError: at a step of bitsandbytes' 8-bit optimizers, for a parameter whose shards are not whole blocks of
-            256 elements, with its FQN.
+        TypeError: for any other optimizer, including subclasses, which may do anything.
+        RuntimeError: at a step of bitsandbytes' 8-bit optimizers, if a parameter's shards are not whole blocks of 256
+            elements; the message has its FQN.
     """
     if not steps_by_element(optimizer) and not steps_by_block(optimizer):
         names = ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE} | {"AdamW"}))
@@ -89,10 +89,10 @@ _prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _surround_steps(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None:
-    """Hooks come anew with each step, to be the innermost, and a step that raises runs no post-hook."""
+    """Adds hooks at each step, as the innermost; they are also undone if a step raises and no post-hook runs."""
     inner = optimizer.step
 
-    @functools.wraps(inner)  # a scheduler that was made before looks for its mark
+    @functools.wraps(inner)  # a scheduler created earlier checks for its mark
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         handles = hook_innermost(optimizer, steps.begin, steps.end)
         try:
@@ -106,7 +106,7 @@ def _surround_steps(optimizer: torch.optim.Optimizer, steps: ShardSteps) -> None
 
 
 class Twin:
-    """A sharded parameter and the plain one over its shard, and what both views of its state have under each key."""
+    """A sharded parameter and the plain one over its shard, with both views of its state."""
 
     def __init__(self, parameter: DTensor) -> None:
         self.parameter = parameter
@@ -116,14 +116,14 @@ class Twin:
         self.had_gradient = False
         self._pairs: dict[str, tuple[Any, Any]] = {}
         self._lent: dict[str, Any] = {}
-        self._of_state: list[Any] = []  # the contents of both views when they were last alike
+        self._of_state: list[Any] = []  # the contents of both views when they last agreed
         self._of_lent: list[Any] = []
 
     def take_gradient(self) -> None:
         """Gives the twin the gradient of the parameter.
 
         Raises:
-            RuntimeError: if that lies otherwise than the parameter.
+            RuntimeError: if its layout differs from the parameter's.
         """
         gradient = self.parameter.grad
         self.had_gradient = gradient is not None
@@ -151,14 +151,14 @@ class Twin:
                     pair = self._pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
                 lent[key] = pair[1]
             for key in join_parts(optimizer, lent, self.local):
-                parts = parts_of(key, lent[key], self.parameter) or {}  # over the same memory, also if it was cast
+                parts = parts_of(key, lent[key], self.parameter) or {}  # over the same memory, even if it was cast
                 state.update(parts)
                 self._pairs[key] = parts, lent[key]
             self._note(state, lent)
         return self._lent
 
     def take_state(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
-        """Brings what the step has added, replaced or removed back into `state`."""
+        """Copies values that the step has added, replaced or removed back to `state`."""
         if lent is self._lent and _contents(lent) == self._of_lent:
             return
         keys: set[str] = set()
@@ -184,12 +184,12 @@ class Twin:
 
 
 def _contents(state: dict[str, Any]) -> list[Any]:
-    """Keys, and ids of values, which a twin keeps alive: alike if nothing was added, removed or replaced."""
+    """Keys, and ids of values, which a twin keeps alive; equal if nothing was added, removed or replaced."""
     return [*state, *map(id, state.values())]
 
 
 class ShardSteps:
-    """What is put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
+    """Values put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
 
     def __init__(self) -> None:
         self._twins: dict[int, Twin] = {}
@@ -199,14 +199,14 @@ class ShardSteps:
 
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step pre-hook: the optimizer sees plain tensors, unless a closure is to run forward and backward."""
+        """Step pre-hook: gives the optimizer plain tensors, unless a closure will run forward and backward."""
         if (args and args[-1] is not None and callable(args[-1])) or kwargs.get("closure") is not None:
             return None
         self.lend(optimizer)
         return None
 
     def lend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the plain twins, with their state, in the place of the parameters."""
+        """Replaces the parameters by their plain twins, with their state."""
         self._params = [group["params"] for group in optimizer.param_groups]
         self._state = optimizer.state
         used: dict[int, Twin] = {}
@@ -225,7 +225,7 @@ class ShardSteps:
         carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])
 
     def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
-        """What the optimizer sees of a parameter: a plain twin with its gradient, noted in `used`, or itself."""
+        """The optimizer's view of a parameter: a plain twin with its gradient (noted in `used`), or itself."""
         if not isinstance(parameter, DTensor):
             return parameter
         if self._by_block and not local_of(parameter).numel() and any(map(is_ours, parameter.placements)):
@@ -235,15 +235,15 @@ class ShardSteps:
         return twin.plain
 
     def passed_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> torch.Tensor:
-        """The twin of a parameter that other ranks hold, without a gradient; state that was loaded goes."""
-        self._state.pop(parameter, None)  # as it was when another rank began to change it
+        """The twin, without a gradient, of a parameter that other ranks hold; loaded state is removed."""
+        self._state.pop(parameter, None)  # from before another rank changed it
         twin = self.twin_of(optimizer, parameter, used)
         twin.plain.grad = None
         twin.had_gradient = False
         return twin.plain
 
     def twin_of(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> Twin:
-        """The twin of the last step, if the parameter has the same shard still, or a new one."""
+        """The twin of the last step, if the parameter still has the same shard, or a new one."""
         twin = self._twins.get(id(parameter))
         if twin is None or twin.parameter is not parameter or twin.local is not local_of(parameter):
             param = sharded_counterpart(parameter)
@@ -253,12 +253,12 @@ class ShardSteps:
         return twin
 
     def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Before another state is loaded: nothing of the old one is kept."""
+        """Before other state is loaded: drops the old state."""
         self._twins.clear()
 
     @no_dynamo
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook: everything is as it was, with the new state."""
+        """Step post-hook: restores the parameters, with the new state."""
         if self._params is None:
             return
         lent, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state

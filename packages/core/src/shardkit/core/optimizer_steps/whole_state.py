@@ -1,7 +1,7 @@
-"""Optimizer state as one process has it, in plain tensors of the whole shape: this rank's part of it.
+"""Cuts optimizer state of one process, in plain tensors of the whole shape, to this rank's part.
 
-`load_state_dict` gets such state from files of one process and from torch's `full_state_dict=True`. It is cut when it
-is loaded, or, if the optimizer has not stepped yet, before its first step: we do not know of the optimizer any sooner.
+`load_state_dict` receives such state from files of one process and from torch's `full_state_dict=True`. It is cut when
+it is loaded, or before the first step if the optimizer has not stepped yet: it is not known earlier.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardkit.core.torch_compat import like_dtensor, local_of
 
 __all__ = ["NUMBERS", "cut_whole_state", "part_of_state"]
 
-# State of torch's optimizers that is one number for a whole parameter, a 0-dim one included.
+# State of torch's optimizers that is one number for a whole parameter, even for a 0-dim one.
 NUMBERS = {"step", "eta", "mu", "mu_product"}
 
-# Packages whose optimizers keep DTensors for DTensors.
+# Packages whose optimizers keep DTensor state for DTensors.
 _KNOWN = ("torch.optim.", "torchao.")
 
 _seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def cut_whole_state(optimizer: torch.optim.Optimizer) -> None:
-    """Before the first step: what was loaded becomes this rank's part, and so does whatever is loaded from now on."""
+    """Before the first step: cuts loaded state to this rank's part, and state that is loaded later."""
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # one around another, such as Lookahead
+    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # wraps another optimizer, such as Lookahead
         return
     optimizer.register_load_state_dict_pre_hook(_cut_loaded)
     for group in optimizer.param_groups:
@@ -55,7 +55,7 @@ def _cut_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _is_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether state of the whole shape can only be meant to be cut: others may keep whole tensors beside a `Shard`."""
+    """Whether state of the whole shape must be cut; other optimizers may keep whole tensors for a `Shard`."""
     if not isinstance(parameter, DTensor) or sharded_counterpart(parameter) is None:
         return False
     return any(is_ours(one) for one in parameter.placements) or any(
@@ -65,10 +65,10 @@ def _is_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
 
 
 def part_of_state(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
-    """State of one parameter with this rank's part in the place of plain tensors of the whole shape.
+    """State of one parameter with this rank's part in place of plain tensors of the whole shape.
 
     Raises:
-        RuntimeError: for whole quantized state on `Shard`, with the FQN and what to do.
+        RuntimeError: for whole quantized state on `Shard`; the message has the FQN and a remedy.
     """
     found: dict[str, Any] = {}
     for key, value in state.items():

@@ -1,22 +1,22 @@
-"""Optimizer steps on what a rank owns, as plain tensors, for optimizers that know nothing of DTensors.
+"""Optimizer steps on owned parameters as plain tensors, for optimizers that do not know DTensors.
 
 Note [Steps on whole matrices]
-While any optimizer of the process steps, its parameters on `Owned` are plain tensors: the whole matrix on the owner, an
-empty tensor without a gradient on all other ranks, which every optimizer passes over. So Muon, Shampoo and the like run
-unmodified, with any operator, and nothing is communicated. Optimizers of torch that are known to step on empty tensors
-do so: then all ranks have state for every parameter, as stock's `set_optimizer_state_dict` demands.
+While any optimizer of the process steps, its parameters on `Owned` are plain tensors: the whole matrix on the owner,
+and an empty tensor without a gradient on all other ranks, which every optimizer skips. So Muon, Shampoo and similar
+optimizers run unmodified, with any operator, and nothing is communicated. Optimizers of torch that are known to handle
+empty tensors do step: all ranks then have state for every parameter, as stock's `set_optimizer_state_dict` requires.
 
 Parameters on `Blocks` are plain tensors too, for optimizers that treat each element, or each block of elements in
-memory, by itself; others get the DTensor, whose operators refuse what blocks cannot give. State of the parameter's own
-shape is a DTensor between the steps, so that checkpoints know where it lies; any other state stays as the optimizer
-made it, on the owner alone. See Note [Two views of one state] in `shard_steps.py`.
+memory, separately. Others get the DTensor, whose operators refuse what blocks do not support. State of the parameter's
+own shape is a DTensor between the steps, so that checkpoints know its placement. Other state stays as the optimizer
+made it, on the owner only. See Note [Two views of one state] in `shard_steps.py`.
 
-torch's foreach and fused operators take either plain tensors or DTensors of one mesh. So an element-wise optimizer of
-torch sees plain tensors for all of its DTensors as soon as it sees one, or as one list of it would mix them.
+torch's foreach and fused operators accept either plain tensors or DTensors of one mesh. So an element-wise optimizer of
+torch sees plain tensors for all of its DTensors if it sees one; otherwise one list would mix both kinds.
 
-Our hooks come with each step: as the innermost, so that the user's see DTensors and no norm of what one rank owns.
+Our hooks are added at each step, as the innermost: users' hooks see DTensors, and no norm of one rank's part.
 
-A step that raises runs no post-hook. The next step, state dict or forward of a root puts everything back first.
+A step that raises runs no post-hook. The next step, state dict or forward of a root first restores everything.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ __all__ = ["after_step", "before_step", "restore_interrupted_steps"]
 
 
 def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> None:
-    """An owner holds its tensor-parallel shard, which an optimizer of matrices would take for the matrix.
+    """Refuses a tensor-parallel shard on its owner: an optimizer of matrices would take it for the matrix.
 
     Raises:
-        RuntimeError: with the FQN, the placements and what to do.
+        RuntimeError: with the FQN, the placements and a remedy.
     """
     if steps_by_element(optimizer) or steps_by_block(optimizer):
         return
@@ -72,13 +72,13 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTe
 
 
 def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor], closure: bool) -> None:
-    """An optimizer whose step on a parameter depends on others, or communicates, would see those of this rank only.
+    """Refuses optimizers that combine parameters or communicate: they would see only this rank's parameters.
 
-    Optimizers that are not known are tried, and again when their settings change: Note [Tried on small tensors] in
+    Unknown optimizers are tried, and again when their settings change: Note [Tried on small tensors] in
     `separate_steps.py`.
 
     Raises:
-        RuntimeError: with what it does, an FQN and what to do.
+        RuntimeError: with the reason, an FQN and a remedy.
     """
     known = steps_by_element(optimizer) or steps_by_block(optimizer) or type(optimizer) in _BY_MATRIX
     owned = [one for one in placed if one.device_mesh.size() > 1 and any(isinstance(p, Owned) for p in one.placements)]
@@ -102,12 +102,12 @@ def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[Plac
 
 
 def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
-    """Its parameters on `Owned` or `Blocks`."""
+    """The optimizer's parameters on `Owned` or `Blocks`."""
     return [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, PlacedTensor)]
 
 
 def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) -> bool:
-    """Whether the optimizer is to see a plain tensor in the place of this parameter."""
+    """Whether the optimizer sees a plain tensor in place of this parameter."""
     for one in parameter.placements:
         if isinstance(one, Owned):
             return True
@@ -117,27 +117,27 @@ def _steps_plainly(optimizer: torch.optim.Optimizer, parameter: PlacedTensor) ->
 
 
 def _sees_plain_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer sees a plain tensor in the place of any parameter."""
+    """Whether the optimizer sees a plain tensor in place of any parameter."""
     if any(_steps_plainly(optimizer, one) for one in _placed(optimizer)):
         return True
     return steps_by_element(optimizer) and any(len(_meshes(group["params"])) > 1 for group in _listed(optimizer))
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Groups that the optimizer takes to foreach or fused operators."""
+    """Groups whose steps use foreach or fused operators."""
     return [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
 
 
 def _meshes(params: Sequence[torch.Tensor]) -> set[int | None]:
-    """The meshes of parameters, by identity, None for plain tensors: these operators take one of them at a time."""
+    """The meshes of parameters, by identity, None for plain tensors: these operators accept only one at a time."""
     return {id(one.device_mesh) if isinstance(one, DTensor) else None for one in params}
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Torch's foreach and fused operators take no plain tensors together with DTensors.
+    """Refuses plain tensors together with DTensors, which torch's foreach and fused operators do not accept.
 
     Raises:
-        RuntimeError: with an FQN and what to do.
+        RuntimeError: with an FQN and a remedy.
     """
     if steps_by_element(optimizer) or not isinstance(optimizer, _TAKES_LISTS):
         return
@@ -160,11 +160,11 @@ class _WholeSteps(ShardSteps):
     def __init__(self) -> None:
         super().__init__()
         self.handles: list[RemovableHandle] = []
-        self.inner = 0  # steps of base classes that run within the step of a subclass: torch calls hooks for each
+        self.inner = 0  # nested steps of base classes within a subclass's step: torch calls hooks for each
 
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step pre-hook. `optimizer_step_on_shards` may have made all plain already."""
+        """Step pre-hook. `optimizer_step_on_shards` may have made all parameters plain already."""
         if self.inner or not _sees_plain_tensors(optimizer):
             return None
         arguments = _with_closure(optimizer, self, args, kwargs)
@@ -178,7 +178,7 @@ class _WholeSteps(ShardSteps):
             self.end(optimizer, args, kwargs)
 
     def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
-        """A plain twin in the place of what `_steps_plainly`; one that is passed over has no gradient, and no state."""
+        """A plain twin if `_steps_plainly` accepts the parameter; a skipped one has no gradient and no state."""
         if not isinstance(parameter, PlacedTensor):
             return super().seen_by(optimizer, parameter, used) if _is_element_wise(optimizer, parameter) else parameter
         if not _steps_plainly(optimizer, parameter):
@@ -198,19 +198,19 @@ class _WholeSteps(ShardSteps):
 
 
 def _is_element_wise(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether an update on each rank's shard is right: it is, unless the user's gradient lies elsewhere."""
+    """Whether updating each rank's shard is correct: it is, unless the user's gradient has another placement."""
     if not isinstance(parameter, DTensor) or not steps_by_element(optimizer):
         return False
     return parameter.grad is None or lies_like(parameter.grad, parameter)
 
 
-# Optimizers of torch that have foreach operators, or are subclasses of such.
+# Optimizers of torch that have foreach operators, and base classes of others.
 _TAKES_LISTS = (*ELEMENTWISE, torch.optim.Adafactor)
 
-# Optimizers of torch that step on each matrix by itself.
+# Optimizers of torch that step on each matrix separately.
 _BY_MATRIX = (torch.optim.Adafactor, torch.optim.Muon)
 
-_MOST_TRIALS = 32  # an optimizer that changes more often than that is tried only when a setting is turned on or off
+_MOST_TRIALS = 32  # if settings change more often, a trial runs only when a setting is turned on or off
 
 _tried: WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionary()
@@ -268,10 +268,10 @@ def _some_rank_passes_over(optimizer: torch.optim.Optimizer, parameter: PlacedTe
 
 
 def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State dict post-hook: torch leaves whole what is no DTensor; it cuts for placements of its own only.
+    """State dict post-hook: torch leaves plain tensors whole, and cuts only for its own placements.
 
     Raises:
-        RuntimeError: if torch is about to gather state that other ranks do not have, and would wait for them for ever.
+        RuntimeError: if torch is about to gather state that other ranks lack, and would wait for them forever.
     """
     if any(_some_rank_passes_over(optimizer, one) for one in _placed(optimizer)) and is_gathered_by_torch():
         raise RuntimeError(
@@ -286,9 +286,9 @@ def _let_torch_give_whole_state(optimizer: torch.optim.Optimizer, state_dict: di
 
 
 def restore_interrupted_steps() -> None:
-    """Ends steps that have raised. At most a look at an empty set."""
+    """Ends steps that have raised. Usually only checks an empty set."""
     for optimizer in list(_lent):
-        if _steps[optimizer].is_lent:  # and no closure runs forward
+        if _steps[optimizer].is_lent:  # and no closure is running forward
             _restore(optimizer)
 
 
@@ -303,7 +303,7 @@ def _restore(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure among the arguments of a step hook, of which the first is the optimizer."""
+    """The closure among the arguments of a step hook; the optimizer is the first argument."""
     if kwargs.get("closure") is not None:
         return kwargs["closure"]
     return args[1] if len(args) > 1 and callable(args[1]) else None

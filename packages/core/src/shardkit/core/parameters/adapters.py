@@ -1,19 +1,19 @@
 """Parameters that are not plain tensors: tensor subclasses with a wire format of their own, and DTensors.
 
 Note [Forms]
-Data parallelism cuts, gathers and reduces plain tensors. What a parameter is around such a tensor, the `ParameterForm`
-knows: for a parameter that another parallelism has made a DTensor, the tensor is this rank's local one, and the form
-knows the sharded DTensor's mesh, makes the unsharded DTensor that the module computes with, and a plain tensor of
-its gradient. Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point
-group `shardkit.dtensor_adapters`.
+Data parallelism cuts, gathers and reduces plain tensors. A `ParameterForm` connects such a tensor to its parameter. If
+another parallelism has made the parameter a DTensor, the tensor is this rank's local one. The form then knows the
+sharded DTensor's mesh, makes the unsharded DTensor that the module computes with, and a plain tensor of its gradient.
+Forms of DTensors come from a `DTensorAdapter` that another distribution provides under the entry point group
+`shardkit.dtensor_adapters`.
 
 Note [Attributes of parameters]
-A user may put attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
+A user may set attributes on a parameter, such as `no_weight_decay`, for an optimizer or a trainer to read. The sharded
 parameter gets those of the original, and the unsharded one gets those of the sharded one. A wrapper subclass keeps its
-inner tensors among the attributes; those stay behind, as copies of them would be computed with in place of the gathered
-ones. Gradients and hooks stay behind too: torch does not keep them among the attributes. A class that adds only Python
-to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is also the class of the unsharded
-parameter, because forward may depend on it.
+inner tensors among the attributes; these are not copied, because computation would use them instead of the gathered
+ones. Gradients and hooks are not copied either: torch does not keep them among the attributes. A class that adds only
+Python to a tensor (methods, `__torch_function__`), such as a subclass of nn.Parameter, is also the class of the
+unsharded parameter, because forward may depend on it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Holder = tuple[nn.Module, str]
 
 
 class ParameterForm(Protocol):
-    """What a parameter is around the plain tensor that data parallelism cuts (see Note [Forms]). Not collective."""
+    """Connects a parameter to the plain tensor that data parallelism cuts (see Note [Forms]). Not collective."""
 
     @property
     def shape(self) -> torch.Size:
@@ -82,11 +82,11 @@ class ParameterForm(Protocol):
     def local(self, shard: torch.Tensor) -> torch.Tensor:
         """The local tensor of the sharded parameter, or of its gradient, over the memory of a shard.
 
-        The shard itself, unless local tensors have more to tell than their elements.
+        It is the shard itself, unless the local tensor carries more than its elements.
         """
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
-        """The shard in a local tensor: the way back from `local`."""
+        """The shard in a local tensor: the inverse of `local`."""
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor that the module computes with, over the memory of the gathered plain tensor."""
@@ -99,18 +99,18 @@ class ParameterForm(Protocol):
 
 
 class DTensorAdapter(Protocol):
-    """Knows how parameters that are DTensors already, by tensor or expert parallelism, are sharded once more."""
+    """Shards parameters that are already DTensors because of tensor or expert parallelism."""
 
     def form(
         self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder]
     ) -> ParameterForm:
-        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
+        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None (0-dim parameters): replicated.
 
-        What is noted about a parameter is noted on one of its holders: the parameter itself is another tensor after
-        `module.to()` or a load.
+        Notes about a parameter are kept on its holders, because the parameter is another tensor after `module.to()` or
+        a load.
 
         Raises:
-            ValueError, TypeError: for meshes or placements that do not fit together, with the FQN.
+            ValueError, TypeError: for meshes or placements that do not match; the message has the FQN.
         """
 
 
@@ -143,7 +143,7 @@ class _PlainForm:
 
 
 class _OwnedForm:
-    """The form of a DTensor parameter, its tensor-parallel shard whole on one rank: `inner` is that of a replica."""
+    """The form of a DTensor parameter whose tensor-parallel shard is whole on one rank; `inner` is a replica's form."""
 
     def __init__(self, inner: ParameterForm, axis: int, placement: Owned) -> None:
         self.inner = inner
@@ -160,12 +160,12 @@ class _OwnedForm:
 def form_of(
     parameter: torch.Tensor, fqn: str, mesh: DataParallelMesh, placement: Placement | None, holders: Sequence[Holder]
 ) -> ParameterForm:
-    """The form of a parameter that is cut by `placement` over `mesh`; None: replicated on it.
+    """The form of a parameter that is cut by `placement` over `mesh`; None: replicated.
 
     Raises:
-        TypeError: for a DTensor while no adapter is installed, with the FQN, its placements and the package to install.
+        TypeError: for a DTensor without an installed adapter; has the FQN, placements and the package to install.
         ValueError, TypeError: from the adapter.
-        NotImplementedError: for a DTensor on a placement that it cannot have, with the FQN and what would work.
+        NotImplementedError: for a DTensor with an unsupported placement; has the FQN and a working alternative.
     """
     if not isinstance(parameter, DTensor):
         kind = PlacedTensor if is_ours(placement) else DTensor
@@ -217,7 +217,7 @@ def _owned_form(
 
 @functools.cache
 def _dtensor_adapter() -> DTensorAdapter | None:
-    """The adapter that an installed distribution provides, looked up when the first DTensor parameter is met.
+    """The adapter that an installed distribution provides, looked up at the first DTensor parameter.
 
     Raises:
         RuntimeError: if several distributions provide one.
@@ -230,11 +230,11 @@ def _dtensor_adapter() -> DTensorAdapter | None:
 
 
 def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a parameter that its class has not set itself (see Note [Attributes of parameters])."""
+    """The attributes of a parameter that its class did not set (see Note [Attributes of parameters])."""
     attributes = parameter.__dict__
     if not wraps_tensors(parameter):
         return dict(attributes)
-    # A DTensor keeps its own in slots; `detach` would cost an operator for each parameter.
+    # A DTensor keeps its own attributes in slots; `detach` would cost an operator for each parameter.
     by_class = {PARAMETER_FLAG}
     if type(parameter) is not DTensor:
         with torch.inference_mode(False):  # in it detach() fails for tensors that were made outside
@@ -256,12 +256,12 @@ def new_parameter(tensor: torch.Tensor, cls: type[torch.Tensor], requires_grad: 
 
 @dataclass
 class SubclassGather:
-    """A sharded parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as torchao's have.
+    """A sharded parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`, like torchao's.
 
-    The first hook turns the shard into plain tensors to gather and metadata; the second turns the gathered tensors into
-    the unsharded tensor, or with `out=` refills the one that it made before. `inner` are the tensors that the unsharded
-    one is made of, whose storage is freed at reshard. `metadata` stays until the next gather from shards: a smaller
-    group that keeps the parameter after forward gathers it again without asking the first hook.
+    The first hook turns the shard into plain tensors to gather and metadata. The second turns the gathered tensors into
+    the unsharded tensor, or with `out=` refills the previous one. `inner` are the inner tensors of the unsharded one;
+    their storage is freed at reshard. `metadata` is kept until the next gather from shards: a smaller group that keeps
+    the parameter after forward gathers it again without the first hook.
     """
 
     fqn: str
@@ -274,7 +274,7 @@ class SubclassGather:
 
     @staticmethod
     def wanted_by(local: torch.Tensor, fqn: str) -> bool:
-        """Whether this local tensor brings its own all-gather hooks.
+        """Whether this local tensor has its own all-gather hooks.
 
         Raises:
             TypeError: if it has only one of the two.

@@ -1,10 +1,10 @@
-"""In which dtype the gradients of a parameter accumulate, are summed, and arrive at the sharded parameter.
+"""The dtypes in which a parameter's gradients accumulate, are summed, and are delivered.
 
 Note [Three dtypes of a gradient]
 Autograd leaves an unsharded gradient in the dtype of the computation. It is *summed*, over backwards without gradient
-sync and over ranks, in `reduce_dtype`. Without one we do as stock of the torch that is installed: since 2.15 a
+sync and over ranks, in `reduce_dtype`. If that is None, the installed torch's FSDP2 is the model: since 2.15 the
 parameter's `grad_dtype` decides, which is its own dtype unless it was set; before, the dtype of the computation. A sum
-is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None takes what comes.
+is *delivered* in the sharded parameter's `grad_dtype`. A `grad_dtype` of None accepts any dtype.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ __all__ = ["GradientDtype"]
 
 
 class GradientDtype:
-    """The `grad_dtype` of one parameter, as far as its user has set it, and what follows from it.
+    """The `grad_dtype` that the user has set for one parameter, and its consequences.
 
     Attributes:
-        may_defer: whether sums are wider than the computation, so that their cast can wait.
+        may_defer: whether sums are wider than the computation, so that their cast can be deferred.
     """
 
     def __init__(self) -> None:
         self._is_set = False
         self._dtype: torch.dtype | None = None
-        self._follows = False  # whether autograd was told
+        self._follows = False  # whether autograd has been configured
         self.may_defer = False
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Takes over what was set on `parameter`. A cast, a move and an assigning load bring parameters without it."""
+        """Takes over the setting of `parameter`. Casts, moves and assigning loads replace parameters without it."""
         is_set, dtype = grad_dtype_of(parameter)
         if is_set:
             self._is_set, self._dtype = True, dtype
 
     def put_on(self, sharded: torch.Tensor) -> None:
-        """Sets it on the sharded parameter, unless it was never set."""
+        """Sets it on the sharded parameter, if the user has set it."""
         if self._is_set:
             set_grad_dtype(sharded, self._dtype)
 
     def take_out(self, sharded: torch.Tensor) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away a gradient whose dtype is not the parameter's to change."""
+        """Before a cast or move of the module: removes a gradient whose dtype must not follow the parameter's."""
         self.note(sharded)
         gradient = sharded.grad
         if gradient is None or not self._is_set:
@@ -51,13 +51,13 @@ class GradientDtype:
         return gradient
 
     def put_back(self, sharded: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """After it: `grad_dtype`, which torch forgets, and that gradient, moved along."""
+        """After a cast or move: restores `grad_dtype`, which torch drops, and that gradient, moved along."""
         self.put_on(sharded)
         if gradient is not None:
             sharded.grad = gradient.to(sharded.device)
 
     def of_sums(self, reduce_dtype: torch.dtype | None, original: torch.dtype) -> torch.dtype | None:
-        """The dtype of sums; None for that of the gradient, whatever it is."""
+        """The dtype of sums; None for the dtype of the gradient."""
         if reduce_dtype is not None:
             return reduce_dtype
         if self._is_set:
@@ -65,11 +65,11 @@ class GradientDtype:
         return original if GRAD_DTYPE_DECIDES else None
 
     def of_shard(self, original: torch.dtype) -> torch.dtype | None:
-        """The dtype of the sharded gradient of a parameter of dtype `original`; None for that of the sum."""
+        """The dtype of the sharded gradient of a parameter of dtype `original`; None for the dtype of the sum."""
         return self._dtype if self._is_set else original
 
     def prepare(self, unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
-        """Tells autograd what to leave on a new unsharded parameter: gradients in the dtype of sums."""
+        """Tells autograd to leave gradients in the dtype of sums on a new unsharded parameter."""
         self._follows = (GRAD_DTYPE_DECIDES or self._is_set) and unsharded.dtype.is_floating_point
         self.may_defer = False
         if not self._follows or sums == unsharded.dtype:
@@ -80,24 +80,24 @@ class GradientDtype:
 
     @staticmethod
     def defer(unsharded: torch.Tensor) -> None:
-        """Leaves gradients of the backward that begins as they come: the reduction casts them to wider sums on the way.
+        """Makes autograd leave gradients of the next backward uncast: the reduction casts them to wider sums.
 
-        For parameters that `may_defer`. A first gradient that nothing reduces has to be cast at once, as stock does:
-        autograd then adds up what several uses of the parameter contribute in the dtype of sums.
+        For parameters that `may_defer`. A first gradient that is not reduced must be cast at once, as in stock:
+        autograd then adds the contributions of several uses of the parameter in the dtype of sums.
         """
         set_grad_dtype(unsharded, None)
 
     @staticmethod
     def stop_deferring(unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
-        """After it."""
+        """Ends `defer`."""
         set_grad_dtype(unsharded, sums)
 
     def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
-        """The dtype that every rank expects a gradient of one backward to have."""
+        """The dtype that every rank expects for a gradient of one backward."""
         return compute if sums is None or self.may_defer or not self._follows else sums
 
     def before_other_axes(self, gradient: DTensor, sums: torch.dtype | None) -> torch.Tensor:
-        """A gradient that is to be summed over axes of tensor parallelism first: that is in the dtype of sums, too."""
+        """A gradient that is first summed over axes of tensor parallelism, cast to the dtype of sums for this."""
         if not GRAD_DTYPE_DECIDES or sums is None:
             return gradient
         return gradient.to(sums) if any(placement.is_partial() for placement in gradient.placements) else gradient

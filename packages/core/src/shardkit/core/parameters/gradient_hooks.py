@@ -1,14 +1,14 @@
 """The user's gradient hooks of parameters.
 
 Note [Gradient hooks]
-Autograd runs the hooks of a leaf where it accumulates into it. It never comes to a sharded parameter: its gradient is
-the sum over the ranks, which is put there. So whoever puts it there runs the hooks: those of `register_hook` on the sum
+Autograd runs the hooks of a leaf where it accumulates into it. It never reaches a sharded parameter, whose gradient is
+the sum over the ranks. The code that stores the sum therefore runs the hooks: those of `register_hook` on the sum
 before it is added, those of `register_post_accumulate_grad_hook` afterwards. They see DTensors, once for each
-reduction, also where that sums several backwards. Hooks of the original, from before `fully_shard`, become hooks of the
+reduction, even if it sums several backwards. Hooks registered on the original before `fully_shard` become hooks of the
 sharded parameter.
 
-An original that somebody still computes with (a list of weights, a view made in `__init__`, a closure) would take the
-gradient that is the sharded parameter's, and never change. It gets a hook that says so.
+An original that is still used in computation (in a list of weights, a view made in `__init__`, a closure) would receive
+the sharded parameter's gradient, and never change. It gets a hook that raises.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["hooked", "move_gradient_hooks"]
 
 
 def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Callable[[], str]) -> None:
-    """Makes the hooks of `original` those of `sharded`, and lets a gradient that still reaches it raise.
+    """Moves the hooks of `original` to `sharded`; a gradient that still reaches `original` raises.
 
-    `name` gives the FQN when that happens.
+    `name` returns the FQN for that error.
     """
     if gradient_hooks(original) or post_accumulate_grad_hooks(original):
         requires_grad = sharded.requires_grad
@@ -55,10 +55,10 @@ def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Cal
 
 
 def hooked(fqn: str, gradient: DTensor, sharded: torch.Tensor) -> DTensor:
-    """What the hooks of `sharded` make of `gradient`.
+    """The gradient after the hooks of `sharded`.
 
     Raises:
-        RuntimeError: if one returns no DTensor like it, with the FQN.
+        RuntimeError: if a hook does not return a DTensor like it; the message has the FQN.
     """
     for hook in gradient_hooks(sharded):
         found = hook(gradient)

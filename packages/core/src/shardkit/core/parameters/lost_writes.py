@@ -2,10 +2,10 @@
 
 Note [Writes that would be lost]
 `tensor.data = other` puts other storage under a tensor. A DTensor keeps its values in its local tensor, which does not
-change, and an unsharded parameter is gathered into the storage that it was made over. Either way the write is lost, or
-the parameter computes with it for ever. So the storage of these tensors is remembered, or marked: that of a DTensor has
-no memory, but an identity. Another storage is an error, for parameters at the next gather, for gradients at the
-optimizer's step. A write that is undone before, as where weights are swapped to save others, does no harm.
+change, and an unsharded parameter is gathered into its original storage. Either way the write is lost, or the parameter
+keeps computing with it. So the storage of these tensors is remembered, or marked; a DTensor's storage has no memory,
+but an identity. Another storage is an error: for parameters at the next gather, for gradients at the optimizer's step.
+A write that is undone before that, such as a temporary swap of weights, does no harm.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MARK = "_shardkit_origin"
 
 
 def mark_gradient(gradient: torch.Tensor) -> None:
-    """Marks a gradient and the storage that it was made over.
+    """Marks a gradient and its storage.
 
-    The mark is the gradient's own id: a weak reference would keep `module.to()` from swapping its insides. Both marks
-    go when the gradient goes. A reference from elsewhere would keep the storage, a few bytes between blocks of memory
-    that are freed, and the C library could not join those.
+    The mark is the gradient's own id: a weak reference would prevent `module.to()` from swapping its contents. Both
+    marks disappear with the gradient. A reference from elsewhere would keep the storage, a few bytes between freed
+    blocks of memory, and the C library could not merge those.
     """
     gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
 
@@ -39,7 +39,7 @@ def mark_gradient(gradient: torch.Tensor) -> None:
 def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:
     """Raises RuntimeError if other storage was put under the gradient of parameter `fqn` since it was marked.
 
-    A copy of a marked gradient has another id, and one with other insides no mark.
+    A copy of a marked gradient has another id; a gradient with swapped contents has no mark.
     """
     if gradient is None or (mark := gradient.__dict__.get(_MARK)) is None or mark != id(gradient):
         return
@@ -52,13 +52,13 @@ def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:
 
 
 def check_replacement(fqn: str, parameter: torch.Tensor, old: DTensor, shape: torch.Size) -> None:
-    """Raises ValueError if what the user has put in place of a sharded parameter cannot stand for it.
+    """Raises ValueError if the user's replacement of a sharded parameter cannot stand for it.
 
     Args:
-        fqn: of the parameter.
-        parameter: what stands in its place now.
+        fqn: FQN of the parameter.
+        parameter: the replacement.
         old: the sharded parameter.
-        shape: that of the whole parameter.
+        shape: shape of the whole parameter.
     """
     if not isinstance(parameter, DTensor):
         raise ValueError(
@@ -105,7 +105,7 @@ def lost_while_unsharded(fqn: str) -> RuntimeError:
 
 
 def refuse_gradient(fqn: str, gradient: torch.Tensor) -> None:
-    """A hook of an unsharded parameter that another one has followed: a gradient of it would be lost.
+    """A hook for an unsharded parameter that has been superseded: its gradient would be lost.
 
     Raises:
         RuntimeError: always.

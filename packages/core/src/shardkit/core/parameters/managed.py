@@ -38,12 +38,12 @@ __all__ = [
 STATE = "_shardkit_state"
 """Attribute of a module that `fully_shard` was called on: its FSDPState."""
 
-_IGNORED = "_shardkit_ignored"  # of a module: the names of its parameters that a call was told to leave alone
+_IGNORED = "_shardkit_ignored"  # set on a module: names of its parameters that a call was told to ignore
 
 
 @dataclass
 class ManagedParameter:
-    """One parameter that a call manages, with every slot among the managed modules that holds it (ties)."""
+    """One parameter that a call manages, and every slot among the managed modules that holds it (ties)."""
 
     parameter: nn.Parameter
     fqn: str
@@ -57,13 +57,13 @@ class ManagedParameter:
 
 @dataclass
 class Managed:
-    """What one call manages.
+    """The modules, parameters and buffers that one call manages.
 
     Attributes:
-        modules: the modules that are neither sharded by an earlier call nor replicated, nor below one that is.
-        parameters: theirs, each once, in order of registration.
+        modules: the modules that are not sharded by an earlier call, not replicated, and not below such a module.
+        parameters: their parameters, each once, in order of registration.
         ties: parameters that an earlier call has sharded and that these modules hold too, with their slots here.
-        buffers: theirs, each once.
+        buffers: their buffers, each once.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -73,11 +73,11 @@ class Managed:
 
 
 def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Validates what the user passed as the module or modules to shard; drops modules inside others of the list.
+    """Validates the module or modules to shard; drops modules inside others of the list.
 
     Raises:
-        TypeError: for anything that is not a module or a list of modules.
-        ValueError: for an empty list, a container without a forward, or a module that is sharded already.
+        TypeError: if it is not a module or a list of modules.
+        ValueError: for an empty list, a container without a forward, or a module that is already sharded.
     """
     given = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not given:
@@ -108,8 +108,8 @@ def manage(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     """Walks the modules and collects what the call manages.
 
     Raises:
-        ValueError: for a parameter that no module owns (one in a plain list or dict attribute), or that a replicated
-            module shares, and for a module that torch's own FSDP has sharded.
+        ValueError: for a parameter outside of all modules (in a plain list or dict attribute), or shared with a
+            replicated module, and for a module that torch's own FSDP has sharded.
     """
     managed = Managed()
     by_id: dict[int, ManagedParameter] = {}
@@ -172,7 +172,7 @@ def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_other_engine(name: str, module: nn.Module) -> None:
-    """Two engines in one model would each wait for gathers and gradients that the other one never starts."""
+    """Two engines in one model would each wait for gathers and gradients that the other never starts."""
     if (engine := stock_engine_of(module)) is not None:
         where = f"module '{name}'" if name else f"this {type(module).__name__}"
         raise ValueError(
@@ -182,7 +182,7 @@ def _refuse_other_engine(name: str, module: nn.Module) -> None:
 
 
 def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]) -> None:
-    """A parameter in a plain list or dict is in no state dict, no optimizer and no group: it would not train."""
+    """A parameter in a plain list or dict is in no state dict, optimizer or group, so it would not train."""
     found: list[tuple[str, nn.Parameter]] = []
     registered: set[int] = set()
     for name, module in modules:
@@ -199,7 +199,7 @@ def _refuse_homeless(modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.P
 
 
 def _refuse_shared_with_replicated(roots: Sequence[nn.Module], managed: Mapping[int, ManagedParameter]) -> None:
-    """A replicated module would go on with the original, which no longer changes."""
+    """A replicated module would continue with the original, which no longer changes."""
     for root in roots:
         for module in filter(is_replicated, root.modules()):
             for name, parameter in module.named_parameters():
@@ -225,7 +225,7 @@ def check_subclasses(managed: Managed) -> None:
     """Raises for a tensor subclass with half of the all-gather hooks.
 
     Raises:
-        TypeError: with the FQN and the hook that is missing.
+        TypeError: with the FQN and the missing hook.
     """
     for one in managed.parameters:
         tensor = one.parameter.detach()
@@ -233,19 +233,19 @@ def check_subclasses(managed: Managed) -> None:
 
 
 def move_buffers(buffers: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Moves buffers to the device, in place; those on the meta device stay for `materialize`."""
+    """Moves buffers to the device in place; `materialize` handles those on the meta device."""
     for buffer in buffers:
         if buffer.device != device and buffer.device.type != "meta":
             buffer.data = buffer.to(device)
 
 
 def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement | None:
-    """The placement of one parameter from what `shard_placement_fn` returned for it; None for a 0-dim parameter.
+    """The placement of one parameter from the result of `shard_placement_fn`; None for a 0-dim parameter.
 
     Raises:
         ValueError: for a dim that the parameter does not have.
-        TypeError: for anything but a `Shard`, an `Owned`, a `Blocks` or None, or a placement that a tensor subclass
-            cannot have.
+        TypeError: if the result is not a `Shard`, an `Owned`, a `Blocks` or None, or a tensor subclass does not support
+            it.
     """
     shape = tuple(managed.parameter.shape)
     if not shape:
@@ -278,10 +278,10 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
 
 
 def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default: DataParallelMesh) -> DataParallelMesh:
-    """The mesh of one parameter from what `shard_placement_fn` returned for it: one of its own, or the call's.
+    """The mesh of one parameter from the result of `shard_placement_fn`: its own, or the call's.
 
-    A result with a mesh has attributes `placement` and `mesh_info`, as stock's `ShardPlacementResult` has them; the
-    latter's are `mesh`, `shard_mesh_dim` and `replicate_mesh_dim`, as those of stock's `FSDPMeshInfo`.
+    A result with a mesh has attributes `placement` and `mesh_info`, like stock's `ShardPlacementResult`; the latter has
+    `mesh`, `shard_mesh_dim` and `replicate_mesh_dim`, like stock's `FSDPMeshInfo`.
 
     Raises:
         TypeError: for a `mesh_info` without a mesh, or without an axis to shard over, with the FQN.
@@ -305,10 +305,10 @@ def mesh_of_parameter(managed: ManagedParameter, chosen: object | None, default:
 
 
 def check_annotations(managed: ManagedParameter, mesh: DataParallelMesh) -> None:
-    """Raises for a plain parameter that `spmd_types` calls a part of a larger one, or a partial result.
+    """Raises for a plain parameter that `spmd_types` marks as a part of a larger one, or as a partial result.
 
-    Its annotations name for each mesh axis how the ranks' tensors belong together. On data-parallel axes all ranks have
-    the same values and gradients are summed (`R`); on any other axis values and gradients have to be the same (`I`), as
+    For each mesh axis, annotations say how the ranks' tensors are related. On data-parallel axes all ranks have the
+    same values and gradients are summed (`R`). On any other axis values and gradients must be the same (`I`), because
     nothing here sums them.
 
     Raises:
@@ -332,10 +332,10 @@ def check_annotations(managed: ManagedParameter, mesh: DataParallelMesh) -> None
 def with_owners(
     managed: Sequence[ManagedParameter], placements: Sequence[Placement | None], mesh: DataParallelMesh
 ) -> list[Placement | None]:
-    """The placements with a rank for every `Owned()` that names none. The same on all ranks; not collective.
+    """The placements, with a rank for every `Owned()` without one. The same on all ranks; not collective.
 
     Raises:
-        ValueError: for an owner that is not a rank of the shard group, with the FQN.
+        ValueError: if an owner is not a rank of the shard group; the message has the FQN.
     """
     for one, placement in zip(managed, placements, strict=True):
         if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= mesh.shard_size:

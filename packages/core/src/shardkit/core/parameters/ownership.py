@@ -1,10 +1,10 @@
-"""Which rank owns which parameter: plans that balance the work of an optimizer step, made without communication.
+"""Plans of which rank owns which parameter. They balance the work of an optimizer step and need no communication.
 
 Note [Balance]
-The slowest rank decides how long a step takes. Parameters are given out in the order of falling cost, each to the rank
-with the least to do so far; of ranks with equally much, to the one with the fewest bytes, then the lowest. Every rank
-computes the same from shapes alone. Doing so for a whole model at once (`plan_owners`) balances better than for one
-`fully_shard` call after the other, because a large matrix of a late call finds no rank that was kept free for it.
+The slowest rank decides how long a step takes. Parameters are assigned in order of falling cost, each to the rank with
+the least work so far; ties go to the rank with the fewest bytes, then to the lowest rank. Every rank computes the same
+plan from shapes alone. Planning a whole model at once (`plan_owners`) balances better than planning each `fully_shard`
+call separately: a later call with a large matrix finds no idle rank.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Cost = Callable[[torch.Tensor], float]
 def newton_schulz_flops(parameter: torch.Tensor) -> float:
     """Floating-point operations of one iteration of Muon's Newton-Schulz on a matrix `(..., rows, columns)`.
 
-    With `m <= n` the sides: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update. What is
-    not a matrix counts one operation an element.
+    With sides `m <= n`: `2 m^2 n` for the Gram matrix, `2 m^3` for its square, `2 m^2 n` for the update. A tensor of
+    fewer dims counts one operation per element.
     """
     shape = _own_shape(parameter)
     if len(shape) < 2:
@@ -52,7 +52,7 @@ def newton_schulz_flops(parameter: torch.Tensor) -> float:
 
 
 def _own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of what an owner holds: of a tensor-parallel parameter, this rank's shard."""
+    """Shape of the owner's tensor: for a tensor-parallel parameter, this rank's shard."""
     return tuple(local_of(parameter).shape if isinstance(parameter, DTensor) else parameter.shape)
 
 
@@ -77,8 +77,8 @@ class OwnerPlan:
     """Owners for the parameters of one model, for any number of ranks.
 
     Args:
-        named: the parameters that are to be owned, with their FQNs; they are held weakly.
-        cost: what one step costs the owner of each.
+        named: the parameters to be owned, with their FQNs; they are held weakly.
+        cost: cost of one optimizer step for each parameter.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], cost: Cost) -> None:
@@ -96,12 +96,12 @@ class OwnerPlan:
         return self._owners[world_size]
 
     def owner(self, parameter: torch.Tensor, world_size: int) -> int | None:
-        """The owner of one parameter; None for one that the plan was not made for."""
+        """The owner of one parameter; None if the plan does not contain it."""
         number = self._numbers.get(parameter)
         return None if number is None else self.owners(world_size)[number]
 
     def loads(self, world_size: int) -> list[Weight]:
-        """What each rank owns: (cost, bytes)."""
+        """The load of each rank: (cost, bytes)."""
         loads = [(0.0, 0)] * world_size
         for rank, (cost, nbytes) in zip(self.owners(world_size), self.weights, strict=True):
             loads[rank] = loads[rank][0] + cost, loads[rank][1] + nbytes
@@ -118,7 +118,7 @@ def _weigh(parameter: torch.Tensor, cost: Cost) -> Weight:
 
 
 class PlannedPlacements:
-    """A `shard_placement_fn` with a plan of owners for a whole model; what `plan_owners` makes.
+    """A `shard_placement_fn` with a plan of owners for a whole model; `plan_owners` returns it.
 
     Attributes:
         plan: the owners; `plan.imbalance(world_size)` says how even they are.
@@ -144,26 +144,26 @@ def plan_owners(
     *,
     cost: Cost = newton_schulz_flops,
 ) -> PlannedPlacements:
-    """A `shard_placement_fn` whose owners are balanced over all of a model. Not collective; needs no mesh yet.
+    """A `shard_placement_fn` whose owners are balanced over a whole model. Not collective; needs no mesh.
 
-    Call it before the first `fully_shard`, and pass what it returns to every call. All ranks must make the same calls.
+    Call it before the first `fully_shard`, and pass its result to every call. All ranks must make the same calls.
 
     Args:
-        model: the whole model, also one on the meta device.
+        model: the whole model; it may be on the meta device.
         choose: the placement of each parameter; by default matrices are owned and everything else is `Shard(0)`.
-        cost: what one step costs the owner of a parameter, from its shape and dtype, in any unit.
+        cost: cost of stepping a parameter for its owner, from its shape and dtype, in any unit.
     """
     return PlannedPlacements(model, choose, cost)
 
 
-# Optimizers that step on whole matrices, by class name: torch's, and those of packages that many use.
+# Optimizers that step on whole matrices, by class name: torch's, and those of widely used packages.
 _MATRIX_OPTIMIZERS = (
     *("muon", "shampoo", "soap", "psgd", "kron", "scion", "solp", "ortho", "adafactor", "came", "galore", "splus"),
     *("spectralsphere", "lather"),
 )
 # Optimizers whose state is quantized in blocks of consecutive elements.
 _BLOCK_OPTIMIZERS = ("8bit", "4bit", "fp8")
-# Of those, the ones that also need a norm of the whole parameter, or keep state of another shape.
+# Those among them that also need a norm of the whole parameter, or keep state of another shape.
 _WHOLE_BLOCK_OPTIMIZERS = ("lamb", "lars", "ademamix")
 _BLOCK = 4096
 """Elements: a multiple of every block size, and the least that torchao and bitsandbytes quantize at all."""
@@ -172,18 +172,18 @@ _BLOCK = 4096
 def placements_for(model: nn.Module, optimizer_class: type[torch.optim.Optimizer]) -> PlannedPlacements:
     """A `shard_placement_fn` that suits an optimizer, for all `fully_shard` calls of a model. Not collective.
 
-    - Optimizers that need whole matrices (Muon, Shampoo, SOAP and kin, by the name of the class): weights of two dims
-      are owned, but for those of `nn.Embedding` and of linear layers of the same shape (the head). These, and vectors,
-      are `Shard(0)`, for an optimizer of their own.
-    - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` where the parameter has a
-      multiple of that; others are owned, since they would quantize a part where they would not quantize the whole. With
-      LAMB, LARS and AdEMAMix everything is owned: they read whole parameters.
-    - Every other optimizer updates each element by itself, or is not known: `Shard(0)`.
+    - Optimizers that need whole matrices (Muon, Shampoo, SOAP and similar, by class name): weights of two dims are
+      owned, except those of `nn.Embedding` and of linear layers of the same shape (the head). These and vectors are
+      `Shard(0)`, for a separate optimizer.
+    - Optimizers with 8-bit or 4-bit state (torchao's, bitsandbytes'): `Blocks(elements=4096)` if the parameter has a
+      multiple of 4,096 elements. Other parameters are owned, because these optimizers may quantize a part of a tensor
+      where they would not quantize the whole. For LAMB, LARS and AdEMAMix, which read whole parameters, all are owned.
+    - Optimizers that update each element by itself, and unknown ones: `Shard(0)`.
 
     Call it before the first `fully_shard`. Parameters that are DTensors get `Owned()` in place of `Blocks`.
 
     Raises:
-        TypeError: for anything but a class.
+        TypeError: if `optimizer_class` is not a class.
     """
     if not isinstance(optimizer_class, type):
         raise TypeError(f"placements_for takes the class of an optimizer, got {optimizer_class!r}")
@@ -208,12 +208,12 @@ def _in_blocks(parameter: nn.Parameter) -> Placement:
     return Blocks(elements=_BLOCK)
 
 
-# What the ranks of each shard group own, of parameters whose owner no plan has chosen.
+# The load of each rank of a shard group, from parameters whose owner was not chosen by a plan.
 _loads: WeakKeyDictionary[dist.ProcessGroup, list[Weight]] = WeakKeyDictionary()
 
 
 def owners_for(parameters: Sequence[tuple[torch.Tensor, OwnerPlan | None]], mesh: DataParallelMesh) -> list[int]:
-    """The owner of each parameter within the shard group, by its plan or else by what the ranks own so far."""
+    """The owner of each parameter within the shard group: from its plan, or else the least loaded rank."""
     group, world = mesh.shard_group, mesh.shard_size
     planned = [None if plan is None else plan.owner(one, world) for one, plan in parameters]
     loads = [(0.0, 0)] * world if group is None else _loads.setdefault(group, [(0.0, 0)] * world)

@@ -78,9 +78,9 @@ from shardkit.core.torch_compat import (
 
 __all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
 
-# What originals and unsharded parameters belong to. A note on the tensor itself would be pickled and copied with it.
+# The parameter that an original or unsharded parameter belongs to. An attribute would be pickled and copied.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# On the storage of an unsharded parameter: a weak reference to what it belongs to.
+# On the storage of an unsharded parameter: a weak reference to its FSDPParam.
 _OWNER = "_shardkit_param"
 # Sharded parameters, by id: `module.to()` cannot swap a DTensor that has weak references.
 _sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
@@ -94,7 +94,7 @@ def param_over(storage: torch.UntypedStorage) -> FSDPParam | None:
 
 
 def sharded_counterpart(parameter: torch.Tensor) -> FSDPParam | None:
-    """The FSDPParam that an original, sharded or unsharded parameter belongs to, None if there is none (any more)."""
+    """The FSDPParam of an original, sharded or unsharded parameter, None if there is none (any more)."""
     param = _sharded.get(id(parameter))
     if param is not None and param.sharded_param is parameter:
         return param
@@ -107,13 +107,13 @@ class FSDPParam:
     """One parameter of a group, sharded on one dim over the shard axis of a data-parallel mesh.
 
     Args:
-        original: the user's parameter, a plain tensor, a wrapper subclass or a DTensor, on any device.
+        original: the user's parameter: a plain tensor, a wrapper subclass or a DTensor, on any device.
         fqn: its name, for messages; refined when the root module is known.
-        slots: every module attribute that holds it.
+        slots: all module attributes that hold it.
         mesh: the data-parallel mesh.
         placement: how it is cut; None for a 0-dim parameter, which is replicated.
-        form: what the parameter is around the plain tensor that is cut.
-        device: where the unsharded parameter lives.
+        form: connects the parameter to the plain tensor that is cut.
+        device: device of the unsharded parameter.
     """
 
     def __init__(
@@ -170,16 +170,16 @@ class FSDPParam:
         self._adopt_local(local_of(self.sharded_param))
         self.register(self.sharded_param)
 
-    # -- what the user may have changed --------------------------------------------------------------------------------
+    # -- changes by the user -------------------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """Takes over what the user put in place since the last use; returns whether plans must be made anew.
+        """Takes over replacements by the user since the last use; returns whether plans must be rebuilt.
 
-        That is a cast, a move, `load_state_dict(assign=True)`, an assignment. The group's gather looks for it, and for
-        what is refused here, in one loop before it calls this.
+        Replacements are casts, moves, `load_state_dict(assign=True)` and assignments. The group's gather checks for
+        them, and for the errors raised here, in one loop before it calls this.
         """
         before = self.sharded_param
-        for slot in self.slots:  # several for a tied parameter, which an assigning load fills one by one
+        for slot in self.slots:  # a tied parameter has several, which an assigning load fills one by one
             current = slot.get()
             if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
                 self._adopt_parameter(current)
@@ -193,19 +193,19 @@ class FSDPParam:
         if self.sharded_param.untyped_storage() is not self.origin:
             raise lost_parameter(self.fqn)
         if self._unsharded_is_lost:
-            self.unsharded_param = None  # the next gather makes another one
+            self.unsharded_param = None  # the next gather makes a new one
             raise lost_while_unsharded(self.fqn)
         return False
 
     @property
     def _sharded_is_lost(self) -> bool:
-        """Whether the user has put other data under the sharded parameter (Note [Writes that would be lost])."""
+        """Whether the user put other data under the sharded parameter (Note [Writes that would be lost])."""
         # `module.to()` changes the local tensor as well.
         return self.sharded_param.untyped_storage() is not self.origin and local_of(self.sharded_param) is self.held
 
     @property
     def _unsharded_is_lost(self) -> bool:
-        """Whether the user has written to the unsharded parameter; the hooks of a subclass may do so."""
+        """Whether the user has written to the unsharded parameter; hooks of a subclass are allowed to."""
         unsharded = self.unsharded_param
         if unsharded is None or self.subclass is not None:
             return False
@@ -227,9 +227,9 @@ class FSDPParam:
         self.register(parameter)
 
     def _adopt_local(self, local: torch.Tensor, *, alike: bool = True) -> None:
-        """Takes over a shard in other memory or of another dtype; `alike`: attributes of the parameter are as before.
+        """Adopts a shard in other memory or of another dtype; `alike`: the parameter's attributes have not changed.
 
-        The unsharded parameter stays if it would not be another one now: the graph of a forward may still read it.
+        The unsharded parameter is kept if it is still valid, because the graph of a forward may read it.
         """
         self.drop_zeroed_gradient()
         before = self._unsharded_kind if alike and self.unsharded_param is not None else None
@@ -249,7 +249,7 @@ class FSDPParam:
         wanted = SubclassGather.wanted_by(local, self.fqn)
         self.subclass = SubclassGather(self.fqn, self.mesh.shard_mesh, self.shape, self.mp_policy) if wanted else None
         self._note_dtypes()
-        # At world size 1 there is nothing to gather: the unsharded parameter is the shard itself.
+        # At world size 1 nothing is gathered: the unsharded parameter is the shard itself.
         self.aliased = (
             self.mesh.shard_size == 1
             and self.subclass is None
@@ -261,12 +261,12 @@ class FSDPParam:
         if before != self._unsharded_kind or not self._stays_unsharded():
             self._drop_unsharded()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
-            self.accumulated = self.accumulated.to(dtype)  # that of the gradients to come
+            self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
             if self._stand_in.gradient is not None:
                 self._show_waiting()
 
     def _stays_unsharded(self) -> bool:
-        """Puts the new shard under an unsharded parameter that is the shard itself; whether that can be done."""
+        """Puts the new shard under an unsharded parameter that aliases the shard; returns whether this is possible."""
         unsharded = self.unsharded_param
         if unsharded is None or self.subclass is not None:
             return False
@@ -278,7 +278,7 @@ class FSDPParam:
         return True
 
     def _drop_unsharded(self) -> None:
-        """The next gather makes another one. A gradient that waits is kept; one that comes later is refused."""
+        """Makes the next gather create a new one. A waiting gradient is kept; a later one is refused."""
         self.flats = []
         self.targets = []
         self._inner_bytes = 0
@@ -292,29 +292,29 @@ class FSDPParam:
 
     @property
     def _unsharded_kind(self) -> tuple[object, ...]:
-        """What decides how the unsharded parameter is made, and the gradients that it gets."""
+        """The properties that determine how the unsharded parameter is made, and its gradients."""
         return self.dtype, self.sums_dtype, self.aliased, self.subclass is None
 
     @property
     def shard_to_share(self) -> torch.Tensor | None:
-        """The shard, if it could lie in memory that peers on this host can read, and does not."""
+        """The shard, if it could be moved to memory that peers on this host can read, and is not there yet."""
         local = self._local
         if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
             return None
         return None if self.aliased or self.subclass else local
 
     def move_shard(self, local: torch.Tensor) -> None:
-        """Puts the shard into other memory with the same contents. Tensors over the old memory are cut off from it."""
+        """Moves the shard to other memory with the same contents. Tensors over the old memory are detached from it."""
         self.held, self._local = self.form.local(local), local
         replace_local(self.sharded_param, self.held)
 
     def set_mixed_precision(self, policy: MixedPrecisionPolicy) -> None:
-        """Takes other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
+        """Sets other dtypes for computation and reduction; gradients that wait for a reduction are kept."""
         self.mp_policy = policy.for_parameter(self.sharded_param, self.fqn)
         self._adopt_local(self.held)
 
     def check_ready(self) -> None:
-        """Before the first gather: raises RuntimeError if the shard is not where training needs it."""
+        """Before the first gather: raises RuntimeError if the shard is on the wrong device."""
         self.gradient_dtype.note(self.sharded_param)
         self._note_dtypes()
         check_device(self.fqn, self._local, self.device, offloaded=self.offload is not None)
@@ -322,7 +322,7 @@ class FSDPParam:
     # -- unsharding ----------------------------------------------------------------------------------------------------
 
     def sources(self) -> list[torch.Tensor]:
-        """This rank's tensors to gather: the shard, or what a subclass makes of it."""
+        """This rank's tensors to gather: the shard, or the tensors that a subclass makes from it."""
         self._gathered_version = version_of(self.sharded_param)
         if self.aliased:
             return []
@@ -334,7 +334,7 @@ class FSDPParam:
         return self.subclass.inputs(local, module)
 
     def items(self, sources: list[torch.Tensor]) -> list[GatherItem]:
-        """What of this parameter a gather over the whole shard group moves; nothing when it is aliased."""
+        """The items of this parameter in a gather over the whole shard group; none if it is aliased."""
         if self.aliased:
             return []
         if self.subclass is None:
@@ -349,7 +349,7 @@ class FSDPParam:
         for flat in self.flats:
             allocate_storage(flat, self.fqn)
         if self.flats and not self.targets:
-            # A flat is padded; beyond dim 0 the unsharded tensor is the beginning of it.
+            # A flat is padded; if another dim than 0 is cut, the unsharded tensor is the beginning of it.
             whole = self.subclass is not None or self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
@@ -367,10 +367,10 @@ class FSDPParam:
         return self.layout.flat_numel * self.dtype.itemsize
 
     def make_unsharded(self, requires_grad: bool) -> nn.Parameter:
-        """The parameter over what was gathered; that of a subclass may stay, with inner tensors filled anew."""
+        """The parameter over the gathered memory; a subclass's parameter may be kept, with inner tensors refilled."""
         tensor: torch.Tensor | None = None
         if self.subclass is not None:
-            # Views with version counters of their own, as the next gather writes to the flats; and the parameter
+            # Views with version counters of their own, because the next gather writes to the flats; and the parameter
             # itself, as the hook may put new metadata, such as a scale, on the object.
             flats = [raw_view(flat) for flat in self.flats]
             tensor = self.subclass.unsharded(self._local, flats, self.dtype, self.unsharded_param)
@@ -394,13 +394,13 @@ class FSDPParam:
         return unsharded
 
     def _note_unsharded(self, unsharded: nn.Parameter) -> None:
-        """Notes what `_unsharded_is_lost` compares with."""
+        """Stores the state that `_unsharded_is_lost` compares."""
         self.unsharded_version = version_of(unsharded)
         self.unsharded_origin = unsharded.untyped_storage()
         self.unsharded_origin.__dict__[_OWNER] = weakref.ref(self)
 
     def _count_inner_bytes(self) -> int:
-        """What a subclass's hook has allocated beside the flat tensors."""
+        """Bytes that a subclass's hook has allocated besides the flat tensors."""
         assert self.subclass is not None
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.subclass.inner}
         return sum(storage.size() for address, storage in storages.items() if address not in self.memory)
@@ -412,13 +412,13 @@ class FSDPParam:
 
     @property
     def memory(self) -> set[int]:
-        """Addresses of the memory that the unsharded parameter is made of."""
+        """Addresses of the memory of the unsharded parameter."""
         tensors = [self._local] if self.aliased else self.flats
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sharded parameter was written to, or replaced, since it was gathered. Alike on all ranks."""
+        """Whether the sharded parameter was written to, or replaced, since it was gathered. The same on all ranks."""
         if self._sharded_is_lost or self._unsharded_is_lost:
             return True
         for slot in self.slots:
@@ -429,7 +429,7 @@ class FSDPParam:
 
     @property
     def changed_since_gather(self) -> bool:
-        """The same of a parameter that is registered as sharded at the moment."""
+        """`is_stale` for a parameter that is currently registered as sharded."""
         for slot in self.slots:
             current = slot.get()
             if current is not None and current is not self.sharded_param:
@@ -442,11 +442,11 @@ class FSDPParam:
         return version_of(self.sharded_param) != self._settled_version or local_of(self.sharded_param) is not self.held
 
     def settle_shard(self) -> None:
-        """Notes that gathers from now on come after what was written to the shard so far."""
+        """Notes that later gathers are ordered after all writes to the shard so far."""
         self._settled_version = version_of(self.sharded_param)
 
     def free(self) -> None:
-        """Frees the unsharded storage; the tensors over it stay."""
+        """Frees the unsharded storage; tensors over it remain."""
         for flat in self.flats:
             free_storage(flat, self.fqn)
         if self.subclass is not None:
@@ -463,18 +463,18 @@ class FSDPParam:
             self.kept.append(flat.narrow(0, layout.offset(rank), layout.length(rank)).clone())
 
     def kept_items(self, world_size: int) -> list[GatherItem]:
-        """What a gather over the smaller group moves."""
+        """The items of this parameter in a gather over the smaller group."""
         return [GatherItem(self.fqn, ChunkLayout((flat.numel(),), 0, world_size), flat.dtype) for flat in self.flats]
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @property
     def reduce_item(self) -> ReduceItem:
-        """How this parameter's gradient is cut up for the reduction."""
+        """How this parameter's gradient is divided for the reduction."""
         return ReduceItem(self.fqn, self.layout)
 
     def _note_dtypes(self) -> None:
-        """Asks once in which dtypes gradients are summed and delivered; None for that of the gradient, of the sum."""
+        """Caches the dtypes of sums and delivered gradients; None for the dtype of the gradient, or of the sum."""
         self.sums_dtype = self.gradient_dtype.of_sums(self.mp_policy.reduce_dtype, self.orig_dtype)
         self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
 
@@ -487,18 +487,18 @@ class FSDPParam:
         return gradient
 
     def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
-        """After it: `grad_dtype`, which torch forgets, that gradient, moved along, and the stand-in."""
+        """After a cast or move: restores `grad_dtype`, which torch drops, that gradient and the stand-in."""
         self.gradient_dtype.put_back(self.sharded_param, gradient)
         self._show_waiting()
 
     def defer_cast(self, *, will_reduce: bool) -> None:
-        """When a backward begins: autograd need not cast gradients to wider sums, if something else will."""
+        """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will."""
         unsharded = self.unsharded_param
         if unsharded is not None and (will_reduce or self.accumulated is not None or unsharded.grad is not None):
             self.gradient_dtype.defer(unsharded)
 
     def end_deferring(self) -> None:
-        """When its gradients have been taken."""
+        """After its gradients have been taken: ends `defer_cast`."""
         unsharded = self.unsharded_param
         if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.sums_dtype):
             self.gradient_dtype.stop_deferring(unsharded, self.sums_dtype)
@@ -518,7 +518,7 @@ class FSDPParam:
         self._show_waiting()
 
     def _show_waiting(self) -> None:
-        """Puts the stand-in of a gradient that waits for its reduction, if one does."""
+        """Installs the stand-in of a gradient that waits for its reduction, if there is one."""
         waiting = self.accumulated
         if waiting is None and self.unsharded_param is not None:
             waiting = self.unsharded_param.grad
@@ -528,14 +528,14 @@ class FSDPParam:
             mark_gradient(stand_in)
 
     def drop_zeroed_gradient(self) -> None:
-        """Drops the gradient that waits if the user has zeroed gradients since (Note [A gradient that waits])."""
+        """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
         if self._stand_in.gradient is not None:
             check_gradient(self.fqn, self.sharded_param.grad)
             if self._stand_in.was_zeroed(self.sharded_param):
                 self.forget_gradients()
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
-        """The plain full gradient to reduce, which this object forgets; None if backward left none."""
+        """The plain full gradient to reduce, which this object then drops; None if backward left none."""
         self._stand_in.dismiss(self.sharded_param)
         parameter, fresh = self.unsharded_param, None
         if parameter is not None:
@@ -543,7 +543,7 @@ class FSDPParam:
         gradient, self.accumulated = self.accumulated, None
         if gradient is None:
             gradient = fresh
-            if zeros_if_unused:  # ranks send zeros or gradients, alike in dtype
+            if zeros_if_unused:  # ranks send zeros or gradients, of the same dtype
                 dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
                 if gradient is None and parameter is not None and parameter.requires_grad:
                     return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
@@ -558,10 +558,10 @@ class FSDPParam:
         return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
-        """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the one that is there.
+        """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the existing one.
 
-        Copies to pinned memory overlap unless something on the host reads the gradient at once; the end of backward
-        waits for them.
+        Copies to pinned memory overlap, unless host code reads the gradient at once; the end of backward waits for
+        them.
         """
         if gradient.shape != self.local_shape:
             gradient = gradient.view(self.local_shape)
@@ -584,7 +584,7 @@ class FSDPParam:
                 hook(self.sharded_param)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
-        """What `zero_grad` does, for the sharded gradient and for one that waits."""
+        """`zero_grad` for the sharded gradient and for a waiting one."""
         if self._stand_in.gradient is not None:
             self.forget_gradients()
         if set_to_none:
@@ -593,7 +593,7 @@ class FSDPParam:
             local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
-        """Drops unsharded gradients, of an iteration that failed or that the user has zeroed."""
+        """Drops unsharded gradients, after a failed iteration or when the user has zeroed them."""
         self._stand_in.dismiss(self.sharded_param)
         self.accumulated = None
         if self.unsharded_param is not None:

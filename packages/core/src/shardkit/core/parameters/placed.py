@@ -1,11 +1,10 @@
 """`PlacedTensor`: a DTensor on one of our own placements.
 
 Note [Operators on our placements]
-torch's operators know `Shard`, `Replicate` and `Partial`; with another placement they would guess, or gather with
-sizes that are wrong. So a `PlacedTensor` runs operators itself. What acts on each element by itself runs on the local
-tensors, without communication. Norms add up over the ranks, because clipping and loggers of others need them.
-Everything else raises and says what to do. An optimizer never comes here with an owned parameter: it steps on plain
-tensors (`whole_steps.py`).
+torch's operators know `Shard`, `Replicate` and `Partial`; with another placement they would guess, or gather with wrong
+sizes. So a `PlacedTensor` runs operators itself. Elementwise operators run on the local tensors, without communication.
+Norms are summed over the ranks, because third-party clipping and loggers need them. All other operators raise with a
+remedy. Optimizers never use this class for owned parameters: they step on plain tensors (`whole_steps.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
 __all__ = ["PlacedTensor"]
 
-# Operators that keep each element in its place and carry no tag that says so.
+# Operators that keep each element in its place but lack a tag for it.
 _IN_PLACE = frozenset(
     {
         "_pin_memory",
@@ -47,7 +46,7 @@ _IN_PLACE = frozenset(
     }
 )
 _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
-# Operators on lists that make other shapes.
+# Operators on lists that return other shapes.
 _REDUCING = frozenset({"_foreach_max", "_foreach_mm", "_foreach_powsum"})
 _NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -94,7 +93,7 @@ class PlacedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A DTensor with torch's placements. Collective; carries no gradient.
+        """Converts to a DTensor with torch's placements. Collective; carries no gradient.
 
         Raises:
             ValueError: for another mesh, or for a placement that torch does not know.
@@ -123,7 +122,7 @@ class PlacedTensor(DTensor):
         for rank in range(mesh.size(axis)):
             at = [*coordinate[:axis], rank, *coordinate[axis + 1 :]]
             part = region_at("", shape, self.placements, mesh.mesh.shape, at)
-            # An owner holds all that the other axes leave; blocks are cut by no other axis.
+            # An owner holds everything that the other axes leave; blocks are not cut by any other axis.
             target = whole if part.numel == whole.numel() else part.window(whole)
             if not part.numel or target is None:
                 continue
@@ -139,7 +138,8 @@ class PlacedTensor(DTensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PlacedTensor(local_tensor={local_of(self)}, placements={tuple(self.placements)})"
 
-    # -- the questions of torch.distributed.checkpoint ----------------------------------------------------------------
+    # -- queries of torch.distributed.checkpoint
+    # ------------------------------------------------------------------------
 
     def _boxes(self) -> list[tuple[torch.Size, torch.Size, Any]]:
         return [
@@ -178,7 +178,7 @@ def _first(args: Sequence[Any]) -> PlacedTensor:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two tensors lie in the same places."""
+    """Whether the elements of two tensors lie in the same places."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.device_mesh != other.device_mesh:
         return False
     return one.shape == other.shape and tuple(one.placements) == tuple(other.placements)
@@ -193,7 +193,7 @@ def _refusal(func: Any, tensor: PlacedTensor, because: str = "is not known to ac
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on the local tensors and wraps what has their shape."""
+    """Runs an operator on the local tensors and wraps results of their shape."""
     like = _first(args)
 
     def local(value: Any) -> Any:
@@ -223,7 +223,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _refuse_mixed_lists(func: Any, args: tuple[Any, ...], like: PlacedTensor) -> None:
-    """Lists of such an operator may hold tensors of several placements, if those side by side are alike."""
+    """Checks lists of tensors: they may have several placements, if tensors at the same index are alike."""
     lists = [one for one in args if isinstance(one, list | tuple) and one and isinstance(one[0], torch.Tensor)]
     for side_by_side in zip(*lists, strict=False):
         full = [one for one in side_by_side if one.ndim]
@@ -258,7 +258,7 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """`new_empty` and its kin: of this tensor's shape it lies in the same places; of no dims it is plain."""
+    """`new_empty` and similar operators: results of this tensor's shape have its placement; 0-dim ones are plain."""
     local = local_of(like)
     if tuple(size) == tuple(like.shape):
         return like_dtensor(func(local, local.shape, *args, **kwargs), like)
@@ -268,7 +268,7 @@ def _new(func: Any, like: PlacedTensor, size: Sequence[int], *args: Any, **kwarg
 
 
 def _copy_between(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`copy_` from a tensor of the whole shape that lies elsewhere (collective, unless it is plain)."""
+    """`copy_` from a tensor of the whole shape with another placement (collective, unless it is plain)."""
     full = source.full_tensor() if isinstance(source, DTensor) else source
     if isinstance(target, DTensor):
         local_of(target).copy_(region_of("the target of copy_", target).take(full))
@@ -312,7 +312,7 @@ def _norm(
 
 
 def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
-    """What a GradScaler does to gradients; a nan on one rank is found on all (collective)."""
+    """A GradScaler's unscaling of gradients; a nan on one rank is found on all (collective)."""
     plain = [local_of(one) if isinstance(one, DTensor) else one for one in gradients]
     seen, factor = (one.full_tensor() if isinstance(one, DTensor) else one for one in (found, scale))
     func([one for one in plain if one.numel()], seen, factor)

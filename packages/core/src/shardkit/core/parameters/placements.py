@@ -1,4 +1,4 @@
-"""Placements beside `Shard`: a parameter that lies whole on one rank, or is cut only between blocks.
+"""Placements besides `Shard`: a parameter that lies whole on one rank, or is cut only between blocks.
 
 Note [Where the bytes lie]
 A weight of 6 rows on 3 ranks; a digit says which rank holds the element::
@@ -11,8 +11,8 @@ A weight of 6 rows on 3 ranks; a digit says which rank holds the element::
     2 2 2 2 2     1 1 1 1 1         1 1 1 1 1          1 1 1 1 1
     2 2 2 2 2     1 1 1 1 1         1 1 1 1 1          1 1 1 1 1
 
-They say what every rank holds, as `Shard` does, so a checkpoint needs no communication to write or read it. torch's own
-operators do not know them: see `placed.py`.
+Like `Shard`, they determine the elements of every rank, so writing and reading a checkpoint needs no communication.
+torch's own operators do not know them: see `placed.py`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["Blocks", "Owned", "is_ours", "layout_for", "shard_of"]
 class Owned(Placement):
     """The whole parameter, its gradient and its optimizer state lie on one rank of the shard group.
 
-    For optimizers that need a whole matrix. Their step sees plain tensors on the owner; on the other ranks the
-    parameter has no gradient, so it is passed over, and nothing is communicated.
+    For optimizers that need a whole matrix. Their step sees plain tensors on the owner. On the other ranks the
+    parameter has no gradient, so the optimizer skips it. Nothing is communicated.
 
     Args:
-        rank: the owner's place in the shard group. None: `fully_shard` chooses the rank with the least to do so far.
-        plan: chooses the rank instead, knowing all parameters of a model (`shardkit.core.plan_owners`).
+        rank: the owner's rank in the shard group. None: `fully_shard` chooses the rank with the least work so far.
+        plan: a plan that chooses the rank instead and knows all parameters of a model (`shardkit.core.plan_owners`).
     """
 
     rank: int | None = None
@@ -65,11 +65,11 @@ class Blocks(Placement):
     """Like `Shard(0)`, but cut only at multiples of `rows`, or of `elements` in memory.
 
     Multiples are counted from the start of the whole tensor, so an optimizer that quantizes its state in blocks has the
-    same blocks on any number of ranks. Each rank holds `ceil(blocks / ranks)` of them, the last ranks fewer or none.
-    With `elements` the local tensor is 1-D.
+    same blocks on any number of ranks. Each rank holds `ceil(blocks / ranks)` of them; the last ranks may hold fewer or
+    none. With `elements` the local tensor is 1-D.
 
     Raises:
-        ValueError: unless exactly one of the two is given, and at least 1.
+        ValueError: unless exactly one of `rows` and `elements` is given, and it is at least 1.
     """
 
     rows: int | None = None
@@ -99,15 +99,15 @@ def _blocks(rows: int | None, elements: int | None) -> Blocks:
 
 
 def is_ours(placement: Placement | None) -> bool:
-    """Whether a placement is one that torch's operators do not know."""
+    """Whether torch's operators do not know the placement."""
     # torch's metaclass makes `isinstance` slow, and a set-up asks for each parameter.
     return type(placement) is not Shard and isinstance(placement, Owned | Blocks)
 
 
 def layout_for(placement: Placement | None, shape: tuple[int, ...], world_size: int) -> ChunkLayout:
-    """How a placement cuts a tensor of `shape`; None replicates, as one tensor of at least one dim.
+    """The layout that a placement gives a tensor of `shape`; None replicates it, as a tensor of at least one dim.
 
-    With `Blocks(elements=...)` the layout is that of the flat tensor.
+    With `Blocks(elements=...)` it is the layout of the flat tensor.
     """
     if isinstance(placement, Owned):
         return _layout(shape, 0, world_size, owner=placement.rank)
@@ -130,9 +130,9 @@ _layout = functools.lru_cache(maxsize=256)(ChunkLayout)
 def shard_of(
     whole: torch.Tensor, layout: ChunkLayout, local_shape: tuple[int, ...], rank: int, device: torch.device
 ) -> torch.Tensor:
-    """The shard of `whole` that `rank` holds, contiguous, on `device`, or on meta where `whole` is.
+    """The contiguous shard of `whole` on `rank`, moved to `device`, or on meta if `whole` is.
 
-    With several ranks it is memory of its own, so that `whole` can go. `local_shape` is that of the shard.
+    With several ranks the shard has its own memory, so `whole` can be freed. `local_shape` is the shard's shape.
     """
     if whole.shape and tuple(whole.shape) != layout.shape:  # cut between elements
         whole = whole.reshape(layout.shape)
@@ -145,7 +145,7 @@ def shard_of(
         chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(local_shape)
     moved = chunk.to(whole.device if whole.device.type == "meta" else device)
     if moved is chunk and world > 1:
-        if not is_plain(chunk):  # clone may quantize anew
+        if not is_plain(chunk):  # clone may quantize again
             return chunk.new_zeros(local_shape).copy_(chunk)
         return chunk.clone(memory_format=torch.contiguous_format)
     return moved.contiguous()

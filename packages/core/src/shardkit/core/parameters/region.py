@@ -1,4 +1,4 @@
-"""Which elements of a full tensor one rank holds: arithmetic on a DTensor's mesh and placements, no communication."""
+"""The elements of a full tensor that one rank holds: arithmetic on mesh and placements, no communication."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Box = tuple[slice, ...]
 class Region:
     """The indices of each dim that a rank holds, as runs; the rank holds their outer product.
 
-    One run per dim is the rule. Strided sharding (a dim cut by tensor parallelism first and data parallelism second)
-    leaves several, and an empty shard none::
+    There is usually one run per dim. Strided sharding (a dim cut by tensor parallelism first and data parallelism
+    second) leaves several, and an empty shard none::
 
         Shard(0) of 10 rows, rank 1 of 4     runs ((3, 6),)
         the same, rank 3 of 8                runs ()
@@ -48,7 +48,7 @@ class Region:
         return math.prod(self.shape)
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Pairs of equal boxes: where it lies in the full tensor, and where in the rank's piece."""
+        """Pairs of equal boxes: the box in the full tensor, and the box in the rank's piece."""
         located = []
         for runs in self.runs:
             offset, pairs = 0, []
@@ -60,7 +60,7 @@ class Region:
             yield tuple(pair[0] for pair in pairs_per_dim), tuple(pair[1] for pair in pairs_per_dim)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """The rank's piece of `full`: a view where it is one box, else a copy."""
+        """The rank's piece of `full`: a view if it is one box, else a copy."""
         boxes = list(self.boxes())
         if len(boxes) == 1:
             return full[boxes[0][0]]
@@ -75,7 +75,7 @@ class Region:
             full[in_full] = piece[in_piece]
 
     def window(self, full: torch.Tensor) -> torch.Tensor | None:
-        """The view of `full` that is the rank's piece, if it is contiguous, so that it can be received in place."""
+        """The rank's piece of `full` as a view, if it is contiguous, so that it can be received in place; else None."""
         boxes = list(self.boxes())
         if len(boxes) != 1:
             return None
@@ -87,7 +87,7 @@ class Region:
 class FlatRegion(Region):
     """Elements `start` to `stop` (exclusive) of a tensor of shape `whole`, in memory order; the rank's piece is 1-D.
 
-    They are several boxes where they begin or end within a row.
+    They form several boxes if they begin or end within a row.
     """
 
     whole_shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class FlatRegion(Region):
 
     @classmethod
     def of(cls, whole_shape: Sequence[int], start: int, stop: int) -> FlatRegion:
-        """The region; an empty one is equal to any other empty one."""
+        """The region; all empty ones are equal."""
         start, stop = (start, stop) if start < stop else (0, 0)
         return cls((), tuple(whole_shape), start, stop)
 
@@ -124,7 +124,7 @@ class FlatRegion(Region):
 
 
 def _boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Run, ...]]:
-    """The boxes that elements `start` to `stop` of a tensor of `shape` make up, in memory order."""
+    """The boxes that elements `start` to `stop` of a tensor of `shape` form, in memory order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -189,9 +189,9 @@ def region_at(
 def regions_of_mesh(
     name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> list[Region]:
-    """The regions of all ranks of a mesh, in the row-major order of their coordinates; as `region_at` has each.
+    """The regions of all ranks of a mesh, in the row-major order of their coordinates, as in `region_at`.
 
-    Every rank comes to the same list, so that nobody has to ask. Linear in the size of the mesh.
+    Every rank computes the same list, without communication. Linear in the size of the mesh.
     """
     flat = _flat_cut(name, shape, placements, mesh_shape)
     if flat is not None:
@@ -227,7 +227,7 @@ def regions_of_mesh(
 def _placed(
     name: str, placement: Owned | Blocks, rows: tuple[Run, ...], shape: Sequence[int], size: int, position: int
 ) -> tuple[Run, ...]:
-    """What of the rows that placements before it leave the rank at `position` of `size` holds."""
+    """The part held by the rank at `position` of `size`, of the rows that earlier placements leave."""
     if isinstance(placement, Owned):
         return rows if position == placement.rank else ()
     if rows != ((0, shape[0]),) and shape[0]:
@@ -240,7 +240,7 @@ def _placed(
 def _flat_cut(
     name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> list[FlatRegion] | None:
-    """The region of each rank of the axis that cuts between elements, None if no axis does."""
+    """The region of each rank on the axis that cuts between elements, None if there is none."""
     cutting = [(one, size) for one, size in zip(placements, mesh_shape, strict=True) if not one.is_replicate()]
     if not any(isinstance(one, Blocks) and one.elements is not None for one, _ in cutting):
         return None
@@ -252,19 +252,19 @@ def _flat_cut(
 
 
 def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:
-    """All `count` parts of the indices of `runs`."""
+    """The indices of `runs`, divided into `count` parts."""
     return [_chunk(runs, count, index) for index in range(count)]
 
 
 def _chunk(runs: tuple[Run, ...], count: int, index: int) -> tuple[Run, ...]:
-    """Part `index` of the indices of `runs`, cut into `count` by the rule of torch.chunk, the last short or empty."""
+    """Part `index` of the indices of `runs`, divided into `count` like torch.chunk; the last is short or empty."""
     total = sum(stop - start for start, stop in runs)
     chunk = -(-total // count)
     return _cut(runs, index * chunk, (index + 1) * chunk)
 
 
 def _cut(runs: tuple[Run, ...], first: int, last: int) -> tuple[Run, ...]:
-    """Indices number `first` to `last` (exclusive) of `runs`."""
+    """The indices of `runs` from position `first` to `last` (exclusive)."""
     cut, seen = [], 0
     for start, stop in runs:
         low, high = start + max(first - seen, 0), min(stop, start + last - seen)

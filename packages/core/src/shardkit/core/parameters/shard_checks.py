@@ -1,4 +1,4 @@
-"""What a shard must be before it is taken over or gathered."""
+"""Checks of a shard before it is adopted or gathered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_shape(
 
 
 def check_device(fqn: str, shard: torch.Tensor, device: torch.device, *, offloaded: bool) -> None:
-    """Raises RuntimeError if a shard is not where training needs it: on `device`, the mesh's, or `offloaded`."""
+    """Raises RuntimeError if a shard is on the wrong device: not on the mesh's `device`, or not `offloaded`."""
     expected = "cpu" if offloaded else device.type
     seen = shard.device.type
     if seen == "meta":

@@ -12,7 +12,7 @@ __all__ = ["Slot"]
 
 @dataclass(frozen=True)
 class Slot:
-    """A place where a module holds a parameter. The module is held weakly: it owns us, not the other way round."""
+    """A place where a module holds a parameter. The module is held weakly, because it owns this object."""
 
     module: weakref.ReferenceType[nn.Module]
     name: str
@@ -20,7 +20,7 @@ class Slot:
 
     @staticmethod
     def of(module: nn.Module, name: str) -> Slot:
-        """The slot `module.name`; modules that override __setattr__ (nn.LSTM and kin) keep being told."""
+        """The slot `module.name`; modules that override __setattr__ (nn.LSTM and similar) are still notified."""
         plain = type(module).__setattr__ is nn.Module.__setattr__
         return Slot(weakref.ref(module), name, plain)
 

@@ -1,12 +1,12 @@
-"""What the sharded parameter shows as its gradient while an unsharded gradient waits for its reduction.
+"""The gradient that the sharded parameter shows while an unsharded gradient waits for its reduction.
 
 Note [A gradient that waits]
 After a backward without gradient sync the unsharded gradient stays with the unsharded parameter, which no optimizer
-knows. `zero_grad()` must drop it nevertheless, and sees sharded parameters only. So meanwhile the gradient of the
-sharded parameter is a stand-in: the waiting gradient as a DTensor with Partial placements, over its memory. What sets
-the stand-in to zero sets the waiting gradient to zero, and a stand-in that is gone before the next forward or backward
-says that the waiting gradient is to go. A sharded gradient that is there already, from a backward with sync, is the
-stand-in itself; where no Partial gradient fits, because of its dtype or device, zeros are.
+knows. `zero_grad()` must drop it nevertheless, but only sees sharded parameters. So during that time the gradient of
+the sharded parameter is a stand-in: the waiting gradient as a DTensor with Partial placements, over its memory. Zeroing
+the stand-in zeroes the waiting gradient, and if the stand-in has been removed before the next forward or backward, the
+waiting gradient is dropped. If a sharded gradient from a backward with sync exists already, it is the stand-in itself.
+If a Partial gradient does not fit, because of its dtype or device, zeros are used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["StandIn"]
 
 
 class StandIn:
-    """The stand-in of one parameter, if a gradient of it waits.
+    """The stand-in of one parameter, if one of its gradients is waiting.
 
     Attributes:
-        gradient: the stand-in; None if nothing waits.
+        gradient: the stand-in; None if no gradient is waiting.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class StandIn:
     def put(
         self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """After each backward without sync: makes `sharded.grad`, which it returns, stand in for `waiting`.
+        """After each backward without sync: makes `sharded.grad` stand in for `waiting`, and returns it.
 
         Args:
             sharded: the sharded parameter.
             waiting: the unsharded gradient, of the unsharded parameter's shape; a DTensor with tensor parallelism.
-            form: of the parameter.
-            shard: the plain tensor inside of `sharded`.
-            dtype: of the gradient that `sharded` will have.
+            form: form of the parameter.
+            shard: the plain tensor inside `sharded`.
+            dtype: dtype of the future gradient of `sharded`.
         """
         if sharded.grad is None or _is_partial(sharded.grad):
             if isinstance(waiting, DTensor) or (waiting.dtype, waiting.device) != (dtype, shard.device):
@@ -56,21 +56,21 @@ class StandIn:
         return sharded.grad
 
     def was_zeroed(self, sharded: torch.Tensor) -> bool:
-        """Whether the user has zeroed or taken away the gradient of `sharded` since."""
+        """Whether the user has zeroed or removed the gradient of `sharded` since `put`."""
         stand_in = self.gradient
         if stand_in is None:
             return False
         if sharded.grad is not stand_in:
             return True
         local = local_of(stand_in)
-        if _is_partial(stand_in):  # over the waiting gradient's memory, unless a cast has given it other memory
+        if _is_partial(stand_in):  # over the waiting gradient's memory, unless a cast has moved it
             untouched = local.layout is not torch.strided or local.untyped_storage() is self._memory
         else:
             untouched = version_of(stand_in) == self._version
         return not untouched and not local.any()
 
     def dismiss(self, sharded: torch.Tensor) -> None:
-        """Nothing waits any more."""
+        """Removes the stand-in: no gradient is waiting any more."""
         if self.gradient is not None and sharded.grad is self.gradient and _is_partial(self.gradient):
             sharded.grad = None
         self.gradient = self._memory = None

@@ -1,8 +1,8 @@
-"""Which transport moves the bytes of a parameter group: by what its user has set, and what its process groups can do.
+"""Selects the transport of a parameter group from the user's settings and the capabilities of its process groups.
 
-A simulator runs a model on one process, with a fake process group, and has to see the plans, the memory and the events
-that a network would have made. It brings transports with the properties of the ones they stand in for, whose programs
-need not copy anything; `stand_ins` puts them in the place of all others.
+A simulator runs a model on one process with a fake process group, and needs the plans, memory and events of a real
+network. It supplies transports with the properties of the real ones, whose programs need not copy anything; `stand_ins`
+installs them in place of all others.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 
 _stand_in: StandIn | None = None
 
-# A transport holds its group, so the cache must not hold the transport: the plans that use it do.
+# A transport holds its group, so the cache must not hold the transport; the plans that use it do.
 _cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, weakref.ref[Transport]]]
 _cache = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Transports:
-    """What moves the bytes of a group; None when there is nobody to send them to."""
+    """The transports of a group; None if there are no other ranks."""
 
     gather: Transport | None
     reduce: Transport | None
 
     def forget_residuals(self) -> None:
-        """Drops rounding errors that wait to be fed back."""
+        """Drops rounding errors kept for error feedback."""
         if self.reduce is not None:
             self.reduce.forget_residuals()
 
@@ -59,12 +59,12 @@ def choose_transports(
     compression: CompressionPolicy | None,
     label: str,
 ) -> Transports:
-    """The transports over the shard group `group`, None for nobody to share with; `label` is the parameter group's.
+    """The transports over the shard group `group`, None without one; `label` is the parameter group's.
 
-    Collective over the group the first time: its ranks have to meet. Reductions run on `reduce_group` if there is one.
+    Collective over the group the first time, because its ranks meet. Reductions run on `reduce_group` if it is given.
 
     Raises:
-        RuntimeError: with the label, if they do not meet.
+        RuntimeError: if the ranks do not meet; the message has the label.
     """
     if group is None or group.size() == 1:
         return Transports(None, None)
@@ -74,7 +74,7 @@ def choose_transports(
             return CustomTransport(group, device, all_gather, reduce_scatter)
         try:
             chosen = transport_for(group, device)
-        except (OSError, RuntimeError) as error:  # a peer that does not come is a timeout, of a socket or of gloo
+        except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
             raise RuntimeError(f"{label}: set-up failed (meeting the other ranks of its group): {error}") from error
         return chosen if compression is None or rounding is None else chosen.compressing(compression)
 
@@ -86,12 +86,12 @@ def choose_transports(
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport of `group` for tensors on `device`; the same object as long as somebody uses it.
+    """The transport of `group` for tensors on `device`; the same object as long as it is in use.
 
-    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not; a backend that coalesces
-    (NCCL) runs collectives in place; any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
-    plain collectives on packed buffers. Collective over `group` the first time, with gloo on CPU: the ranks
-    have to meet.
+    gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not. A backend that coalesces
+    (NCCL) runs collectives in place. Any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
+    plain collectives on packed buffers. With gloo on CPU, collective over `group` the first time, because the ranks
+    meet.
     """
     if _stand_in is not None:
         return _stand_in(group, device)
@@ -105,7 +105,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 
 def may_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `transport_for` would share memory if all ranks are on one host. Not collective."""
+    """Whether `transport_for` would share memory if all ranks were on one host. Not collective."""
     return possible() and group.size() > 1 and _is_gloo(torch_compat.backend_of(group, device), device)
 
 
@@ -123,9 +123,9 @@ def _make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport
 
 @contextlib.contextmanager
 def stand_ins(stand_in: StandIn) -> Iterator[None]:
-    """Within this context parameter groups that need a transport get the one that `stand_in` gives them.
+    """Within this context, parameter groups that need a transport get one from `stand_in`.
 
-    A group of parameters asks once, so models are to be sharded and dropped inside it.
+    A parameter group asks once, so shard and drop models inside the context.
     """
     global _stand_in  # noqa: PLW0603 - one simulation a process, as one default process group
     before, _stand_in = _stand_in, stand_in

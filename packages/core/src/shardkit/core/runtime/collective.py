@@ -1,4 +1,4 @@
-"""Gathers of flat buffers, and the backend's own collectives: for every backend but gloo on CPU."""
+"""Gathers of flat buffers, and the backend's own collectives, for every backend except gloo on CPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
 
-# What every backend gathers as it is. Other dtypes, and lists of several, travel as bytes.
+# Dtypes that every backend gathers. Other dtypes, and lists of several, are sent as bytes.
 PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 
-# Backends whose AVG is their own operation. Elsewhere it is a sum, then a division, which every backend can do.
+# Backends with a native AVG. On others it is a sum and a division.
 _NATIVE_AVG = ("nccl",)
 
 
 class FlatTransport(NetworkTransport):
-    """Gathers in place: what is large into its own slots, the rest through the packed buffer."""
+    """Gathers in place: large items into their own slots, the others through the packed buffer."""
 
     def compressing(self, policy: CompressionPolicy) -> Transport:
         return CompressedTransport(self, policy)
@@ -71,9 +71,9 @@ class C10dTransport(FlatTransport):
     """All-gather and reduce-scatter of flat buffers with equal, padded slots.
 
     With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
-    gets one buffer and goes through the plain collectives, which every backend has.
+    receives one buffer and uses the plain collectives, which every backend has.
 
-    Raises `NotImplementedError` from a call with several buffers when `direct` is false.
+    Raises `NotImplementedError` for a call with several buffers if `direct` is false.
     """
 
     name = "c10d"
@@ -83,7 +83,7 @@ class C10dTransport(FlatTransport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, direct: bool) -> None:
         super().__init__(group, device)
         self.direct = direct
-        # On a stream lane a blocking call only means "ordered on this stream" and saves a hop to another one.
+        # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
         self._async = device.type == "cpu"
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
@@ -142,7 +142,7 @@ class C10dTransport(FlatTransport):
         packed: torch.Tensor | None,
         mean: Mean,
     ) -> Program:
-        """One reduce-scatter for each direct gradient, from where it is, and one for the packed buffer."""
+        """One reduce-scatter for each direct gradient, in place, and one for the packed buffer."""
         launched = time.perf_counter()
         inputs = rows if packed is None else [*rows, packed]
         hold(*inputs)
@@ -186,14 +186,14 @@ def _shaped(chunk: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def flat_gradient(plan: ReducePlan, grad: torch.Tensor, divisor: float | None) -> torch.Tensor:
-    """The gradient as a flat tensor in wire dtype; the gradient itself unless strides, dtype or a divisor forbid."""
+    """The gradient as a flat tensor in wire dtype; without a copy if strides, dtype and divisor allow."""
     if divisor is not None:
         grad = torch.div(grad, divisor)
     return grad.to(plan.wire_dtype).contiguous().view(-1)
 
 
 def divide(tensor: torch.Tensor, divisor: float | None) -> None:
-    """Divides in place; None leaves `tensor` as it is."""
+    """Divides in place; None leaves `tensor` unchanged."""
     if divisor is not None:
         tensor.div_(divisor)
 
@@ -203,7 +203,7 @@ def divide(tensor: torch.Tensor, divisor: float | None) -> None:
 
 @torch.no_grad()
 def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
-    """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`'s."""
+    """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`."""
     shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
     foreach_copy_(shaped, list(sources), non_blocking=True)
     return
@@ -212,7 +212,7 @@ def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor])
 
 @torch.no_grad()
 def reduce_alone(plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-    """The reduction of a single rank, whose gradient is the sum."""
+    """The reduction of a single rank, whose gradient is already the sum."""
     foreach_copy_(plan.output_views(output), list(grads))
     divide(output, mean.before)
     divide(output, mean.after)
@@ -224,7 +224,7 @@ def reduce_alone(plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: str) -> Program:
     """The program that all-reduces the contiguous `tensor` in place. Collective over `group`, in launch order.
 
-    `label` names the parameter group in events. AVG is a sum and a division where the backend has no AVG of its own.
+    `label` names the parameter group in events. If the backend has no AVG, it is a sum and a division.
     """
     world = group.size()
     if world == 1:
@@ -232,7 +232,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: s
     launched = time.perf_counter()
     averages = op == dist.ReduceOp.AVG and group.name() not in _NATIVE_AVG
     nbytes = tensor.numel() * tensor.itemsize
-    # A ring sends each element twice but for the rank's own share: reduce-scatter, then all-gather.
+    # A ring sends each element twice except the rank's own share: reduce-scatter, then all-gather.
     described = (label, (), nbytes, 2 * (world - 1) * nbytes // world, tensor.dtype, group)
     if events.hub.active:
         events.emit(events.AllReduceStarted(*described, transport="c10d"))

@@ -1,4 +1,4 @@
-"""Communication that a user brings, and two ready-made ones whose buffers come from the process group's allocator."""
+"""User-supplied communication, and two ready-made ones whose buffers come from the process group's allocator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardkit.core.runtime.packing import Slots
 
 
 class CustomTransport(C10dTransport):
-    """Runs everything packed, through the given objects; the one that is None is c10d's plain collective.
+    """Packs everything and sends it through the given objects; if one is None, uses c10d's plain collective.
 
-    Raises `ValueError` with the label, the size or dtype seen and the one expected when `allocate` answers with another
-    tensor than it was asked for.
+    Raises `ValueError` with the label and the size or dtype seen and expected, if `allocate` returns a different tensor
+    than requested.
     """
 
     name = "custom"
@@ -79,7 +79,7 @@ class _PlainAllocation:
 class _GroupAllocation:
     """Memory from the process group's own allocator, which its backend has registered with the network.
 
-    Raises `ValueError` from `allocate` when the backend has no allocator for the device.
+    Raises `ValueError` from `allocate` if the backend has no allocator for the device.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,10 +1,10 @@
 """Lets the threads of gloo finish before the interpreter ends.
 
-A thread that has run a collective first tells the waiting program and then lets go of the tensors, for which it needs
-Python's lock. CPython before 3.14 ends a thread that asks for the lock of an interpreter that is ending. That happens
-within a function that C++ does not allow to be left so, and the process aborts after all its work is done: "terminate
-called without an active exception", signal 6. `destroy_process_group` does not wait for the threads as long as a
-DeviceMesh holds the group. Stock torch aborts in the same way; the moment is short, and a busy machine makes it longer.
+After a collective, a thread of gloo first notifies the waiting program and then frees the tensors, for which it needs
+Python's lock (GIL). CPython before 3.14 ends a thread that requests the lock while the interpreter is ending. C++ does
+not allow this inside the function where it happens, and the process aborts after all its work is done: "terminate
+called without an active exception", signal 6. `destroy_process_group` does not wait for the threads while a DeviceMesh
+holds the group. Stock torch aborts in the same way. The time window is short, and longer on a busy machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE_S = 5.0
 
 @functools.cache
 def wait_at_exit() -> None:
-    """When the process ends, waits for at most five seconds until no thread of gloo runs. Only Linux tells which do."""
+    """When the process ends, waits at most five seconds until no thread of gloo runs. Works only on Linux."""
     if Path("/proc/self/task").is_dir():
         atexit.register(_wait)
 
@@ -33,11 +33,11 @@ def _wait() -> None:
     quiet = 0
     while quiet < _QUIET_LOOKS and time.monotonic() < until:
         quiet = 0 if _running() else quiet + 1
-        time.sleep(0.001)  # gives away Python's lock, so that a thread that waits for it gets it
+        time.sleep(0.001)  # releases Python's lock, so that a waiting thread gets it
 
 
 def _running() -> bool:
-    """Whether a thread of gloo runs, or would if it had a processor: one that waits for work sleeps."""
+    """Whether a thread of gloo is running or runnable; idle threads sleep."""
     for task in Path("/proc/self/task").iterdir():
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

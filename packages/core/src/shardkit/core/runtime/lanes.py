@@ -1,10 +1,10 @@
-"""A device's concurrency behind one ticket: programs run beside the computation, in the order they were started.
+"""Concurrency of a device behind one ticket interface: programs run beside the computation, in launch order.
 
 A *program* is a communication written as a generator, so that one body serves CPU and streams. There are two kinds of
-lane and no threads. A `CpuLane` relies on the backend's own progress thread: works move on by themselves, and a
-ticket's owner drives the local work between them. A `StreamLane` queues a whole program on a stream of its own at once.
-Failure: whatever a program or one of its works raises comes out of `start`, `wait_for_stage` or `wait` as a
-`RuntimeError` that names the label, so that a timeout tells which group was waiting.
+lane and no threads. A `CpuLane` relies on the backend's own progress thread: works progress by themselves, and the
+ticket's owner runs the local work between them. A `StreamLane` queues a whole program on a separate stream at once.
+Failure: any error of a program or its works is raised by `start`, `wait_for_stage` or `wait` as a `RuntimeError` with
+the label, so that a timeout shows which group was waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["NEXT_STAGE", "CpuLane", "Holder", "Lane", "Program", "StreamLane", "
 
 
 class Waitable(Protocol):
-    """What a program waits on: c10d's works, and postings of the shared-memory transport."""
+    """Objects that a program waits on: c10d's works, and postings of the shared-memory transport."""
 
     def wait(self) -> Any:
         """Return when it is done; raise if it failed."""
@@ -36,7 +36,7 @@ yield again, then returns. Programs compose with `yield from`."""
 
 
 class _NextStage(tuple[Waitable, ...]):
-    """Nothing to wait for, told from other empty tuples by identity."""
+    """An empty tuple with its own identity: nothing to wait for."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ the all-reduce of a reduced shard."""
 
 
 class _Holding(threading.local):
-    """The list that keeps tensors for the program which runs on this thread right now, if its lane needs one."""
+    """The list that keeps tensors alive for the program running on this thread, if its lane needs one."""
 
     tensors: list[torch.Tensor] | None = None
 
@@ -56,11 +56,11 @@ _holding = _Holding()
 
 
 def hold(*tensors: torch.Tensor) -> None:
-    """Called by a program: keep `tensors` until its ticket has been waited for.
+    """Called by a program: keeps `tensors` alive until its ticket has been waited for.
 
-    A stream lane runs a program to its end while the device has hardly begun. A buffer that belonged only to the
-    program's frame would go back to the allocator, and to the compute stream, while it is still being written.
-    On a CPU lane a frame outlives its transfers and nothing needs to be held.
+    A stream lane runs a program to its end while the device has hardly begun. A buffer owned only by the program's
+    frame would be returned to the allocator, and reused by the compute stream, while it is still being written. On a
+    CPU lane a frame outlives its transfers and nothing needs to be held.
     """
     if _holding.tensors is not None:
         _holding.tensors.extend(tensors)
@@ -94,15 +94,15 @@ class Ticket(Protocol):
     def wait_for_stage(self) -> None:
         """CPU: wait for the pending works and run the program to its next yield or its end.
 
-        Streams: make the current stream wait for the program's next stage. Either way what the program has read so far
-        may be dropped afterwards.
+        Streams: make the current stream wait for the program's next stage. In both cases, tensors that the program has
+            read so far may be dropped afterwards.
         """
 
     def wait(self) -> None:
         """CPU: run the program to its end; idempotent. Streams: make the current stream wait for its end."""
 
     def reader_events(self) -> tuple[Any, ...]:
-        """Events on the streams that have waited: what these have read so far comes before. None on CPU."""
+        """Events on the streams that have waited; their reads so far come before the events. None on CPU."""
 
     def abandon(self) -> None:
         """Give up: wait for what is pending, ignore errors, close the program. For recovery after an exception."""
@@ -112,8 +112,8 @@ class Lane(Protocol):
     """Runs programs of one kind beside the computation.
 
     Attributes:
-        name: what its programs do, for messages.
-        has_streams: whether programs run on a stream of their own, so that memory has to be ordered by events.
+        name: the purpose of its programs, for messages.
+        has_streams: whether programs run on a separate stream, so that memory has to be ordered by events.
     """
 
     name: str
@@ -124,22 +124,22 @@ class Lane(Protocol):
     ) -> Ticket:
         """Launch `program`. `keep_alive` stays referenced until its ticket is done. Raises as tickets do.
 
-        On streams the program runs after what the current stream has queued so far; without `after_current` only after
-        the lane's earlier programs and what `wait_event` was called with.
+        On streams the program runs after the work queued on the current stream so far. Without `after_current`, it only
+        waits for the lane's earlier programs and the events passed to `wait_event`.
         """
 
     def wait_event(self, event: Any) -> None:
         """Make all later programs wait for `event`. No-op on CPU."""
 
     def current_event(self) -> Any:
-        """An event on the current stream: what is queued there now comes before it. None on CPU."""
+        """An event on the current stream, after all work queued there now. None on CPU."""
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
-        """Memory that is allocated inside belongs to the lane: see Note [Who owns memory]. No-op on CPU."""
+        """Memory allocated inside belongs to the lane: see Note [Who owns memory]. No-op on CPU."""
 
 
 def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
-    """A stream lane where `device` has streams, else a CPU lane. No stream is made before the first program."""
+    """A stream lane if `device` has streams, else a CPU lane. The stream is created at the first program."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         if hasattr(module, "Stream") and hasattr(module, "current_stream"):
@@ -149,7 +149,7 @@ def make_lane(device: torch.device, name: str, priority: int = 0) -> Lane:
 
 def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
     hint = ""
-    if "Timed out" in str(error):  # gloo's, which knows no names
+    if "Timed out" in str(error):  # an error of gloo, which has no names
         hint = (
             " (all ranks must run the same modules in the same order, and have gradients of the same parameters: "
             "SHARDKIT_DEBUG=order finds the first difference)"
@@ -218,7 +218,7 @@ class CpuTicket:
             for work in self._pending:
                 work.wait()
         except Exception as error:
-            # A failed work takes its siblings along, but they may still point into memory that the caller frees next.
+            # A failed work makes its siblings fail, but they may still point into memory that the caller frees next.
             doing = f"{self._name} (waiting for its peers, {len(self._pending)} transfers)"
             self.abandon()
             raise _failure(self._label, doing, error) from error
@@ -263,10 +263,10 @@ class CpuTicket:
 
 
 class StreamLane:
-    """Programs on a stream of their own, for CUDA, XPU and any device module that has streams and events.
+    """Programs on a separate stream, for CUDA, XPU and any device module that has streams and events.
 
-    Note [Who owns memory]: torch's allocator hands memory that is freed on the host to the next allocation on the same
-    stream at once. So memory belongs to one stream, and whoever frees it makes that stream wait first.
+    Note [Who owns memory]: torch's allocator gives memory that is freed on the host to the next allocation on the same
+    stream at once. So memory belongs to one stream, and before it is freed, that stream must wait for its users.
 
         unsharded parameters,    the gather lane's. Readers wait for the gather on their own stream. A reshard records
         packed gather buffers    an event on each stream that read them; the lane waits for these events before the
@@ -277,10 +277,10 @@ class StreamLane:
         shards                   the compute stream's, and written there. A gather waits for the compute stream when
                                  they were written since it last did (`FSDPParamGroup`).
 
-    No `record_stream` is needed, and memory is reused in an order that does not depend on timing.
+    No `record_stream` is needed, and the order of memory reuse does not depend on timing.
 
-    A program that yields `NEXT_STAGE` continues on the lane `following`. What it has read until then may be dropped
-    after `wait_for_stage` of its ticket.
+    A program that yields `NEXT_STAGE` continues on the lane `following`. Tensors that it has read until then may be
+    dropped after `wait_for_stage` of its ticket.
     """
 
     has_streams: bool = True
@@ -321,7 +321,7 @@ class StreamLane:
                 lane.stream.wait_event(stages[-1].finished)
         except Exception as error:
             with contextlib.suppress(Exception):
-                lane.stream.synchronize()  # what is queued already writes to memory that the caller frees next
+                lane.stream.synchronize()  # queued work writes to memory that the caller frees next
             raise _failure(label, f"launching {self.name}", error) from error
         if listening:
             span = events.DeviceSpan(begin, self._timing_event(lane.stream))
@@ -342,7 +342,7 @@ class StreamLane:
         return stream.record_event(self._module.Event(enable_timing=True))
 
     def make_current_wait(self, label: str, finished: Any) -> None:
-        """Makes the current stream wait for the event `finished`, and tells listeners for how long."""
+        """Makes the current stream wait for the event `finished`, and reports the waiting time to listeners."""
         stream = self.current_stream()
         if not events.hub.active:
             stream.wait_event(finished)
@@ -356,7 +356,7 @@ class StreamLane:
         self.stream.wait_event(event)
 
     def current_stream(self) -> Any:
-        """The stream that computes at the moment, on this thread."""
+        """The stream that this thread currently computes on."""
         return self._module.current_stream(self.device)
 
     def current_event(self) -> Any:
@@ -368,14 +368,14 @@ class StreamLane:
 
 
 class _Stage(NamedTuple):
-    """A part of a program that is queued on one stream: the event at its end, and what it reads and writes."""
+    """A part of a program queued on one stream: the event at its end, and the tensors it reads and writes."""
 
     finished: Any
     held: list[torch.Tensor]
 
 
 class StreamTicket:
-    """A program that is queued as a whole; `done` once a stream has been made to wait for its end."""
+    """A program that is queued as a whole; `done` after a stream has been made to wait for its end."""
 
     def __init__(self, lane: StreamLane, label: str, stages: list[_Stage]) -> None:
         self.done = False
@@ -387,9 +387,9 @@ class StreamTicket:
         self._has_inputs = True
 
     def wait_for_stage(self) -> None:
-        """Makes the current stream wait for the first stage, and drops what the caller gave the program to read.
+        """Makes the current stream wait for the first stage, and drops the tensors that the program was given to read.
 
-        A second stage is left to `wait`: nobody needs what it writes before.
+        A second stage is left to `wait`: its results are not needed earlier.
         """
         if self._has_inputs and len(self._stages) > 1:
             self._lane.make_current_wait(self._label, self._stages.pop(0).finished)
@@ -398,7 +398,7 @@ class StreamTicket:
         self._has_inputs = False
 
     def wait(self) -> None:
-        """Makes the current stream wait for the whole program. Each stream that reads what it wrote has to."""
+        """Makes the current stream wait for the whole program. Each stream that reads its results must call this."""
         stream = self._lane.current_stream()
         if stream in self._waited_on:
             return

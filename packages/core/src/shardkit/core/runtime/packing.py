@@ -1,8 +1,8 @@
 """Flat buffers: in-place slots of one item, and the packed buffer with a row for each rank.
 
-Note [Chunks as strides]: where consecutive ranks hold chunks of one shape, these lie at equal distances, in the packed
-buffer and in the whole tensor alike. So one strided view on either side covers all of them, and one copy moves them. A
-step takes a few views for each item, whether 8 or 8,000 ranks take part.
+Note [Chunks as strides]: chunks of one shape on consecutive ranks lie at equal distances, both in the packed buffer and
+in the whole tensor. So one strided view on each side covers all of them, and one copy moves them. A step takes a few
+views for each item, whether 8 or 8,000 ranks take part.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from shardkit.core.runtime.sharding import ChunkLayout, dense_strides, runs_together
 from shardkit.core.torch_compat import chunk_cat, foreach_copy_, foreach_zero_
 
-# Items of a buffer of bytes start at multiples of this, so that each can be viewed as its own dtype; 16 is what the
-# widest dtype (complex128) and vectorized copies want.
+# Items of a byte buffer start at multiples of this, so that each can be viewed as its own dtype. 16 suits the widest
+# dtype (complex128) and vectorized copies.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Consecutive slots of a flat buffer, slot `r` being rank `r`'s; `tail` elements behind them are unused.
+    """Consecutive slots of a flat buffer, slot `r` for rank `r`; the last `tail` elements are unused.
 
-    `runs` are pairs (ranks, elements of the slot of each), so that equal slots take no memory for each rank.
+    `runs` are pairs (ranks, elements of each slot), so that equal slots take no memory for each rank.
 
     ::
 
@@ -61,7 +61,7 @@ class Slots:
     def sizes(self) -> tuple[int, ...]:
         """Sizes for one `split_with_sizes` call: the slots in rank order, then the tail if there is one.
 
-        As long as the group is large: for transports that send to each rank by itself.
+        Its length is the size of the group: for transports that send to each rank separately.
         """
         sizes: tuple[int, ...] = ()
         for count, each in self.runs:
@@ -70,11 +70,11 @@ class Slots:
 
 
 class Block(NamedTuple):
-    """The chunks of `item` that consecutive ranks, beginning with `first`, hold: alike in shape and not empty.
+    """The chunks of `item` on consecutive ranks from `first` on: equal in shape and not empty.
 
     `size` is (ranks, *shape of a chunk). In the buffer the first chunk starts at element `at`, with strides `stride`;
-    in the dense whole tensor at `whole_at`, with `whole_stride`. All count elements of the item's dtype. On the dim
-    that is cut, `dim`, the first chunk begins at index `begin`.
+    in the dense whole tensor at `whole_at`, with `whole_stride`. All are in elements of the item's dtype. On the cut
+    dim, `dim`, the first chunk begins at index `begin`.
     """
 
     item: int
@@ -89,7 +89,7 @@ class Block(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Room of consecutive ranks' rows that holds no element: a strided view of the buffer, in its own elements."""
+    """Unused room in consecutive ranks' rows: a strided view of the buffer, in its own elements."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each chunk lies in the packed buffer; see Note [Chunks as strides].
+    """The position of each chunk in the packed buffer; see Note [Chunks as strides].
 
     ::
 
@@ -116,8 +116,8 @@ class Packing:
 
     `items` are the indices of the packed items, `slots` the rows. `columns` are (item, elements) of each item in a row
     if the buffer is a matrix with a row for each rank and every item is cut on dim 0, so that torch's operators for
-    such buffers apply; otherwise it is empty. In a `ragged` buffer rows of one size have no columns: each holds its
-    rank's chunks one behind the other, because a column for a tensor that one rank owns would be empty in all others.
+    such buffers apply; otherwise it is empty. A `ragged` buffer with rows of one size has no columns: each row holds
+    its rank's chunks in sequence, because a tensor with one owner would leave its column empty elsewhere.
     """
 
     items: tuple[int, ...]
@@ -161,9 +161,9 @@ class Packing:
             foreach_zero_([strided(buffer, *gap) for gap in self.gaps])
 
     def copy_out(self, buffer: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
-        """Copies all ranks' rows to the flat tensors of the items, of which each is a dense whole tensor.
+        """Copies all ranks' rows to the items' flat tensors, each of which is a dense whole tensor.
 
-        A flat tensor of an item that is cut on dim 0 has room for the padding, too.
+        The flat tensor of an item cut on dim 0 must have room for the padding.
         """
         if self._as_matrix(buffer):
             rows = buffer.view(self.slots.runs[0][0], -1)
@@ -181,13 +181,13 @@ class Packing:
     def _as_matrix(self, buffer: torch.Tensor) -> bool:
         """Whether torch's operators for columns apply, and are the fastest way.
 
-        On CUDA they are one kernel. On a CPU they copy padding, too, which strided views leave out.
+        On CUDA they are one kernel. On a CPU they also copy padding, which strided views skip.
         """
         return bool(self.columns) and (buffer.is_cuda or not self.gaps)
 
 
 def strided(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], at: int) -> torch.Tensor:
-    """The view of `tensor` that begins `at` elements behind its own first one."""
+    """The view of `tensor` that begins `at` elements after its first one."""
     return tensor.as_strided(size, stride, tensor.storage_offset() + at)
 
 
@@ -201,9 +201,9 @@ def pack(
 ) -> Packing | None:
     """The packing of `items` (indices into `layouts`), or None when they have no elements.
 
-    `widths[i]` is how many elements of the buffer make one element of item `i` (its bytes, in a buffer of bytes).
-    `padded` gives all rows one size; `aligned` starts every piece at a multiple of 16. Groups that are alike, such as a
-    model's layers, get the same object.
+    `widths[i]` is the number of buffer elements in one element of item `i` (its bytes, in a byte buffer). `padded`
+    gives all rows one size; `aligned` starts every piece at a multiple of 16. Equal groups, such as a model's layers,
+    share one object.
     """
     return _pack(tuple(layouts), tuple(items), tuple(widths), padded, aligned)
 
@@ -261,7 +261,7 @@ def _pack(
 
 
 def _block(layout: ChunkLayout, item: int, width: int, first: int, count: int, row: int, at: int) -> Block:
-    """The block of an item whose elements are `width` of the buffer's, in rows that are `row` of those apart."""
+    """The block of an item whose elements are `width` of the buffer's, in rows `row` elements apart."""
     shape, dense = layout.local_shape(first), dense_strides(layout.shape)
     step = dense[layout.dim]
     return Block(

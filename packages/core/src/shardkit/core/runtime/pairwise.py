@@ -1,16 +1,16 @@
-"""Sends and receives between each pair of ranks, straight from and into the tensors; for gloo on CPU.
+"""Sends and receives between each pair of ranks, directly from and into the tensors; for gloo on CPU.
 
-gloo's own all-gather and reduce-scatter go through buffers of their own and run on a worker thread of the group. Its
-sends and receives read and write the caller's memory and are driven by its socket thread.
+gloo's own all-gather and reduce-scatter use internal buffers and run on a worker thread of the group. Its sends and
+receives use the caller's memory and are driven by its socket thread.
 
-Note [Rank order]: floating-point addition does not associate, so a sum that runs in order of arrival differs from run
-to run. Where the owner sums (`Transport.sums_locally`), the terms are added in rank order: `((t0 + t1) + t2) + ...`.
-Addition does commute, so the first two terms may be taken in either order, which lets the first peer's rows arrive in
-the output itself whenever wire dtype and reduce dtype are one.
+Note [Rank order]: floating-point addition is not associative, so a sum in order of arrival would differ from run to
+run. Where the owner sums (`Transport.sums_locally`), the terms are added in rank order: `((t0 + t1) + t2) + ...`.
+Addition is commutative, so the first two terms may be swapped. The first peer's rows can therefore arrive directly in
+the output if wire dtype and reduce dtype are the same.
 
-Note [Tags]: gloo matches what two ranks exchange under one tag, in order. A plan has a tag of its own, so ranks that
-run different modules, or have gradients of different parameters, wait for each other until the timeout names the group.
-Under one tag they would take each other's numbers for their own.
+Note [Tags]: gloo matches transfers of two ranks under one tag, in order. Each plan has its own tag, so ranks that run
+different modules, or have gradients of different parameters, wait for each other until the timeout names the group.
+Under a common tag they would exchange unrelated values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["PairwiseTransport"]
 
 
 class PairwiseTransport(FlatTransport):
-    """In-place exchange between pairs. Only actual elements travel, no padding, and nothing for an empty chunk.
+    """In-place exchange between pairs. Sends only real elements: no padding, and nothing for an empty chunk.
 
-    In round `k` every rank sends to the `k`-th rank after it and receives from the `k`-th rank before it, so that no
-    rank is everybody's first peer.
+    In round `k` every rank sends to the `k`-th rank after it and receives from the `k`-th rank before it, so no rank is
+    the first peer of all others.
     """
 
     name = "pairwise"
@@ -61,8 +61,8 @@ class PairwiseTransport(FlatTransport):
     ) -> Sequence[dist.Work]:
         """Sends `outgoing[peer]` to and receives `incoming[peer]` from every peer; this rank's entries are not used.
 
-        What `a` sends to `b` must match what `b` receives from `a`, tensor by tensor, in bytes. Tensors are contiguous
-        and not empty. See Note [Tags].
+        The tensors that `a` sends to `b` must match those that `b` receives from `a`, one by one, in bytes. Tensors are
+        contiguous and not empty. See Note [Tags].
         """
         group = self.group
         # Receives first: gloo starts a transfer when its receiver is ready.
@@ -135,9 +135,9 @@ def _rows_by_rank(
 
 
 def _landing_rows(plan: ReducePlan, output: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """Where each peer's terms arrive (None for this rank), and the buffer behind them.
+    """The targets of each peer's terms (None for this rank), and their buffer.
 
-    See Note [Rank order]: in one dtype the first peer's terms arrive in the output.
+    See Note [Rank order]: with a single dtype the first peer's terms arrive in the output.
     """
     numel, world = plan.output_numel, plan.transport.world_size
     landing: list[torch.Tensor | None] = [None] * world

@@ -1,12 +1,12 @@
-"""Plans, and the transports that run them: what travels in place, what is packed, and where everything lies.
+"""Plans, and the transports that run them: which items are sent in place or packed, and where everything lies.
 
-Note [In-place gather]: item `i` is gathered into a flat tensor with one slot for each rank. On dim 0 the slots, put one
-behind the other, are the unsharded tensor (a prefix of it, if padded), so a rank writes its chunk into its slot, the
-others' chunks arrive in theirs, and nothing is copied. Items cut on another dim have no such slots, and small items are
-not worth a message each; both go through one packed buffer and are copied out of it.
+Note [In-place gather]: item `i` is gathered into a flat tensor with one slot for each rank. If dim 0 is cut, the
+concatenated slots are the unsharded tensor (a prefix of it, if padded). A rank writes its chunk into its slot, the
+others' chunks arrive in theirs, and nothing is copied. Items cut on another dim have no such slots, and a separate
+message does not pay for small items; both go through one packed buffer and are copied out of it.
 
 A plan is made once, by all ranks alike, and used at every step; programs find every size and offset in it. The
-transport that a plan is made for runs it: `plan.transport.gather(plan, ...)` and `plan.transport.reduce(plan, ...)`.
+transport for which it was made runs it: `plan.transport.gather(plan, ...)` and `plan.transport.reduce(plan, ...)`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
 size, which is about what copying 32 KiB in and out of the packed buffer costs."""
 
-# A buffer with more than so many times the bytes of what it carries, and so many bytes more, is told of.
+# A buffer this many times as large as its contents, and at least this many bytes larger, causes a warning.
 _MOST_PADDING = 2
 _UNNOTICED_BYTES = 64 * 1024**2
 
@@ -83,12 +83,12 @@ class Transport(ABC):
     """Moves the items of plans between the ranks of one process group: `pairwise`, `collective`, `shared`, ...
 
     Attributes:
-        name: what events call it.
-        direct: can move a list of tensors in place in one launch; if not, a plan packs everything into one buffer.
-        packs: what is small, or cut on another dim than 0, is packed into one buffer all the same.
-        padded: the slots of a buffer must be of one size.
-        sums_locally: gradients go as they are to their owner, who sums them.
-        peers_read_shards: peers read this rank's shards where they lie, until `wait_until_read`.
+        name: its name in events.
+        direct: whether it moves a list of tensors in place in one launch; if not, plans pack everything in one buffer.
+        packs: whether small items, and items cut on another dim than 0, are packed into one buffer nevertheless.
+        padded: whether the slots of a buffer must have one size.
+        sums_locally: whether gradients are sent without summing to their owner, which sums them.
+        peers_read_shards: whether peers read this rank's shards in place, until `wait_until_read`.
     """
 
     name = "custom"
@@ -139,31 +139,31 @@ class Transport(ABC):
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def gather_buffer_bytes(self, plan: GatherPlan) -> int:
-        """Bytes that a gather of `plan` takes beside the unsharded tensors while it is under way."""
+        """Bytes that a running gather of `plan` takes besides the unsharded tensors."""
         return 0 if plan.packing is None else plan.packing.numel * plan.packed_dtype.itemsize
 
     def for_gather(self, items: Sequence[GatherItem]) -> Transport:
-        """The transport that gathers `items` best: this one, or the one below it."""
+        """The best transport for gathering `items`: this one, or the one below it."""
         return self
 
     def for_reduction(
         self, items: Sequence[ReduceItem], wire_dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> Transport:
-        """Likewise for gradients that would travel in `wire_dtype` and are summed in `reduce_dtype`."""
+        """The best transport for gradients that would be sent in `wire_dtype` and are summed in `reduce_dtype`."""
         return self
 
     def compressing(self, policy: CompressionPolicy) -> Transport:
-        """This transport with the rounding of `policy`; itself where nothing is on a wire."""
+        """This transport with the rounding of `policy`; itself if it sends nothing over a network."""
         return self
 
     def forget_residuals(self) -> None:  # noqa: B027 - only what rounds has any
-        """Drops rounding errors that wait to be fed back: they belong to an iteration that failed."""
+        """Drops rounding errors kept for error feedback, because they belong to a failed iteration."""
 
     def wait_until_read(self) -> None:  # noqa: B027 - on a network nobody reads them
         """Waits until no peer reads this rank's shards in an operation that is over for this rank.
 
         Raises:
-            RuntimeError: if a peer is gone, or does not come, with the name of the group that it was to read.
+            RuntimeError: if a peer is gone, or does not come; has the name of the group that it was to read.
         """
 
 
@@ -172,9 +172,9 @@ class NetworkTransport(Transport):
 
     @abstractmethod
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
-        """Fills every rank's slot of each 1-D buffer with what that rank has in its own slot, in place (collective).
+        """Fills every rank's slot of each 1-D buffer from that rank's own slot, in place (collective).
 
-        `tag` is the plan's: where a transport can, it keeps ranks apart that run different plans.
+        `tag` is the plan's: a transport that supports it separates ranks that run different plans.
         """
 
     @abstractmethod
@@ -192,8 +192,8 @@ class NetworkTransport(Transport):
 class GatherPlan:
     """How a group is gathered.
 
-    `direct` holds indices of items that are gathered in place, with their slots; `packing` is the packed buffer of the
-    others, of dtype `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` when they differ.
+    `direct` holds indices of items that are gathered in place, with their slots; `packing` is the packed buffer for the
+    others, of dtype `packed_dtype`. `dtype` is the items' common dtype, or `torch.uint8` if they differ.
     """
 
     items: tuple[GatherItem, ...]
@@ -212,12 +212,12 @@ class GatherPlan:
 
     @cached_property
     def tag(self) -> int:
-        """A number that ranks which run this very gather have in common."""
+        """A number shared by ranks that run this very gather."""
         return _tag("gather", self.label, len(self.items), self.dtype)
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:
-        """The slots of the buffers on the wire: one buffer for each direct item, then the packed one."""
+        """The slots of the buffers that are sent: one buffer for each direct item, then the packed one."""
         packed = () if self.packing is None else (self.packing.slots,)
         return (*(slots for _, slots in self.direct), *packed)
 
@@ -251,7 +251,7 @@ class GatherPlan:
 
     @cached_property
     def padding_nbytes(self) -> int:
-        """Bytes behind the unsharded tensors, and in the packed buffer, that hold no element."""
+        """Bytes after the unsharded tensors, and in the packed buffer, that hold no element."""
         behind = [
             (item.layout.flat_numel - item.layout.numel) * item.dtype.itemsize
             for item in self.items
@@ -265,9 +265,9 @@ class GatherPlan:
     def reported(
         self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Reports the gather that the block runs as events: that it has started and, unless it raises, finished.
+        """Reports the gather in the block as events: its start and, unless it raises, its end.
 
-        `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
+        `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
         """
         kinds = events.GatherStarted, events.GatherFinished
         return _reported(self, kinds, launched, wire_nbytes, dtype or self.dtype)
@@ -277,13 +277,13 @@ class GatherPlan:
 class ReducePlan:
     """How a group's gradients are reduced.
 
-    `direct` holds indices of gradients whose rows go to their owners from where they are; `packing` is the packed
-    buffer of the others. Gradients come in `grad_dtype`, travel in `wire_dtype` and are summed in `reduce_dtype`.
+    `direct` holds indices of gradients whose rows are sent to their owners in place; `packing` is the packed buffer for
+    the others. Gradients have `grad_dtype`, are sent in `wire_dtype` and summed in `reduce_dtype`.
 
     The output is one flat tensor of `output_numel` elements: this rank's chunks of the direct items, then its row of
     the packed ones. `places[i]` is (index in `output_sizes`, shape) of item `i`'s chunk.
 
-    `members` are the items' places in their group: by them ranks find out whether they reduce the same parameters,
+    `members` are the items' places in their group. Ranks compare them to check that they reduce the same parameters,
     whose names may differ.
     """
 
@@ -307,12 +307,12 @@ class ReducePlan:
 
     @cached_property
     def tag(self) -> int:
-        """A number that ranks which run this very reduction have in common."""
+        """A number shared by ranks that run this very reduction."""
         return _tag("reduce", self.label, self.members, self.wire_dtype)
 
     @cached_property
     def piece_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the elements of its chunk of every item; for transports that send to each rank by itself."""
+        """For each rank, the elements of its chunk of every item; for transports that send to each rank separately."""
         layouts = [item.layout for item in self.items]
         sizes: list[tuple[int, ...]] = []
         for first, ranks in runs_together(layouts):
@@ -331,12 +331,12 @@ class ReducePlan:
 
     @cached_property
     def output_numel(self) -> int:
-        """Elements of the output, with the padding that a collective needs."""
+        """Elements of the output, including the padding that a collective needs."""
         return sum(self.output_sizes)
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
-        """What one peer sends to this rank, in the order of the output: direct chunks, then the packed row."""
+        """The pieces that one peer sends to this rank, in output order: direct chunks, then the packed row."""
         sizes = [self.items[i].layout.local_numel(self.rank) for i in self.direct]
         if self.packing is not None:
             sizes.append(self.packing.slots.slot_numel(self.rank))
@@ -344,12 +344,12 @@ class ReducePlan:
 
     @cached_property
     def lands_in_output(self) -> bool:
-        """Whether the first peer's terms arrive in the output itself; see Note [Rank order]."""
+        """Whether the first peer's terms arrive directly in the output; see Note [Rank order]."""
         return self.wire_dtype == self.reduce_dtype
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the full gradients as they come."""
+        """Bytes of the full gradients in `grad_dtype`."""
         return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
 
     @cached_property
@@ -381,9 +381,9 @@ class ReducePlan:
     def reported(
         self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Reports the reduction that the block runs as events: that it has started and, unless it raises, finished.
+        """Reports the reduction in the block as events: its start and, unless it raises, its end.
 
-        `launched` is when its program began. What travels in another form says so with `wire_nbytes` and `dtype`.
+        `launched` is when its program began. Compressed data overrides `wire_nbytes` and `dtype`.
         """
         kinds = events.ReduceStarted, events.ReduceFinished
         return _reported(self, kinds, launched, wire_nbytes, dtype or self.wire_dtype)
@@ -411,7 +411,7 @@ def _reported(
 
 
 def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, rank: int) -> GatherPlan:
-    """Decide how `items` are gathered. Not collective, but every rank must plan the same items."""
+    """Plans the gather of `items`. Not collective, but every rank must plan the same items."""
     transport = transport.for_gather(items)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
@@ -445,9 +445,9 @@ def plan_reduce(
     reduce_dtype: torch.dtype,
     members: Sequence[int] | None = None,
 ) -> ReducePlan:
-    """Decide how the gradients of `items` are reduced. Not collective, but every rank must plan the same items.
+    """Plans the reduction of the gradients of `items`. Not collective, but every rank must plan the same items.
 
-    `members` are their places in their group; None if they are all of it.
+    `members` are their places in their group; None if they are the whole group.
     """
     transport = transport.for_reduction(items, _wire_dtype(transport, grad_dtype, reduce_dtype), reduce_dtype)
     layouts = [item.layout for item in items]
@@ -478,17 +478,17 @@ def plan_reduce(
 
 
 def _tag(*what: object) -> int:
-    """31 bits for gloo's tags, above those that users take."""
+    """31 bits for gloo's tags, above those of users."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=4).digest()
     return 1 << 30 | int.from_bytes(digest, "big") >> 2
 
 
 def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-    """What gradients travel in, before any compression.
+    """The dtype in which gradients are sent, before any compression.
 
-    Where the owner sums (`sums_locally`), those that are narrower than `reduce_dtype` travel as they are: half the
-    bytes for bf16 gradients, and still a sum in fp32. Others are cast first, and a collective, which sums on the way,
-    needs `reduce_dtype` on the wire in any case.
+    If the owner sums (`sums_locally`), gradients narrower than `reduce_dtype` are sent unchanged: half the bytes for
+    bf16 gradients, and still a sum in fp32. Others are cast first. A collective sums on the way, so it always needs
+    `reduce_dtype` on the wire.
     """
     return grad_dtype if transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
@@ -505,7 +505,7 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
 def _warn_of_long_rows(
     packing: Packing | None, numels: Sequence[int], dtype: torch.dtype, transport: Transport, label: str
 ) -> None:
-    """Tells where few ranks own a parameter: all rows of a collective are as long as the longest, most are empty."""
+    """Warns if few ranks own a parameter: all rows of a collective are as long as the longest, and most are empty."""
     if packing is None or not packing.ragged:
         return
     held, sent = sum(numels) * dtype.itemsize, packing.numel * dtype.itemsize
@@ -528,7 +528,7 @@ def _goes_direct(layout: ChunkLayout, itemsize: int, transport: Transport) -> bo
 def _reduces_direct(layout: ChunkLayout, wire_dtype: torch.dtype, as_is: bool, transport: Transport) -> bool:
     if not _goes_direct(layout, wire_dtype.itemsize, transport):
         return False
-    # A collective reads world_size equal rows from the gradient itself, so there must be no padding and no cast.
+    # A collective reads world_size equal rows from the gradient itself, which excludes padding and casts.
     return not transport.padded or (as_is and layout.padded_numel == layout.numel)
 
 

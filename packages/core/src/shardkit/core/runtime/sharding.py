@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """`ranks` consecutive ranks, beginning with rank `first`, that hold `length` indices of the dim each."""
+    """`ranks` consecutive ranks from `first` on, each of which holds `length` indices of the dim."""
 
     first: int
     ranks: int
@@ -21,22 +21,22 @@ class Run(NamedTuple):
 class ChunkLayout:
     """How `torch.chunk` cuts dim `dim` of `shape` over `world_size` ranks.
 
-    Every rank but the last ones holds `chunk = ceil(shape[dim] / world_size)` indices of the dim; one rank may hold
+    Every rank except the last ones holds `chunk = ceil(shape[dim] / world_size)` indices of the dim; one rank may hold
     fewer and the ranks after it none. `shape = (10, 3)`, `dim = 0`, `world_size = 4`::
 
         rank     0        1        2        3
         rows   0 1 2 |  3 4 5 |  6 7 8 |  9 . .      '.' is padding: 12 padded rows, 10 real ones
         offset   0        3        6        9
 
-    On dim 0 the padding is one tail behind the real elements, so the unpadded tensor is a prefix of the padded one.
+    On dim 0 all padding comes after the real elements, so the unpadded tensor is a prefix of the padded one.
 
-    With `unit` the dim is cut only at multiples of `unit` indices, and `chunk` is the smallest multiple that is enough.
-    With `owner` one rank holds all of it. Either way the ranks' slots have no padding between them::
+    With `unit` the dim is cut only at multiples of `unit` indices, and `chunk` is the smallest sufficient multiple.
+    With `owner` one rank holds all of it. In both cases the ranks' slots have no padding between them::
 
         unit = 4      rows   0 1 2 3 | 4 5 6 7 | 8 9 |
         owner = 2     rows           |         | 0 1 2 3 4 5 6 7 8 9 |
 
-    Everything is computed in closed form: a layout takes the same memory for 8 ranks and for 8,000.
+    All values are computed in closed form: a layout takes the same memory for 8 ranks and for 8,000.
 
     Raises `ValueError` for a shape without dims, a negative size, a dim out of range, a world size or unit below one,
     or an owner that is not one of the ranks.
@@ -82,7 +82,7 @@ class ChunkLayout:
 
     @cached_property
     def padded_local_shape(self) -> tuple[int, ...]:
-        """Shape of a full rank's chunk; what every rank holds once padded."""
+        """Shape of a full rank's chunk; the shape of every rank's chunk when padded."""
         return self._with_length(self.chunk)
 
     @cached_property
@@ -92,7 +92,7 @@ class ChunkLayout:
 
     @cached_property
     def flat_numel(self) -> int:
-        """Elements of the flat tensor behind an unsharded one."""
+        """Elements of the flat tensor under an unsharded one."""
         if self.dim == 0 and self.unit == 1 and self.owner is None:
             return self.padded_numel
         # A multiple of the world size, so that a smaller group, which divides it, can cut it evenly.
@@ -110,7 +110,7 @@ class ChunkLayout:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The ranks in order, those side by side with chunks of one length taken together: at most three runs."""
+        """The ranks in order, as runs of neighbours whose chunks have one length: at most three runs."""
         size, chunk = self.shape[self.dim], self.chunk
         if self.owner is not None:
             after = self.world_size - self.owner - 1
@@ -137,7 +137,7 @@ class ChunkLayout:
         return min(rank * self.chunk, self.shape[self.dim])
 
     def lengths(self) -> tuple[int, ...]:
-        """Indices of the dim that each rank holds, for one `split_with_sizes` call; as long as the group is large."""
+        """Indices of the dim on each rank, for one `split_with_sizes` call; its length is the size of the group."""
         return tuple(run.length for run in self.runs for _ in range(run.ranks))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def runs_together(layouts: Sequence[ChunkLayout]) -> list[tuple[int, int]]:
-    """(first, ranks) of consecutive ranks whose chunks are alike in every one of `layouts`, over all ranks in order."""
+    """(first, ranks) of consecutive ranks whose chunks are alike in all `layouts`, over all ranks in order."""
     firsts = sorted({run.first for layout in layouts for run in layout.runs})
     ends = [*firsts[1:], layouts[0].world_size]
     return [(first, end - first) for first, end in zip(firsts, ends, strict=True)]

@@ -1,7 +1,7 @@
-"""Allocate and free storage, and say so in events.
+"""Allocates and frees storage, and reports this in events.
 
-The bytes of a tensor live in its storage. Freeing a storage leaves every tensor over it in place, without memory; when
-it is allocated again they all come back to life at once, including those that autograd saved.
+The bytes of a tensor are in its storage. Freeing a storage keeps every tensor over it, without memory. Allocating it
+again makes all of them valid at once, including those that autograd saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING_TO_LEAVE = contextlib.nullcontext()
 
 
 def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
-    """Give the storage of ``tensor`` memory for its elements and for what lies before them. No-op if it has it.
+    """Allocate the storage of ``tensor``, including the elements before it. No-op if it is allocated.
 
     ``tensor`` is dense and is the furthest reaching view of its storage. The contents are undefined.
     """
@@ -32,7 +32,7 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
 
 
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
-    """Free the memory under ``tensor`` and under all views of the same storage. No-op if it is free already."""
+    """Free the memory under ``tensor`` and all views of the same storage. No-op if it is already free."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if nbytes == 0:
@@ -51,13 +51,13 @@ def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsha
 def outside_inference() -> contextlib.AbstractContextManager[None]:
     """Leaves inference mode: a first gather in it must not leave tensors that training cannot use.
 
-    A step comes by here for each parameter, and entering torch's context costs more than making a tensor.
+    A step calls this for each parameter, and entering torch's context costs more than making a tensor.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING_TO_LEAVE
 
 
 def flat_without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A 1-D tensor of `numel` elements whose storage has yet to be allocated."""
+    """A 1-D tensor of `numel` elements whose storage is not allocated yet."""
     with outside_inference():
         flat = torch.empty(numel, dtype=dtype, device=device)
         flat.untyped_storage().resize_(0)
@@ -71,10 +71,10 @@ def dense_view(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor of the same dtype over the whole storage of ``tensor``, with a version counter of its own.
+    """A 1-D tensor of the same dtype over the whole storage of ``tensor``, with a separate version counter.
 
-    Writing to it does not touch the version counter of ``tensor``, so autograd does not take a gather for a user's
-    in-place change. The storage must be allocated. The view stays good when the storage is freed and allocated again.
+    Writing to it does not change the version counter of ``tensor``, so autograd does not mistake a gather for a user's
+    in-place change. The storage must be allocated. The view stays valid when the storage is freed and allocated again.
     """
     raw = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage()
@@ -88,7 +88,7 @@ def note_allocated(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
 
 
 def note_freed(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
-    """Report a temporary buffer that its owner drops now."""
+    """Report that a temporary buffer is dropped now."""
     if events.hub.active:
         events.emit(events.StorageFreed(fqn, tensor.numel() * tensor.itemsize, kind))
 
@@ -100,6 +100,6 @@ def note_taken(nbytes: int, fqn: str) -> None:
 
 
 def note_let_go(nbytes: int, fqn: str) -> None:
-    """Report that it needs them no longer."""
+    """Report that the reduction no longer needs them."""
     if events.hub.active:
         events.emit(events.StorageFreed(fqn, nbytes, "gradient"))

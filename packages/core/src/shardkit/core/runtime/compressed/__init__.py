@@ -1,4 +1,4 @@
-"""Fewer bytes than there are: rounded shards and gradients, between ranks that share no memory.
+"""Compression: rounded shards and gradients, between ranks that do not share memory.
 
-`wire` says what an item looks like in a row of bytes, and where it lies there; `transport` makes and sends the rows.
+`wire` defines the format and position of an item in a row of bytes; `transport` makes and sends the rows.
 """

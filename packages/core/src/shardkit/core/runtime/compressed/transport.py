@@ -1,16 +1,16 @@
-"""Gathers and reductions that send fewer bytes than there are: rounded shards and gradients, as rows of bytes.
+"""Gathers and reductions with compression: rounded shards and gradients are sent as rows of bytes.
 
-In a gather every rank's chunks travel as one row and are unpacked where they belong. This rank's own chunk takes the
-same way through the wire format, so that all ranks compute with the same parameters.
+In a gather every rank's chunks are sent as one row and unpacked into place. This rank's own chunk is rounded through
+the wire format too, so that all ranks compute with the same parameters.
 
 In a reduction rows of gradients go to their owners, who sum them in fp32, in rank order (`pairwise.py`, Note [Rank
 order]). A rank's own terms are not sent, so they are not rounded.
 
 Note [Error feedback]
-What rounding took from a gradient on its way to another rank is kept and added to the next one before that is rounded
-(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). So errors do not add up over steps: what an owner has
-received in all differs from what was computed in all by one rounding. The memory is one fp32 element for each that is
-sent, `(W - 1) / W` of the compressed parameters. An error that is not finite is dropped, or it would stay for ever.
+The rounding error of a gradient sent to another rank is kept and added to the next gradient before that is rounded
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). So errors do not add up over steps: the sum of
+everything an owner has received differs from the exact sum by one rounding. This takes one fp32 element for each
+element sent, `(W - 1) / W` of the compressed parameters. Errors that are not finite are dropped, or they would stay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["CompressedTransport"]
 
 
 class GatherRows:
-    """A plan's rows, by runs of ranks, this rank's own, and the slots of the buffer that holds them all."""
+    """A plan's rows by runs of ranks, this rank's own row, and the slots of the buffer that holds all rows."""
 
     def __init__(self, plan: GatherPlan, transport: CompressedTransport) -> None:
         policy = transport.policy
@@ -56,10 +56,10 @@ class GatherRows:
 
 
 class ReduceRows:
-    """A plan's rows: row `r` is what every rank sends to rank `r`, in bytes.
+    """A plan's rows: row `r` is sent by every rank to rank `r`, in bytes.
 
-    `peers` are the rows of all ranks but this one, `own` its own; `sent` and `received` are the slots of the buffers,
-    of which a rank's own is empty.
+    `peers` are the rows of all ranks except this one, `own` is its own; `sent` and `received` are the slots of the
+    buffers; a rank's own slot is empty.
     """
 
     def __init__(self, plan: ReducePlan, transport: CompressedTransport) -> None:
@@ -83,10 +83,10 @@ class ReduceRows:
 
 
 class CompressedTransport(Transport):
-    """Sends rows through `over`, for one parameter group, whose rounding errors it keeps when they are fed back.
+    """Sends rows through `over` for one parameter group; keeps its rounding errors if they are fed back.
 
     Attributes:
-        residuals: these errors, fp32, by FQN and the first of the ranks to which the gradient is sent.
+        residuals: rounding errors, fp32, by FQN and the first of the ranks that the gradient is sent to.
     """
 
     name = "compressed"
@@ -121,7 +121,7 @@ class CompressedTransport(Transport):
         widened = not self._over.sums_locally and wire_dtype.itemsize < reduce_dtype.itemsize
         if widened or not all(form.lossless for form in formats):
             return self
-        self._forget({item.fqn for item in items})  # no error of theirs comes back
+        self._forget({item.fqn for item in items})  # their errors are not fed back
         return self._over
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
@@ -179,7 +179,7 @@ class CompressedTransport(Transport):
         note_taken(plan.nbytes, plan.label)
         outgoing = self.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
         incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
-        # Own terms wait here, and the sum is made here: in fp32, whatever the reduce dtype is.
+        # Holds this rank's terms and the sum, in fp32 whatever the reduce dtype is.
         wide = output.dtype.itemsize >= torch.float32.itemsize
         total = output if wide else torch.empty_like(output, dtype=torch.float32)
         for buffer in (outgoing, incoming):
@@ -243,7 +243,7 @@ class CompressedTransport(Transport):
                         form.write(values, target)
 
     def _residual(self, plan: ReducePlan, item: int, first: int, shape: torch.Size) -> torch.Tensor:
-        """What rounding has kept back so far of the gradient of `item` that goes to the ranks from `first` on: fp32."""
+        """The rounding error kept so far for the gradient of `item` sent to the ranks from `first` on: fp32."""
         fqn = plan.items[item].fqn
         residual = self.residuals.get((fqn, first))
         if residual is None:
@@ -261,7 +261,7 @@ def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], b
             for first, ranks in run.batches(numel):
                 wire = strided(buffer, (ranks, nbytes), (room, 1), rows.slots.start(first) + start)
                 places = chunks_of(whole, layout, first, ranks)
-                if layout.dim == 0:  # the chunks are dense where they belong
+                if layout.dim == 0:  # the chunks are dense in the target
                     form.read(wire, places.view(ranks, numel))
                     continue
                 chunks = flat.new_empty(ranks, numel)
@@ -279,7 +279,7 @@ def _write_with_feedback(form: WireFormat, values: torch.Tensor, wire: torch.Ten
 
 
 def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None) -> None:
-    """Adds the peers' terms to this rank's own, which stand in `total`, in rank order."""
+    """Adds the peers' terms, in rank order, to this rank's own terms in `total`."""
     if not total.numel():
         return
     if before is not None:
@@ -297,7 +297,7 @@ def _sum(plan: ReducePlan, rows: ReduceRows, incoming: torch.Tensor, total: torc
 def _terms(
     rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None, run: RowRun
 ) -> Iterator[torch.Tensor]:
-    """What each rank of `run` has sent, like `total`."""
+    """The terms that each rank of `run` has sent, like `total`."""
     for first, ranks in run.batches(total.numel()):
         terms, end = total.new_empty(ranks, total.numel()), 0
         for item, start, nbytes, numel in run.row.chunks:

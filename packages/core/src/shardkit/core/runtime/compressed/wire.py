@@ -1,9 +1,9 @@
-"""Rows of bytes: what one rank sends to another, and what the elements of one item look like in it.
+"""Rows of bytes: the format in which one rank sends the elements of items to another.
 
 Note [Blocks of int8]: `block` consecutive elements share one fp32 scale, the largest magnitude among them over 127, and
-each travels as the nearest whole number of scales. So an element is off by at most half a scale, up to the rounding of
-fp32. bfloat16 has the range of fp32 and needs no scale. A block with an infinity or a NaN has a scale that is none, and
-arrives as values that are not finite, so that whoever looks for overflow finds it.
+each is sent as the nearest whole number of scales. So the error of an element is at most half a scale, up to the
+rounding of fp32. bfloat16 has the range of fp32 and needs no scale. A block with an infinity or a NaN has a scale that
+is not finite, and arrives as values that are not finite, so that checks for overflow find it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["AsDtype", "Int8Blocks", "Row", "RowRun", "WireFormat", "chunks_of", 
 _LARGEST = 127
 # Below fp32's least normal number a scale loses its precision; such blocks (magnitudes below 1.5e-36) become zeros.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
-# What follows an item's codes can be viewed as fp32.
+# The bytes after an item's codes can be viewed as fp32.
 _SCALE_BYTES = 4
 
 # Every item starts at a multiple of this, so that its bytes can be viewed as any dtype.
 _ALIGNMENT = 16
 
-# Elements that are rounded in one go. More make fewer calls, and larger temporaries: 4 bytes for each of them.
+# Number of elements rounded at once. More need fewer calls but larger temporaries: 4 bytes each.
 _AT_ONCE = 1 << 20
 
 
 class WireFormat(Protocol):
-    """How `numel` elements become bytes and back. Dims before the last are chunks of one length, each for itself."""
+    """How `numel` elements become bytes and back. Dims before the last are separate chunks of one length."""
 
     @property
     def lossless(self) -> bool:
-        """Whether what is read is what was written."""
+        """Whether reading returns exactly the values written."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of `numel` elements."""
@@ -46,12 +46,12 @@ class WireFormat(Protocol):
         """Writes `values`, `(*, numel)`, to `wire`: `(*, nbytes(numel))` of uint8; chunks start at multiples of 16."""
 
     def read(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what `write` wrote, cast, to `values` of any floating-point dtype and any strides but the last, 1."""
+        """Reads bytes of `write`, cast, into `values` of any floating-point dtype; its last dim must have stride 1."""
 
 
 @dataclass(frozen=True)
 class AsDtype:
-    """Elements in `dtype`; `lossless` if that is all they are given in."""
+    """Elements in `dtype`; `lossless` if their own dtype is no wider."""
 
     dtype: torch.dtype
     lossless: bool
@@ -118,7 +118,7 @@ class Int8Blocks:
 
 
 def _quantize(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Each row of `rows` to whole numbers in [-127, 127] and its scale."""
+    """Rounds each row of `rows` to whole numbers in [-127, 127] and computes its scale."""
     rows = rows.float()
     torch.div(torch.linalg.vector_norm(rows, float("inf"), dim=-1), _LARGEST, out=scales)
     scales.masked_fill_(scales < _LEAST_SCALE, 0)
@@ -128,7 +128,7 @@ def _quantize(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's chunk of every item, one behind the other.
+    """One rank's chunk of every item, concatenated.
 
     `chunks` are (item, first byte, bytes, elements) of the chunks that are not empty.
     """
@@ -137,19 +137,19 @@ class Row:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the row; a multiple of 16, so that rows can lie one behind the other."""
+        """Bytes of the row; a multiple of 16, so that rows can be concatenated."""
         return _aligned(self.chunks[-1][1] + self.chunks[-1][2]) if self.chunks else 0
 
 
 class RowRun(NamedTuple):
-    """`ranks` consecutive ranks, beginning with `first`, whose rows are alike."""
+    """`ranks` consecutive ranks from `first` on, with rows of the same layout."""
 
     first: int
     ranks: int
     row: Row
 
     def batches(self, numel: int) -> Iterator[tuple[int, int]]:
-        """(first, ranks) of parts that are rounded at once: as many chunks of `numel` as `_AT_ONCE` allows, or one."""
+        """(first, ranks) of parts to round at once: as many chunks of `numel` as `_AT_ONCE` allows, or one."""
         step = max(1, _AT_ONCE // numel)
         for begin in range(self.first, self.first + self.ranks, step):
             yield begin, min(step, self.first + self.ranks - begin)
@@ -171,7 +171,7 @@ def rows_of(layouts: Sequence[ChunkLayout], formats: Sequence[WireFormat]) -> tu
 
 
 def chunks_of(whole: torch.Tensor, layout: ChunkLayout, first: int, ranks: int) -> torch.Tensor:
-    """The chunks of `ranks` consecutive ranks, alike in shape: a view `(ranks, *shape)` of the whole tensor."""
+    """The chunks of `ranks` consecutive ranks, equal in shape: a view `(ranks, *shape)` of the whole tensor."""
     dim, length = layout.dim, layout.length(first)
     part = whole.narrow(dim, layout.offset(first), ranks * length)
     chunks: torch.Tensor = part.unflatten(dim, (ranks, length)).movedim(dim, 0)
@@ -179,10 +179,10 @@ def chunks_of(whole: torch.Tensor, layout: ChunkLayout, first: int, ranks: int) 
 
 
 def format_of(kind: str | None, block: int, layout: ChunkLayout, dtype: torch.dtype) -> WireFormat:
-    """The format of an item that would travel in `dtype` without compression; `kind` is "int8", "bf16" or None.
+    """The format of an item that would be sent in `dtype` without compression; `kind` is "int8", "bf16" or None.
 
-    Vectors stay as they are: norms and biases are few bytes and much of the result. So does what is no wider than the
-    compressed form, and what is not floating-point.
+    Vectors are not compressed: norms and biases are few bytes and matter for the result. Neither are items that are no
+    wider than the compressed form, or not floating-point.
     """
     compressed: WireFormat = Int8Blocks(block) if kind == "int8" else AsDtype(torch.bfloat16, lossless=False)
     itemsize = 1 if kind == "int8" else 2

@@ -1,4 +1,4 @@
 """Gathers and reductions between ranks of one host, through memory that they map from each other.
 
-Nothing is sent but a few bytes that say what lies where: a peer reads it from there, straight into its own tensors.
+Ranks only send a few bytes about locations: peers read the data there, directly into their own tensors.
 """

@@ -1,7 +1,7 @@
 """A socket to one peer on this host: messages and descriptors, in order, from senders that never wait.
 
-A socket holds only so many messages that its peer has not read (278 where Linux has its defaults), and a rank reads
-when it needs something. So what there is no room for stays here; whoever waits for this peer sends it on meanwhile.
+A socket holds a limited number of messages that its peer has not read (278 with Linux's defaults), and a rank reads
+only when it needs something. Messages without room are kept here, and sent whenever this rank waits for this peer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Connection:
     """One end of a connection. `unsent` are messages that wait for room, with their descriptors."""
 
     def __init__(self, peer: int, ours: socket.socket, size: int, timeout: float) -> None:
-        """`peer` is the rank at the other end, for messages of errors; `size` is that of the messages in bytes."""
+        """`peer` is the rank at the other end, for error messages; `size` is the size of messages in bytes."""
         _limit_waiting(ours, timeout)
         self._peer = peer
         self._socket = ours
@@ -49,7 +49,7 @@ class Connection:
         self._socket.close()
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends a message, at once or when there is room. The descriptors may be closed afterwards.
+        """Sends a message, now or when there is room. The descriptors may be closed afterwards.
 
         Raises:
             ConnectionError: if the peer's process has ended.
@@ -61,7 +61,7 @@ class Connection:
             self.unsent.append((message, tuple(map(os.dup, fds))))
 
     def flush(self) -> None:
-        """Sends what there is room for.
+        """Sends as many waiting messages as there is room for.
 
         Raises:
             ConnectionError: if the peer's process has ended.
@@ -71,7 +71,7 @@ class Connection:
             _close(self.unsent.popleft()[1])
 
     def give_up(self) -> None:
-        """Forgets what waits for room: the peer is gone."""
+        """Drops the waiting messages: the peer is gone."""
         _close_descriptors(self.unsent)
 
     def _hand_over(self, message: bytes, fds: Sequence[int]) -> bool:
@@ -101,7 +101,7 @@ class Connection:
 
     @property
     def awaited(self) -> int:
-        """What `select.poll` is to look for: something to read, and room if a message waits for it."""
+        """The events for `select.poll`: readable, and writable if a message waits for room."""
         return select.POLLIN | (select.POLLOUT if self.unsent and self._refused_since is None else 0)
 
     @property
@@ -110,12 +110,12 @@ class Connection:
         return self._refused_since is not None
 
     def receive(self, *, wait: bool) -> tuple[bytes, list[int]] | None:
-        """The next message and its descriptors, which the caller closes; None if there is none and `wait` is False.
+        """The next message and its descriptors, which the caller must close; None if there is none and `wait` is False.
 
         Raises:
-            ConnectionError: if the peer's process has ended and all that it sent has been read.
-            TimeoutError: if nothing comes within the timeout.
-            OSError: if a message was lost because this process may not open its descriptors, then and ever after.
+            ConnectionError: if the peer's process has ended and all its messages have been read.
+            TimeoutError: if nothing arrives within the timeout.
+            OSError: if a message was lost, as this process may not open its descriptors; also on all later calls.
         """
         if self._lost is not None:
             raise self._lost
@@ -123,7 +123,7 @@ class Connection:
         try:
             try:
                 message, ancillary, came, _ = self._socket.recvmsg(self._size, self._space, flags)
-            except ConnectionResetError:  # said once when a peer has left with something unread; what it sent is there
+            except ConnectionResetError:  # raised once for unread data; the peer's messages remain
                 message, ancillary, came, _ = self._socket.recvmsg(self._size, self._space, flags)
         except BlockingIOError:
             if not wait:
@@ -141,7 +141,7 @@ class Connection:
         return message, fds
 
     def late(self) -> TimeoutError:
-        """The error for a peer that does not come."""
+        """The error for a peer that does not respond."""
         return TimeoutError(f"rank {self._peer} of the group has not come within {self._timeout:.0f} s")
 
 

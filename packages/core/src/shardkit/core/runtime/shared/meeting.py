@@ -1,10 +1,10 @@
-"""How the ranks of a process group find out whether all of them are on this host, and connect.
+"""Determines whether all ranks of a process group are on this host, and connects them.
 
 Note [Strangers]
-Every user of the host can list sockets, and connect to those of the abstract namespace. So a rank listens in a
+Every user of the host can list sockets, and connect to those of the abstract namespace. A rank therefore listens in a
 directory that only its own user can enter: the kernel refuses everyone else before a connection takes a place in the
-queue. Ranks tell each other over the process group where they listen, and a secret. Either end asks the kernel which
-user is at the other end; a caller sends its rank and the secret of the rank that it calls. A caller who sends anything
+queue. Over the process group, ranks tell each other where they listen, and a secret. Each end asks the kernel for the
+user at the other end; a caller sends its rank and the secret of the rank that it calls. A caller that sends anything
 else, or nothing, is disconnected, and nobody waits for it.
 """
 
@@ -35,23 +35,23 @@ from shardkit.core.torch_compat import timeout_of
 
 __all__ = ["neighbours_of", "possible"]
 
-_RECORD = 512  # bytes of what the ranks tell each other before they meet
+_RECORD = 512  # bytes of the message that ranks exchange before they meet
 _SECRET = 16  # bytes
-_QUEUE = 4096  # callers that the kernel lets wait: more than there are ranks on a host
+_QUEUE = 4096  # callers that the kernel lets wait: more than the ranks of a host
 _RETRY = 0.001  # seconds
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None] = weakref.WeakKeyDictionary()
 
 
 def possible() -> bool:
-    """Whether this process can share memory at all, and was not told not to (`SHARDKIT_SHARED_MEMORY=0`)."""
+    """Whether this process can share memory, and sharing is not disabled (`SHARDKIT_SHARED_MEMORY=0`)."""
     return segment.available() and os.environ.get("SHARDKIT_SHARED_MEMORY", "1") != "0"
 
 
 def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
-    """Connections to the other ranks of `group`, None if one of them is elsewhere or will not share memory.
+    """Connections to the other ranks of `group`, None if one of them is on another host or does not share memory.
 
-    Collective over `group` the first time, a look-up afterwards; all ranks get the same answer.
+    Collective over `group` the first time, then cached; all ranks get the same answer.
 
     Raises:
         TimeoutError: if a rank that shares memory does not connect within the group's timeout.
@@ -63,12 +63,12 @@ def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
 
 @dataclass(frozen=True)
 class _Invitation:
-    """Where a rank listens.
+    """The address at which a rank listens.
 
     Attributes:
-        host: where its process is; empty: it will not share memory.
-        directory: that its socket is in.
-        secret: what its callers have to send.
+        host: identity of its host; empty: it does not share memory.
+        directory: the directory of its socket.
+        secret: the secret that its callers must send.
     """
 
     host: bytes = b""
@@ -87,7 +87,7 @@ def _meet(group: dist.ProcessGroup) -> Neighbours | None:
         deadline = time.monotonic() + timeout
         sockets: list[socket.socket | None] = [None] * world
         reached = all(_call(sockets, peer, invitations[peer], rank, deadline) for peer in range(rank))
-        # A connection succeeds before it is accepted, so all ranks know whether to go on before anyone waits.
+        # A connection succeeds before it is accepted, so all ranks know whether to continue before anyone waits.
         if not all(one.host for one in _exchange(group, _Invitation(b"yes" if reached else b""))):
             for one in sockets:
                 if one is not None:
@@ -125,7 +125,7 @@ def _private_directory() -> str:
 
 @contextlib.contextmanager
 def _short_path(directory: str | bytes) -> Iterator[str]:
-    """The socket in `directory` by a path that fits into an address, which has 107 bytes."""
+    """A path to the socket in `directory` that is short enough for an address of 107 bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"
@@ -136,7 +136,7 @@ def _short_path(directory: str | bytes) -> Iterator[str]:
 def _exchange(group: dist.ProcessGroup, own: _Invitation) -> list[_Invitation]:
     """Every rank's invitation (collective)."""
     packed = b"\0".join((own.host, own.directory, own.secret)).ljust(_RECORD, b"\0")
-    if len(packed) > _RECORD:  # a directory with such a name
+    if len(packed) > _RECORD:  # a directory with a very long name
         packed = bytes(_RECORD)
     mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -145,7 +145,7 @@ def _exchange(group: dist.ProcessGroup, own: _Invitation) -> list[_Invitation]:
 
 
 def _call(sockets: list[socket.socket | None], peer: int, invitation: _Invitation, rank: int, deadline: float) -> bool:
-    """Connects to a rank before this one, and says who is calling. False if that cannot be."""
+    """Connects to a rank before this one, and identifies itself. False if that is impossible."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sockets[peer] = connection
     connection.setblocking(False)
@@ -170,10 +170,10 @@ def _is_ours(connection: socket.socket) -> bool:
 def _answer(
     listener: socket.socket, sockets: list[socket.socket | None], rank: int, secret: bytes, deadline: float
 ) -> None:
-    """Takes the calls of all ranks after this one, in any order and among any others.
+    """Accepts the calls of all ranks after this one, in any order and among calls of strangers.
 
     Raises:
-        TimeoutError: at the deadline, with the ranks that have not called.
+        TimeoutError: at the deadline; names the ranks that have not called.
     """
     poller, callers = select.poll(), dict[int, socket.socket]()
     poller.register(listener, select.POLLIN)
@@ -202,7 +202,7 @@ def _answer(
 
 
 def _admit(listener: socket.socket) -> socket.socket | None:
-    """Accepts a connection; None for one that has gone away again, or that another user made, who is hung up on."""
+    """Accepts a connection; None if the caller has already gone, or belongs to another user and is disconnected."""
     try:
         caller, _ = listener.accept()
     except OSError:
@@ -214,7 +214,7 @@ def _admit(listener: socket.socket) -> socket.socket | None:
 
 
 def _who(caller: socket.socket, secret: bytes) -> int:
-    """The rank that a caller is, -1 for one that does not know the secret."""
+    """The rank of a caller, -1 if it does not know the secret."""
     try:
         greeting = caller.recv(4 + len(secret) + 1, socket.MSG_DONTWAIT)
     except OSError:

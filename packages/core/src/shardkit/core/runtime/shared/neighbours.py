@@ -1,19 +1,19 @@
-"""The other ranks of a process group, when all of them are on this host: what this rank and they have said.
+"""The other ranks of a process group, if all of them are on this host, and their messages.
 
-Messages of one pair arrive in order, and a socket says at once when the process at its other end is gone.
+Messages of one pair arrive in order, and a socket reports at once that the process at its other end is gone.
 
     POST      this rank's part of an operation is ready to be read (with the table's descriptors, the first time)
     RELEASE   this rank has read the peer's part of an operation
     DROP      a table is no longer used
 
-Operations are numbered in the order in which they are launched, gathers and reductions apart, which is the same on all
-ranks, as it is for collectives.
+Operations are numbered in launch order, gathers and reductions separately. As for collectives, this order is the same
+on all ranks.
 
 Note [Nobody waits to be read]
-A launch never waits: messages that a peer has no room for are kept (`connection.py`) and sent on by whatever this rank
-waits for next. A rank that has to hear from one peer then listens to all, for those may be waiting for room, too. No
-wait ends before this rank's own part of the same operation is out: its POST with `collect`, its RELEASE with
-`wait_released`. So a rank sends everything its peers are waiting for before it starts to compute or enters another
+A launch never waits: messages without room at a peer are kept (`connection.py`) and sent during this rank's next wait,
+whatever it waits for. A rank that needs a message from one peer then listens to all, because others may also wait for
+room. No wait ends before this rank's own part of the same operation has been sent: its POST with `collect`, its RELEASE
+with `wait_released`. So a rank sends everything its peers are waiting for before it starts to compute or enters another
 collective.
 """
 
@@ -38,7 +38,7 @@ from shardkit.core.runtime.shared.tables import PeerTable, Table
 __all__ = ["Channel", "Neighbours", "Operation"]
 
 _MESSAGE = struct.Struct("<BBxxxxxxqq")
-_WHICH = 16  # bytes of a message that say which operation it is about; then comes the table's number
+_WHICH = 16  # bytes of a message that identify the operation; the table's number follows
 _REFUSED_MS = 10
 
 _P = ParamSpec("_P")
@@ -65,7 +65,7 @@ class _Kind(IntEnum):
 def _undisturbed(
     method: Callable[Concatenate[Neighbours, _P], _R],
 ) -> Callable[Concatenate[Neighbours, _P], _R]:
-    """Meanwhile a table that goes (the garbage collector runs anywhere) is only noted."""
+    """Defers the removal of tables while active, because the garbage collector may run anywhere."""
 
     @functools.wraps(method)
     def run(self: Neighbours, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -79,7 +79,7 @@ def _undisturbed(
 
 
 class Neighbours:
-    """Connections to the other ranks; `None` stands for this rank. Not for several threads."""
+    """Connections to the other ranks; `None` stands for this rank. Not thread-safe."""
 
     def __init__(self, sockets: list[socket.socket | None], timeout: float) -> None:
         self.peers = tuple(peer for peer, one in enumerate(sockets) if one is not None)
@@ -95,9 +95,9 @@ class Neighbours:
         self._posted: list[dict[Operation, PeerTable]] = [{} for _ in sockets]
         self._unwanted: list[set[Operation]] = [set() for _ in sockets]
         self._unreleased: dict[Operation, set[int]] = {}
-        self._crowded: set[int] = set()  # peers for whom something waits to be sent
-        self._ended: set[int] = set()  # peers that were found to be gone while another one was waited for
-        self._last: dict[int, Operation] = {}  # tables that the peers know, and what they were posted for last
+        self._crowded: set[int] = set()  # peers with messages that wait to be sent
+        self._ended: set[int] = set()  # peers found to be gone while waiting for another one
+        self._last: dict[int, Operation] = {}  # tables that the peers know, and the last operation of each
         self._dropped: list[tuple[int, list[Segment]]] = []
         self._busy = False
         self._closed = False
@@ -114,7 +114,7 @@ class Neighbours:
 
     @_undisturbed
     def post(self, channel: Channel, table: Table) -> Operation:
-        """Tells the peers that what `table` lists may be read; returns the operation's number. Never waits for them."""
+        """Tells the peers that they may read the tensors in `table`; returns the operation's number. Never waits."""
         operation = (int(channel), self._next[channel])
         self._next[channel] += 1
         self._thread = threading.get_ident()
@@ -132,7 +132,7 @@ class Neighbours:
         return operation
 
     def _introduce(self, table: Table) -> list[int]:
-        """The descriptors that a table's first message takes along; the first one is the caller's to close."""
+        """The descriptors to send with a table's first message; the caller closes the first one."""
         fds = [table.describe(), *(one.fd for one in table.segments)]
         assert len(fds) <= MOST_DESCRIPTORS, table.label
         for one in table.segments:
@@ -145,12 +145,12 @@ class Neighbours:
         """Tells the peers that this rank has read their parts. Never waits for them."""
         for peer in self.peers:
             if self._posted[peer].pop(operation, None) is None:
-                self._unwanted[peer].add(operation)  # given up before the peer came
+                self._unwanted[peer].add(operation)  # abandoned before the peer came
             with contextlib.suppress(OSError):  # a peer that is gone needs no permission
                 self._send(peer, _Kind.RELEASE, operation, 0, [])
 
     def _drop(self, number: int, segments: list[Segment]) -> None:
-        """A table of this rank is gone. May be called at any point of any thread, so it may have to wait for `post`."""
+        """Notes that a table of this rank is gone. May run at any point of any thread, so it may be deferred."""
         if self._closed:
             return
         self._dropped.append((number, segments))
@@ -159,9 +159,9 @@ class Neighbours:
 
     @_undisturbed
     def _tell_dropped(self) -> None:
-        """Lets the peers forget such tables. If all have read what was in them, its memory need not wait for that."""
+        """Lets the peers forget such tables. If all have read one, its memory is freed at once."""
         for peer in self.peers:
-            with contextlib.suppress(OSError):  # whoever needs something from this peer hears of it again
+            with contextlib.suppress(OSError):  # the next wait for this peer reports it
                 while self._hear(peer):
                     pass
         while self._dropped:
@@ -187,12 +187,12 @@ class Neighbours:
     ) -> list[PeerTable | None]:
         """Waits until every peer has posted `operation`; returns their tables by rank.
 
-        `label` and `gradients` are those of the table that this rank has posted.
+        `label` and `gradients` are those of the table that this rank posted.
 
         Raises:
             ConnectionError: if a peer's process has ended.
             TimeoutError: after the group's timeout.
-            RuntimeError: if a peer is at another group, or has gradients of other parameters.
+            RuntimeError: if a peer runs another group, or has gradients of other parameters.
         """
         if self._crowded:
             self._wait_until_sent(_Kind.POST, operation)
@@ -220,7 +220,7 @@ class Neighbours:
 
     @_undisturbed
     def is_released(self, operation: Operation) -> bool:
-        """Whether every peer is known to have read this rank's part; hears what they have said, without waiting."""
+        """Whether every peer has read this rank's part; processes received messages without waiting."""
         for peer in tuple(self._unreleased.get(operation, ())):
             while operation in self._unreleased and self._hear(peer):
                 pass
@@ -242,7 +242,7 @@ class Neighbours:
                 self._listen(peer)
 
     def _listen(self, needed: int) -> None:
-        """Until something happens: takes one message of each peer that has sent any, sends on what waits for room.
+        """Waits until something happens: takes one message from each peer that sent any, sends waiting messages.
 
         Raises:
             ConnectionError, TimeoutError: for the peer that is needed.
@@ -270,7 +270,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def _others_may_be_gone(self, peer: int, needed: int) -> Iterator[None]:
-        """Whoever needs another peer finds out by itself."""
+        """Ignores other peers that are gone: a wait that needs one reports it."""
         try:
             yield
         except ConnectionError:
@@ -280,7 +280,7 @@ class Neighbours:
             self._connections[peer].give_up()
 
     def _hear(self, peer: int, *, wait: bool = False) -> bool:
-        """Takes the next message of `peer`, if there is one or it is waited for; whether there was."""
+        """Takes the next message of `peer`, if there is one or `wait` is set; returns whether there was one."""
         received = self._connections[peer].receive(wait=wait)
         if received is None:
             return False
@@ -322,7 +322,7 @@ def _other_gradients(peer: int, theirs: dict[int, str], own: dict[int, str]) -> 
 
 
 def _close_all() -> None:
-    """In a child that was forked (a worker of a DataLoader): a rank's sockets are to close when the rank ends."""
+    """In a forked child (a worker of a DataLoader): closes a rank's sockets, which must close when the rank ends."""
     for neighbours in _everyone:
         neighbours.close()
 

@@ -1,8 +1,8 @@
-"""Memory that other processes of this host can map: where shards lie, and what is handed to peers.
+"""Memory that other processes of this host can map, for shards and for data passed to peers.
 
-A segment is an anonymous memory file (Linux, `memfd_create`). It has no name anywhere, so nothing is left behind when a
-process is killed: it goes when the last process that maps it ends. Its size is sealed: if it shrank, whoever reads what
-is gone would be killed (SIGBUS).
+A segment is an anonymous memory file (Linux, `memfd_create`). It has no name, so nothing is left behind when a process
+is killed: it disappears when the last process that maps it ends. Its size is sealed, because a reader of a part that is
+gone would be killed (SIGBUS).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-# Python maps through a second descriptor, unless told not to (3.13).
+# Python keeps a second descriptor for a mapping, unless told not to (3.13).
 _ONE_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
-# Every tensor starts at a cache line of its own.
+# Every tensor starts at a separate cache line.
 ALIGNMENT = 64
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
@@ -37,10 +37,10 @@ _warned = False
 
 
 class Segment(mmap.mmap):
-    """`nbytes` of zeroed memory. Tensors over it keep it alive; `fd` is what a peer needs to map it.
+    """`nbytes` of zeroed memory. Tensors over it keep it alive; a peer needs `fd` to map it.
 
-    `number` tells the segments of a process apart. `readers` counts the tables through which peers may be reading it.
-    If there is none when it goes, its pages go with it, though peers map it until they hear of that.
+    `number` identifies a segment of a process. `readers` counts the tables through which peers may be reading it. If
+    there are none when the segment is freed, its pages are freed at once, although peers map it until they are told.
     """
 
     number: int
@@ -67,14 +67,14 @@ class Segment(mmap.mmap):
         return self
 
     def __del__(self) -> None:
-        # A child that was forked maps it too, and lets go of what is still its parent's.
+        # A forked child maps it too, and must not free pages that its parent still uses.
         if not self.readers and self._process == os.getpid():
             with contextlib.suppress(OSError):
                 self.madvise(mmap.MADV_REMOVE)
 
 
 class NoSharedMemoryError(RuntimeError):
-    """The system gives this process no more memory files."""
+    """The system does not give this process another memory file."""
 
 
 def memory_file(name: str) -> int:
@@ -86,12 +86,12 @@ def memory_file(name: str) -> int:
 
 
 def seal(fd: int) -> None:
-    """Fixes the size of a memory file, for good."""
+    """Fixes the size of a memory file permanently."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
 
 
 def check_sealed(fd: int) -> None:
-    """Raises ConnectionError if what a peer has sent is no memory file of fixed size."""
+    """Raises ConnectionError if a peer's descriptor is not a memory file of fixed size."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -109,7 +109,7 @@ def _refused(error: OSError | str) -> NoSharedMemoryError:
 
 @functools.cache
 def available() -> bool:
-    """Whether this system has anonymous memory files, and lets this process make them."""
+    """Whether this system has anonymous memory files, and lets this process create them."""
     if not hasattr(os, "memfd_create"):
         return False
     try:
@@ -121,7 +121,7 @@ def available() -> bool:
 
 @torch.inference_mode(False)  # tensors over shared memory outlive the forward that happens to make them
 def carve(memory: Segment, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A dense tensor over `memory` from byte `offset` on, which keeps `memory` alive and cannot be resized."""
+    """A dense tensor over `memory` from byte `offset` on; it keeps `memory` alive and cannot be resized."""
     numel = math.prod(shape)
     if numel == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -130,7 +130,7 @@ def carve(memory: Segment, offset: int, shape: Sequence[int], dtype: torch.dtype
 
 
 class Mapping:
-    """A peer's segment as this process sees it, for as long as a tensor over it lives. It keeps no descriptor."""
+    """A peer's segment mapped into this process, as long as a tensor over it lives. It keeps no descriptor."""
 
     def __init__(self, fd: int) -> None:
         check_sealed(fd)
@@ -163,10 +163,10 @@ def shared_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def shared_if_possible(tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-    """`shared_copies`, or `tensors` themselves where there is no room for them; the first time that warns.
+    """`shared_copies`, or `tensors` themselves if there is no room for copies; warns the first time.
 
-    `label` is the parameter group's name. A quarter of the open files that are allowed is left to everything else: the
-    outbox, through which such shards are gathered then, and the user's files.
+    `label` is the parameter group's name. A quarter of the allowed open files is left for other uses: the user's files,
+    and the outbox, through which such shards are gathered then.
     """
     if not tensors:
         return []
@@ -174,7 +174,7 @@ def shared_if_possible(tensors: Sequence[torch.Tensor], label: str) -> list[torc
         fd = memory_file("shardkit")
         os.close(fd)
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and fd > limit * 3 // 4:  # descriptors are given out from 0 on
+        if limit != resource.RLIM_INFINITY and fd > limit * 3 // 4:  # descriptors are numbered from 0 on
             raise _refused(f"{fd} of {limit} files are open, and the others are left for other purposes")
         return shared_copies(tensors)
     except NoSharedMemoryError as error:
@@ -194,7 +194,7 @@ def _warn_of(error: NoSharedMemoryError, label: str) -> None:
 
 
 def locate(tensor: torch.Tensor) -> tuple[Segment, int] | None:
-    """The segment that a tensor lies in and the byte it starts at, or None for one with ordinary memory."""
+    """The segment of a tensor and its first byte there, or None for a tensor in ordinary memory."""
     address = tensor.data_ptr()
     for segment in _segments:
         if segment.address <= address < segment.address + segment.nbytes:

@@ -1,7 +1,7 @@
-"""What a rank lets its peers read: tensors in shared memory, and how a peer comes to see them.
+"""Tables of the tensors in shared memory that a rank's peers may read.
 
-A table is sent once and named by its number from then on. Its description travels in a memory file of its own, so that
-its size knows no bound, and is JSON: what comes from another process is never executed.
+A table is sent once and then identified by its number. Its description is sent in a separate memory file, so its size
+is not limited. It is JSON: data from another process is never executed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Gradients: TypeAlias = Sequence[tuple[int, str]]
 
 
 class Table:
-    """Tensors of this rank that its peers may read, in a fixed order; None stands for nothing.
+    """Tensors of this rank that its peers may read, in a fixed order; None stands for no tensor.
 
-    `label` is the parameter group's name, and `gradients` the parameters whose gradients they are, by their places in
-    the group, with their FQNs (none if they are shards): the peers compare label and places with their own.
+    `label` is the parameter group's name. `gradients` are the parameters whose gradients they are, as places in the
+    group with FQNs (empty for shards). The peers compare label and places with their own.
     """
 
     def __init__(self, label: str, tensors: Sequence[torch.Tensor | None], gradients: Gradients = ()) -> None:
@@ -64,13 +64,13 @@ class Table:
 
 
 class PeerTable:
-    """A peer's table as this rank sees it: `label`, `gradients`, and 1-D `tensors` over the peer's own memory."""
+    """A peer's table as seen by this rank: `label`, `gradients`, and 1-D `tensors` over the peer's memory."""
 
-    @torch.inference_mode(False)  # sums are made in these tensors, whatever the mode in which they were heard of
+    @torch.inference_mode(False)  # sums are made in these tensors, whatever mode was active when they arrived
     def __init__(self, fds: Sequence[int], mapped: MutableMapping[int, Mapping]) -> None:
-        """Maps what the descriptors stand for: the description, then the segments. They may be closed afterwards.
+        """Maps the descriptors: the description, then the segments. They may be closed afterwards.
 
-        `mapped` are the peer's segments that are mapped already, by number: one mapping serves all tables.
+        `mapped` are the peer's segments that are already mapped, by number: one mapping serves all tables.
         """
         check_sealed(fds[0])
         content = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
@@ -82,7 +82,7 @@ class PeerTable:
             if mapping is None:
                 mapping = mapped[number] = Mapping(fd)
             memory.append(mapping)
-        self._memory = memory  # so that `mapped` knows them as long as this table
+        self._memory = memory  # keeps the entries of `mapped` as long as this table
         self.tensors: list[torch.Tensor] = []
         for segment, offset, numel, name in content["entries"]:
             dtype: torch.dtype = getattr(torch, name)

@@ -1,13 +1,13 @@
-"""Gathers and reductions among ranks of one host, through memory that they map from each other.
+"""Gathers and reductions among ranks of one host, through shared memory.
 
-In a gather each rank copies its peers' shards into its own unsharded tensors. Shards that lie in shared memory are read
-from where they are, cast on the way; nothing is allocated and nothing is copied but the elements themselves, once. If
-one of a group's does not, all of them are copied to the outbox first. A peer may read a shard until it has said that it
-is done; `SharedTransport.wait_until_read` waits for that, before whoever owns the shard may change it.
+In a gather each rank copies its peers' shards into its own unsharded tensors. Shards in shared memory are read in place
+and cast on the way; nothing is allocated, and each element is copied once. If one shard of a group is not in shared
+memory, all of the group's are copied to the outbox first. A peer may read a shard until it has reported that it is
+done; `SharedTransport.wait_until_read` waits for that, before the owner may change the shard.
 
 In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
-dropped at once, and adds up what it finds of its own rows in the outboxes of its peers. The sum runs in rank order
-(`pairwise.py`, Note [Rank order]): this rank's own terms wait in the output.
+freed at once. It then adds up its own rows from the outboxes of its peers. The sum is in rank order (`pairwise.py`,
+Note [Rank order]): this rank's own terms wait in the output.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Specs: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 """Elements and dtype of each tensor of a parcel."""
 
 
-# Groups share parcels, and parameters used at random make ever new sets of gradients.
+# At most this many: groups share parcels, and parameters used at random create new sets of gradients.
 _MOST_CUTS = 256
 
 
 class Parcel:
-    """One segment, cut up for whoever uses it; each way of cutting it has a table, which is sent once.
+    """One segment, divided for its users; each division has a table, which is sent once.
 
-    `operation` is the one that it was posted for last, None before that.
+    `operation` is the last one that it was posted for, None before that.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class Parcel:
         self._cuts: dict[tuple[str, Specs, Gradients], tuple[list[torch.Tensor], Table]] = {}
 
     def cut(self, label: str, specs: Specs, gradients: Gradients = ()) -> tuple[list[torch.Tensor], Table]:
-        """1-D tensors as `specs` says, one behind the other, and the table that lists them."""
+        """1-D tensors as in `specs`, one after the other, and the table that lists them."""
         known = self._cuts.get((label, specs, gradients))
         if known is None:
             if len(self._cuts) >= _MOST_CUTS:
@@ -66,9 +66,9 @@ class Parcel:
 
 
 class Outbox:
-    """This rank's parcels. Memory is kept from step to step: what has been read by all peers is used again.
+    """This rank's parcels. Memory is kept between steps and reused when all peers have read it.
 
-    When none of those that nobody reads any more is large enough for the next use, they are freed first.
+    If no parcel that all peers have read is large enough for the next use, those parcels are freed first.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
@@ -100,7 +100,7 @@ def _note(kind: type[events.StorageAllocated] | type[events.StorageFreed], parce
 
 
 class Posting:
-    """This rank's part of one operation, posted when this object is made. `release` must follow in any case."""
+    """This rank's part of one operation, posted on construction. `release` must follow in any case."""
 
     def __init__(self, neighbours: Neighbours, channel: Channel, table: Table) -> None:
         self._neighbours = neighbours
@@ -117,7 +117,7 @@ class Posting:
         Raises:
             ConnectionError, TimeoutError, RuntimeError: as `Neighbours.collect` says.
         """
-        if self._failed:  # whoever clears up after an error waits again for whatever may still be under way
+        if self._failed:  # clean-up after an error waits again for everything that may be in flight
             return
         self._failed = True
         tables = self._neighbours.collect(self.operation, self._label, self._gradients)
@@ -128,7 +128,7 @@ class Posting:
         """Waits until all peers have read this rank's part.
 
         Raises:
-            RuntimeError: if one of them is gone or does not come, with the group's name.
+            RuntimeError: if one of them is gone or does not come; the message has the group's name.
         """
         try:
             if not events.hub.active or self._neighbours.is_released(self.operation):
@@ -140,14 +140,14 @@ class Posting:
             raise RuntimeError(f"{self._label}: waiting until peers have read the shards failed: {error}") from error
 
     def release(self) -> None:
-        """Tells the peers that their tensors have been read, or will not be."""
+        """Tells the peers that their tensors have been read, or will not be read."""
         if not self.released:
             self.released = True
             self._neighbours.release(self.operation)
 
 
 class GatherBinding:
-    """A plan with the tensors that it was last used with: the views to copy from and to, made once."""
+    """A plan with the tensors that it was last used with: the views to copy from and to, created once."""
 
     # `table` lists the shards where they are; None if one of them does not lie in shared memory.
     def __init__(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
@@ -168,7 +168,7 @@ class GatherBinding:
     def copies(
         self, plan: GatherPlan, peers: list[list[torch.Tensor] | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What to copy to what: every rank's non-empty chunk of every item."""
+        """The copies to make: source and target of every rank's non-empty chunk of every item."""
         if self._peers and all(map(is_, self._peers, peers)):
             return self._copies
         targets: list[torch.Tensor] = []
@@ -195,7 +195,7 @@ def _same(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> bool:
 
 
 def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, ...]:
-    """Each rank's part of an unsharded tensor, on whatever dim it is cut; the last ranks may have none."""
+    """Each rank's part of an unsharded tensor, whichever dim is cut; the last ranks may have none."""
     layout = plan.items[i].layout
     whole = flat[: layout.numel].view(layout.shape)
     parts: tuple[torch.Tensor, ...] = whole.split_with_sizes(layout.lengths(), layout.dim)
@@ -203,7 +203,7 @@ def _slots(plan: GatherPlan, flat: torch.Tensor, i: int) -> tuple[torch.Tensor, 
 
 
 class SharedTransport(Transport):
-    """Lets peers read shards where they are, and sends copies of everything else through an outbox."""
+    """Lets peers read shards in place, and sends copies of everything else through an outbox."""
 
     name = "shared"
     packs = False
@@ -213,7 +213,7 @@ class SharedTransport(Transport):
         super().__init__(group, device)
         self.outbox = Outbox(neighbours)
         self._neighbours = neighbours
-        # What gathers have prepared for the tensors that a plan was last used with.
+        # Bindings of gathers to the tensors that a plan was last used with.
         self._bindings: WeakKeyDictionary[GatherPlan, GatherBinding] = WeakKeyDictionary()
         self._read_by_peers: list[Posting] = []
 
@@ -235,7 +235,7 @@ class SharedTransport(Transport):
         binding = self._bindings.get(plan)
         if binding is None or not binding.matches(sources, flats):
             binding = GatherBinding(plan, sources, flats)
-            if binding.table is not None:  # else the sources are made anew for each gather, and are not to be kept
+            if binding.table is not None:  # else the sources are new for each gather, and must not be kept alive
                 self._bindings[plan] = binding
         posting = self._post_shards(binding.table) if binding.table is not None else self._post_copies(plan, sources)
         try:
@@ -310,7 +310,7 @@ class SharedTransport(Transport):
 
 
 def _sum(plan: ReducePlan, terms: list[torch.Tensor | None], output: torch.Tensor, before: float | None) -> None:
-    """Adds the peers' terms to this rank's own, which stand in `output`, in rank order."""
+    """Adds the peers' terms, in rank order, to this rank's own terms in `output`."""
     if not output.numel():
         return
     if before is not None:
@@ -325,7 +325,7 @@ def _sum(plan: ReducePlan, terms: list[torch.Tensor | None], output: torch.Tenso
 
 
 def _term(plan: ReducePlan, term: torch.Tensor | None, before: float | None) -> torch.Tensor:
-    """A peer's row, ready to be added to in place: nobody else reads it, so it may be the peer's own memory."""
+    """A peer's row as a term that may be changed in place: it may be the peer's own memory, which nobody else reads."""
     assert term is not None and term.numel() == plan.output_numel, plan.label
     term = term.to(plan.reduce_dtype)
     return term if before is None else term.div_(before)
