@@ -1,7 +1,7 @@
-"""shardkit.tp_adapter: parameters that tensor or expert parallelism has made DTensors, sharded by shardkit.core.
+"""shardkit.tp_adapter: lets shardkit.core shard parameters that tensor or expert parallelism has made DTensors.
 
-Nothing has to be imported for that: core finds the adapter when it is installed. What is here is for fused weights and
-for checkpoints.
+Core finds the adapter when it is installed, without an import. The names here are for fused weights and for
+checkpoints.
 """
 
 from shardkit.core.version import __version__

@@ -1,4 +1,4 @@
-"""How `fully_shard` shards a parameter that tensor or expert parallelism has made a DTensor already."""
+"""How `fully_shard` shards a parameter that tensor or expert parallelism has already made a DTensor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class TensorParallelForm:
     """The form of one DTensor parameter: see `shardkit.core.parameters.adapters.ParameterForm`.
 
     Attributes:
-        fqn: for messages.
-        shape: of the whole parameter.
-        mesh, placements: of the sharded parameter.
-        model_mesh, model_placements: of the unsharded parameter, which is the DTensor that the user made.
+        fqn: name of the parameter, for messages.
+        shape: shape of the whole parameter.
+        mesh, placements: mesh and placements of the sharded parameter.
+        model_mesh, model_placements: those of the unsharded parameter, the DTensor that the user made.
         data_axes: the axes of `model_mesh` that are data-parallel (when the user's DTensor is on the full mesh).
-        left_to_right: whether torch has to be told that strided placements cut where they stand. Otherwise they say,
-            as those of stock fully_shard do, that axes behind them have cut first. It is only told where it must be:
-            then it plans its first operators on such tensors for long, on meshes of three axes for many seconds.
-        boxes: this rank's, if it holds several.
+        left_to_right: whether torch must be told that strided placements cut where they stand. Otherwise they mean, as
+            in stock fully_shard, that later axes have cut first. It is set only where necessary, because torch then
+            plans its first operators on such tensors slowly, for many seconds on meshes of three axes.
+        boxes: this rank's boxes, if it holds several.
     """
 
     fqn: str
@@ -58,7 +58,7 @@ class TensorParallelForm:
         return new_dtensor(self.local(shard), self.mesh, self.placements, self.shape, self.left_to_right)
 
     def local(self, shard: torch.Tensor) -> torch.Tensor:
-        """The shard; one that lies in several places with its boxes."""
+        """The shard, with its boxes if it lies in several places."""
         if self.boxes is None or isinstance(shard, BoxedTensor):
             return shard
         return BoxedTensor.of(shard, self.boxes)
@@ -68,17 +68,17 @@ class TensorParallelForm:
         return local.plain() if isinstance(local, BoxedTensor) else local
 
     def unsharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """The user's DTensor, over gathered memory."""
+        """The user's DTensor over gathered memory."""
         return new_dtensor(self.shard(whole), self.model_mesh, self.model_placements, self.shape)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The local gradient with the parameter's placements: a Partial one is summed over its axes.
+        """The local gradient with the parameter's placements; a Partial gradient is summed over its axes.
 
-        Over data-parallel axes nothing is summed here, that is the reduction's part. Collective over model axes if
-        placements differ, which they do alike on all ranks.
+        Nothing is summed over data-parallel axes; the reduction does that. Collective over model axes if placements
+        differ, which they do on all ranks alike.
 
         Raises:
-            TypeError: for a gradient that is no DTensor, with the FQN.
+            TypeError: if the gradient is not a DTensor; the message has the FQN.
         """
         if not isinstance(gradient, DTensor):
             raise TypeError(
@@ -95,16 +95,16 @@ class TensorParallelForm:
 
 
 class TensorParallelAdapter:
-    """What core finds under the entry point group `shardkit.dtensor_adapters`."""
+    """The adapter that core finds through the entry point group `shardkit.dtensor_adapters`."""
 
     def form(
         self, parameter: DTensor, fqn: str, mesh: DataParallelMesh, dim: int | None, holders: Sequence[Holder] = ()
     ) -> TensorParallelForm:
-        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None: replicated on it (0-dim parameters).
+        """The form of one parameter, cut on tensor dim `dim` over `mesh`; None (0-dim parameters): replicated.
 
         Raises:
-            ValueError: for a Partial or unknown placement, a mesh of another root, axes that overlap, and a local
-                tensor that is not what its placements say; with the FQN and the placements.
+            ValueError: for a Partial or unknown placement, a mesh of another root, overlapping axes, or a local tensor
+                that does not match its placements; the message has the FQN and the placements.
         """
         shape, cut = parameter.shape, 0 if dim is None else dim
         placements = tuple(parameter.placements)
@@ -130,7 +130,7 @@ class TensorParallelAdapter:
 
 
 def _check_local(parameter: DTensor, placements: Sequence[Placement], fqn: str) -> None:
-    """A DTensor can be made around any local tensor; cut again, a wrong one would end up in wrong places."""
+    """Checks the local tensor: a DTensor accepts any, and further cuts would put a wrong one in wrong places."""
     mesh, local = parameter.device_mesh, local_of(parameter)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, fqn

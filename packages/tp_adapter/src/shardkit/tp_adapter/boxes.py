@@ -1,9 +1,9 @@
 """Local tensors that tell torch.distributed.checkpoint which boxes of the whole tensor they hold.
 
-DTensor passes the three questions of a checkpoint (`__create_write_items__`, `__create_chunk_list__`,
-`__get_tensor_shard__`) on to its local tensor, if that answers them. A plain one does not, and is taken for a single
-box; what lies in several places, as a rank's part of a fused weight does, would be saved in the wrong place or refused.
-So such local tensors are `BoxedTensor`s. Nothing is sent for that: a rank knows its boxes.
+DTensor passes the three queries of a checkpoint (`__create_write_items__`, `__create_chunk_list__`,
+`__get_tensor_shard__`) to its local tensor if that answers them. A plain tensor does not, and is taken for a single
+box. A rank's part of a fused weight lies in several places, so it would be saved in the wrong place or refused. Such
+local tensors are therefore `BoxedTensor`s. This needs no communication: a rank knows its boxes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardkit.tp_adapter.torch_compat import no_torch_function, over_memory_of
 
 __all__ = ["Boxes", "BoxedTensor"]
 
-# What makes a tensor of the same elements in the same places, or of new ones for these places (optimizer states).
+# Operators whose result has the same elements in the same places, or new ones for them (optimizer states).
 _SAME_PLACES = frozenset(
     {
         "_pin_memory",
@@ -45,9 +45,9 @@ class Boxes:
     """Where the elements of a rank's tensor lie in the whole tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        region: what the rank holds of it.
-        places: where the runs of `region` lie in the rank's tensor, run for run. None: one behind another, and the
+        shape: shape of the whole tensor.
+        region: the elements that the rank holds.
+        places: where the runs of `region` lie in the rank's tensor, run for run. None: one after the other, and the
             rank's tensor holds nothing else.
     """
 
@@ -56,7 +56,7 @@ class Boxes:
     places: Region | None = None
 
     def __iter__(self) -> Iterator[tuple[torch.Size, torch.Size, Box]]:
-        """Offset and size of each box in the whole tensor, and where it lies in the rank's tensor."""
+        """Offset and size of each box in the whole tensor, and its location in the rank's tensor."""
         if not self.region.numel:
             return
         packed = [box for _, box in self.region.boxes()]
@@ -66,14 +66,14 @@ class Boxes:
             yield offset, torch.Size(one.stop - one.start for one in in_whole), in_local
 
     def packed(self) -> Boxes:
-        """The same of a copy that holds nothing else."""
+        """The boxes of a copy that holds nothing else."""
         return Boxes(self.shape, self.region)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable
 
     def write_items(self, fqn: str, dtype_of: torch.Tensor) -> list[WriteItem]:
-        """What a checkpoint asks for as `__create_write_items__`; `dtype_of` is any tensor of the same properties."""
+        """The answer to `__create_write_items__`; `dtype_of` is any tensor with the same properties."""
         properties = TensorProperties.create_from_tensor(dtype_of)
         return [
             WriteItem(
@@ -85,11 +85,11 @@ class Boxes:
         ]
 
     def chunk_list(self) -> list[ChunkStorageMetadata]:
-        """What a checkpoint asks for as `__create_chunk_list__`."""
+        """The answer to `__create_chunk_list__`."""
         return [ChunkStorageMetadata(offset, size) for offset, size, _ in self]
 
     def tensor_shard(self, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-        """What a checkpoint asks for as `__get_tensor_shard__`: a view of the rank's plain tensor `local`."""
+        """The answer to `__get_tensor_shard__`: a view of the rank's plain tensor `local`."""
         for offset, _, in_local in self:
             if offset == index.offset:
                 return local[in_local]
@@ -97,11 +97,11 @@ class Boxes:
 
 
 class BoxedTensor(torch.Tensor):
-    """A plain tensor which also knows its boxes and answers a checkpoint's questions.
+    """A plain tensor that also knows its boxes and answers a checkpoint's queries.
 
-    Operators see the plain tensor and give plain tensors, but for those that keep every element in its place: so the
-    detached parameter in a state dict and an optimizer's `zeros_like(parameter)` know their boxes as well. Copies of
-    a state dict keep them too: `copy.deepcopy`, `torch.save`, and the staging of an asynchronous save, which asks for
+    Operators see a plain tensor and return plain tensors, except those that keep every element in its place. So the
+    detached parameter in a state dict and an optimizer's `zeros_like(parameter)` keep their boxes. Copies of a state
+    dict keep them too: `copy.deepcopy`, `torch.save`, and the staging of an asynchronous save, which calls
     `new_empty([])` and sets its memory and size afterwards.
     """
 
@@ -136,7 +136,7 @@ class BoxedTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor).detach()
 
     def new_empty(self, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """As of any tensor; one of no dims, or of this one's shape, has the boxes: it is how copies begin."""
+        """As for any tensor, but results of no dims, or of this shape, have the boxes: copies begin with them."""
         new = super().new_empty(size, *args, **kwargs)
         begins_copy = tuple(new.shape) in ((), tuple(self.shape))
         return type(self).of(new, self.boxes) if begins_copy and not isinstance(new, BoxedTensor) else new

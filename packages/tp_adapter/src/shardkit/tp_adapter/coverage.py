@@ -1,4 +1,4 @@
-"""`CheckedLoadPlanner`: a checkpoint whose boxes do not make up the whole of a tensor is refused."""
+"""`CheckedLoadPlanner`: refuses a checkpoint whose boxes do not cover a whole tensor."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["CheckedLoadPlanner"]
 
 
 class CheckedLoadPlanner(DefaultLoadPlanner):
-    """The default planner of `torch.distributed.checkpoint.load`, which first looks at the boxes of each tensor.
+    """The default planner of `torch.distributed.checkpoint.load`, with a check of the boxes of each tensor.
 
-    torch reads what boxes there are: a hole leaves elements of the loaded tensor as they were, silently. Use as
+    torch reads the boxes that exist: a hole leaves elements of the loaded tensor unchanged, without an error. Use it as
     `dcp.load(state_dict, checkpoint_id=..., planner=CheckedLoadPlanner())`.
 
     Raises:
-        ValueError: (inside the CheckpointException of `dcp.load`) if boxes of a tensor that is loaded leave a hole,
-            overlap or stick out, with its FQN and the placements that it is loaded into.
+        ValueError: (inside the CheckpointException of `dcp.load`) if boxes of a loaded tensor leave a hole, overlap or
+            stick out; the message has its FQN and the placements of the target.
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """This rank's plan. Not collective; every rank comes to the same conclusion."""
+        """This rank's plan. Not collective; every rank reaches the same conclusion."""
         assert self.metadata is not None, "dcp.load sets the planner up"
         for fqn, value in self.state_dict.items():
             saved = self.metadata.state_dict_metadata.get(fqn)

@@ -1,4 +1,4 @@
-"""Which parameters are fused, as their modules note it, and what tensor parallelism has made of them."""
+"""Notes on modules about fused parameters, and how tensor parallelism has cut these."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ lost, as `module.to()` and `load_state_dict(assign=True)` put another tensor in 
 
 @dataclass(frozen=True)
 class Declared:
-    """What is noted of a fused parameter.
+    """The note about a fused parameter.
 
     Attributes:
-        blocks: what it is made of.
+        blocks: its logical tensors.
         axes: names of the axes over which the module's own DTensor cuts a stack. Its placements there say Shard, which
-            is untrue of the whole stack (see Note [Fused weights] in `sub_blocks`).
+            is wrong for the whole stack (see Note [Fused weights] in `sub_blocks`).
     """
 
     blocks: SubBlocks
     axes: frozenset[str] = frozenset()
 
     def check_placed(self, value: DTensor, fqn: str) -> None:
-        """Raises for a tensor with the module's own placements, which would be taken for other rows than it holds.
+        """Raises for a tensor with the module's own placements, which would be taken for other rows than its own.
 
         Raises:
-            ValueError: with the placements, if the parameter has not been through `fully_shard`.
+            ValueError: if the parameter has not been through `fully_shard`; the message has the placements.
         """
         names = value.device_mesh.mesh_dim_names or ()
         for name, placement in zip(names, value.placements, strict=False):
@@ -52,12 +52,12 @@ class Declared:
 
 
 def declare_sub_blocks(module: nn.Module, name: str, sub_blocks: SubBlocks) -> None:
-    """Notes on a module that its parameter `name` is fused, before `fully_shard`, which reads the note.
+    """Notes on a module, for `fully_shard`, that its parameter `name` is fused. Call it before `fully_shard`.
 
-    Under tensor parallelism (not needed: a plain parameter can be fused as well) each rank's local tensor must hold its
-    part of every logical tensor, in order, while the placements say Shard: that is what `FusedColwiseParallel` makes.
-    With sizes it holds whole groups, and the placements are meant as they stand: what `ColwiseParallel` makes. The note
-    stays when the module is moved, cast, or loaded into.
+    A plain parameter can be fused as well. Under tensor parallelism each rank's local tensor must hold its part of
+    every logical tensor, in order, while the placements say Shard, as `FusedColwiseParallel` does. With sizes it holds
+    whole groups and the placements are exact, as `ColwiseParallel` does. The note stays when the module is moved, cast,
+    or loaded into.
 
     Raises:
         AttributeError: if the module has no such parameter.
@@ -83,11 +83,11 @@ def declared_of(holders: Iterable[Holder]) -> Declared | None:
 
 
 def placements_in_whole(parameter: DTensor, blocks: SubBlocks, fqn: str) -> tuple[Placement, ...]:
-    """Where the local tensor of a fused parameter lies in the whole one: see Note [Fused weights].
+    """The placements of a fused parameter's local tensor in the whole one: see Note [Fused weights].
 
     Raises:
-        ValueError: if the ranks do not divide each logical tensor, so that placements could not tell them apart, or
-            cut through a group.
+        ValueError: if the number of ranks does not divide each logical tensor, so that placements could not tell them
+            apart, or if ranks cut through a group.
     """
     if blocks.sizes is not None:
         described = f"parameter '{fqn}' with placements {tuple(parameter.placements)}"
@@ -114,16 +114,16 @@ def placements_in_whole(parameter: DTensor, blocks: SubBlocks, fqn: str) -> tupl
 def check_whole_groups(
     described: str, shape: Sequence[int], blocks: SubBlocks, cutting: Sequence[tuple[int, Placement]]
 ) -> None:
-    """Raises if ranks get other than whole groups of a parameter, `described` in messages.
+    """Raises unless every rank gets whole groups of a parameter, which messages call `described`.
 
     Args:
-        described: the parameter.
-        shape: of the whole parameter.
-        blocks: with sizes.
-        cutting: axes that cut `blocks.dim`, the ranks along each and its placement.
+        described: name of the parameter.
+        shape: shape of the whole parameter.
+        blocks: its logical tensors, with sizes.
+        cutting: axes that cut `blocks.dim`: the number of ranks along each, and its placement.
 
     Raises:
-        ValueError: with the sizes, where groups are cut, and how to pack a weight so that they are not.
+        ValueError: with the sizes, where groups are cut, and how to pack a weight so that none is.
     """
     assert blocks.sizes is not None, described
     sizes, placements = [size for size, _ in cutting], [placement for _, placement in cutting]

@@ -1,7 +1,7 @@
-"""The hooks by which FSDP1 handles parameters that are DTensors: flattening, chunks for state dicts, and back.
+"""FSDP1's hooks for parameters that are DTensors: flattening, chunks for state dicts, and back.
 
-Offsets and sizes of chunks are those of the layout, so they are right for uneven shards as well. FSDP1 tells its hooks
-no names of parameters, so errors describe a tensor by its shape, placements and mesh.
+Offsets and sizes of chunks follow the layout, so they are correct for uneven shards as well. FSDP1 passes no parameter
+names to its hooks, so errors describe a tensor by its shape, placements and mesh.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DTensorExtensions:
     """
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, FlattenedDTensor | None]:
-        """The local tensor of a DTensor, which goes into the flat parameter, and what is needed to make it again."""
+        """The local tensor of a DTensor, for the flat parameter, and the data to rebuild the DTensor."""
         if not isinstance(tensor, DTensor):
             return tensor, None
         local = local_of(tensor)
@@ -72,19 +72,19 @@ class DTensorExtensions:
     ) -> torch.Tensor:
         """This rank's chunk on dim 0 over `pg`, as a ShardedTensor; not collective.
 
-        Of a DTensor: a ShardedTensor over its own mesh, whose local shard is the ShardedTensor over `pg` of its local
-        tensor. That is FSDP1's format of 2-D checkpoints.
+        A DTensor becomes a ShardedTensor over its own mesh, whose local shard is the ShardedTensor over `pg` of its
+        local tensor. This is FSDP1's format of 2-D checkpoints.
 
         Args:
             tensor: whole over `pg`: a plain tensor, a DTensor on a 1-D mesh, or a ShardedTensor with one local shard.
             rank: this rank in `pg`.
             world_size: ranks of `pg`.
-            num_devices_per_node: not used; every chunk is where the tensor is.
+            num_devices_per_node: not used; every chunk stays on the tensor's device.
             pg: the data-parallel ranks.
             device: not used.
 
         Raises:
-            ValueError: for a DTensor whose local tensor is no single box, with its placements.
+            ValueError: if a DTensor's local tensor is not a single box; the message has its placements.
         """
         if isinstance(tensor, DTensor):
             mesh, local = tensor.device_mesh, local_of(tensor)
@@ -119,7 +119,7 @@ class DTensorExtensions:
             chunk = tensor.detach().narrow(0, layout.offset(rank), layout.length(rank)).clone()
             root, cut = root_of(device_mesh), (device_mesh.mesh_dim_names or (None,))[-1]
             names = root.mesh_dim_names or ()
-            if cut not in names:  # without names, or flattened
+            if cut not in names:  # unnamed or flattened
                 return new_dtensor(chunk, device_mesh, data.placements(0), tensor.shape)
             placements = [Shard(0) if name == cut else Replicate() for name in names]
             return new_dtensor(chunk, root, placements, tensor.shape)
@@ -129,7 +129,7 @@ class DTensorExtensions:
         return form.sharded(local.narrow(0, layout.offset(rank), layout.length(rank)).clone())
 
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """The ShardedTensor over the data-parallel ranks, out of its outer one if it has one, and its local shards."""
+        """The ShardedTensor over the data-parallel ranks, taken out of an outer one if any, and its local shards."""
         assert isinstance(tensor, ShardedTensor)
         shards: list[ShardedTensorShard] = tensor.local_shards()
         if len(shards) == 1 and isinstance(shards[0].tensor, ShardedTensor):
@@ -167,7 +167,7 @@ def _described(tensor: DTensor) -> str:
 
 
 def _model_pieces(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Offset, size and global rank of every rank's piece; of a replicated tensor this rank's alone."""
+    """Offset, size and global rank of every rank's piece; for a replicated tensor, only this rank's."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1:
         raise ValueError(f"a {_described(tensor)} lies on {mesh}; expected a 1-D mesh")
@@ -195,7 +195,7 @@ def _rank_of(placement: Any) -> int:
 
 
 def _empty_at(tensor: DTensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Where a piece without elements is said to lie: at the end of the dims in which it is empty."""
+    """The offset given to a piece without elements: the end of the dims in which it is empty."""
     return tuple(whole if not size else 0 for whole, size in zip(tensor.shape, sizes, strict=True))
 
 
@@ -212,7 +212,7 @@ def _chunked(tensor: torch.Tensor, rank: int, world_size: int, group: dist.Proce
 
 
 def _gathered(local: torch.Tensor, tensor: DTensor, axis: int) -> torch.Tensor:
-    """The chunks of an axis of a tensor's mesh, one behind the other on the dim that it cuts (collective over it)."""
+    """The chunks of one axis of a tensor's mesh, concatenated on the dim that it cuts (collective over it)."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]

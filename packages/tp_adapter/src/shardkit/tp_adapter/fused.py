@@ -1,4 +1,4 @@
-"""`FusedColwiseParallel`: tensor parallelism of a linear layer whose weight is several logical tensors."""
+"""`FusedColwiseParallel`: tensor parallelism of a linear layer whose weight consists of several logical tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["FusedColwiseParallel"]
 
 
 class FusedColwiseParallel(ColwiseParallel):
-    """`ColwiseParallel` for an `nn.Linear` whose output features are several logical tensors.
+    """`ColwiseParallel` for an `nn.Linear` whose output features form several logical tensors.
 
-    Stacked ones are of one size. Each rank gets its part of every logical tensor, and its output has these parts, in
-    order, in its last dim::
+    Without `sizes` they are stacked and equally large. Each rank gets its part of every logical tensor, and the last
+    dim of its output has these parts in order::
 
         parallelize_module(feed_forward, mesh["tp"], {"gate_up": FusedColwiseParallel("gate", "up"), ...})
         gate, up = feed_forward.gate_up(x).chunk(2, dim=-1)  # of this rank, sizes divided by the ranks of "tp"
 
-    With `sizes` they are packed group by group (see `SubBlocks`), and each rank gets whole groups, as of a plain
+    With `sizes` they are packed group by group (see `SubBlocks`), and each rank gets whole groups, as with a plain
     `ColwiseParallel`::
 
         sizes = (heads // kv_heads * head_size, head_size, head_size)
@@ -33,23 +33,23 @@ class FusedColwiseParallel(ColwiseParallel):
         groups = attention.qkv(x).unflatten(-1, (-1, sum(sizes)))  # of this rank
         q, k, v = groups.split(sizes, dim=-1)
 
-    Apply it before `fully_shard`, which then sees to it that sharded parameters, state dicts and checkpoints have the
-    weight whole and in its own order (see Note [Fused weights] in `sub_blocks`). The DTensor that the layer computes
-    with, which the module holds while it is gathered and before it is sharded, is no such for a stack: its
-    `full_tensor()` has the parts in the order of ranks. Read `state_dict()`, or the weight after `reshard()`.
+    Apply it before `fully_shard`, so that sharded parameters, state dicts and checkpoints hold the whole weight in its
+    own order (see Note [Fused weights] in `sub_blocks`). For a stack, do not read the DTensor that the module holds
+    while it is gathered, or before it is sharded: its `full_tensor()` has the parts in the order of ranks. Read
+    `state_dict()`, or the weight after `reshard()`.
 
     Args:
-        names: of the logical tensors, in the order in which they are stacked, or lie in a group.
-        sizes: output features of each in one group.
+        names: names of the logical tensors, in their order in the stack or group.
+        sizes: output features of each logical tensor in one group.
         input_layouts: as for `ColwiseParallel`.
         output_layouts: as for `ColwiseParallel`, with `sizes` only.
         use_local_output: as for `ColwiseParallel`, with `sizes` only.
 
     Raises:
-        ValueError: when applied, if the output features are not so many equal parts that the ranks divide, or so many
-            groups. At once for `output_layouts` or `use_local_output` of a stack: the output of the ranks together is
-            in the order of ranks, so as a DTensor, or gathered, it would mix the logical tensors.
-        TypeError: when applied to another module than `nn.Linear`.
+        ValueError: when applied, if the output features cannot be divided into equal parts that the ranks divide, or
+            into whole groups. At once, for `output_layouts` or `use_local_output` of a stack: the combined output is in
+            the order of ranks, so as a DTensor, or gathered, it would mix the logical tensors.
+        TypeError: when applied to a module other than `nn.Linear`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FusedColwiseParallel(ColwiseParallel):
             raise TypeError(f"FusedColwiseParallel is for nn.Linear, got {type(module).__name__}")
         ranks, blocks = device_mesh.size(), self.sub_blocks
         for name, parameter in list(module.named_parameters(recurse=False)):
-            described = f"FusedColwiseParallel{blocks.names} of {module}: '{name}'"  # torch tells a style no name
+            described = f"FusedColwiseParallel{blocks.names} of {module}: '{name}'"  # torch passes no parameter name
             check_sub_blocks(parameter, described, blocks)
             if blocks.sizes is not None:
                 check_whole_groups(described, parameter.shape, blocks, [(ranks, Shard(0))])
@@ -90,7 +90,7 @@ class FusedColwiseParallel(ColwiseParallel):
 
 
 def _by_rank(described: str, whole: torch.Tensor, blocks: SubBlocks, ranks: int) -> torch.Tensor:
-    """Rows reordered so that equal chunks have every rank's rows of each part: g0 g1 u0 u1 becomes g0 u0 g1 u1."""
+    """Reorders rows so that equal chunks hold every rank's rows of each part: g0 g1 u0 u1 becomes g0 u0 g1 u1."""
     parts = len(blocks.names)
     if whole.shape[0] % (parts * ranks):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The axes of the mesh that a sharded parameter lies on: data parallelism's and those of its own DTensor, checked."""
+"""The axes of a sharded parameter's mesh: those of data parallelism and those of its own DTensor, checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Parts = list[tuple[DeviceMesh, Axis]]
 
 @dataclass(frozen=True)
 class JointMesh:
-    """The axes of two meshes together, in the order that stock `fully_shard` has.
+    """The axes of two meshes together, in the order of stock `fully_shard`.
 
     Attributes:
-        axes: size and placement of each; None as placement stands for the axis that data parallelism shards over.
+        axes: size and placement of each; the placement is None for the axis that data parallelism shards over.
         meshes: each axis as a 1-D mesh.
-        same_as: the mesh that has exactly these axes, if the parameter's own has.
+        same_as: the parameter's own mesh, if it has exactly these axes.
         data_axes: indices of the axes of the parameter's own mesh that are data-parallel.
         described: the parameter and both meshes, for messages.
     """
@@ -40,8 +40,8 @@ class JointMesh:
     def ordered(self, order: Sequence[int]) -> DeviceMesh:
         """The mesh with the axes in this order.
 
-        In another order than their root has them, torch would refuse to take slices of the mesh, as `full_tensor()`
-        does: then the mesh is a root of its own, over the same process groups.
+        If the order differs from the root's, torch would refuse to slice the mesh, as `full_tensor()` does. The mesh is
+        then a root itself, over the same process groups.
 
         Raises:
             ValueError: if the axes are not slices of one root mesh.
@@ -63,26 +63,26 @@ class JointMesh:
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """This rank's."""
+        """This rank's coordinate."""
         return tuple(mesh.get_local_rank() for mesh in self.meshes)
 
 
 def joint_mesh(
     parameter: DTensor, placements: Sequence[Placement], fqn: str, data_parallel: DataParallelMesh
 ) -> JointMesh:
-    """Puts the axes of data parallelism and of a parameter's own mesh together. Not collective.
+    """Joins the axes of data parallelism and those of a parameter's own mesh. Not collective.
 
-    The parameter's mesh has other axes than the data-parallel one, as tensor parallelism on `mesh["tp"]` has, or, if
-    `dp_mesh_dims` named the data-parallel axes, these as well, with Replicate on them.
+    The parameter's mesh has other axes than the data-parallel one, such as `mesh["tp"]`. If `dp_mesh_dims` named the
+    data-parallel axes, it may have these as well, with Replicate on them.
 
     Args:
-        parameter: with its own placements.
-        placements: the same, but for fused weights, as they are in the whole parameter.
-        fqn: for messages.
-        data_parallel: the axes that `fully_shard` was given.
+        parameter: the parameter, with its own placements.
+        placements: the same, but for fused weights those in the whole parameter.
+        fqn: name of the parameter, for messages.
+        data_parallel: the axes that `fully_shard` received.
 
     Raises:
-        ValueError: for a Partial or unknown placement, meshes that overlap, axes without names or of the same name.
+        ValueError: for a Partial or unknown placement, overlapping meshes, or unnamed or equally named axes.
     """
     described = f"parameter '{fqn}' with placements {tuple(parameter.placements)} on {parameter.device_mesh}"
     _check_placements(described, parameter.placements)
@@ -123,14 +123,14 @@ def _check_placements(described: str, placements: Sequence[Placement]) -> None:
 
 
 def _ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
-    """The ranks that differ from this one on `axis` alone. By arithmetic: a mesh may have outlived its groups."""
+    """The ranks that differ from this one on `axis` alone. Computed, because a mesh may outlive its groups."""
     here: list[Any] = list(mesh.get_coordinate() or ())
     here[axis] = slice(None)
     return set(mesh.mesh[tuple(here)].tolist())
 
 
 def _data_axes(described: str, own: DeviceMesh, data_parallel: DataParallelMesh) -> frozenset[int]:
-    """The axes of the parameter's mesh that are data-parallel: those along which all ranks are data-parallel peers."""
+    """The data-parallel axes of the parameter's mesh: all ranks along them are data-parallel peers."""
     data = data_parallel.mesh
     data_ranks, data_names = set(data.mesh.flatten().tolist()), frozenset(data.mesh_dim_names or ())
     found = set()
@@ -159,7 +159,7 @@ def _axis_of(described: str, mesh: DeviceMesh, axis: int) -> DeviceMesh:
 
 
 def _in_stock_order(own: DeviceMesh, model: _Parts, data: _Parts, data_axes: frozenset[int]) -> _Parts:
-    """Data-parallel axes first; if the parameter's mesh has them too, where they stand there."""
+    """Data-parallel axes first; if the parameter's mesh has them too, they keep their places there."""
     if not data_axes:
         return [*data, *model]
     by_name = {_names([mesh])[0]: (mesh, axis) for mesh, axis in data}

@@ -1,4 +1,4 @@
-"""Fused weights under the names of the logical tensors that they are made of: `logical_state_dict`."""
+"""Fused weights under the names of their logical tensors: `logical_state_dict`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardkit.tp_adapter.sub_blocks import SubBlocks
 
 __all__ = ["logical_state_dict"]
 
-# Modules that wrap one other module, as they stand in the names of a plain state dict.
+# Modules that wrap one other module, as they appear in the names of a plain state dict.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """A fused parameter: what it is made of, and its whole shape."""
+    """A fused parameter: its logical tensors, and its whole shape."""
 
     declared: Declared
     shape: torch.Size
@@ -37,24 +37,24 @@ class _Fused:
 
 
 def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which each fused weight stands under the names of its logical tensors. Not collective.
+    """A state dict in which each fused weight is replaced by its logical tensors, by name. Not collective.
 
-    The names take the place of the module's: `mlp.gate_up.weight`, made of gate and up, becomes `mlp.gate.weight` and
-    `mlp.up.weight`. The entries are views, so `torch.distributed.checkpoint.save` writes the memory of `state_dict`
-    and `load` fills it, whatever the mesh that the checkpoint was written on; other entries are passed on as they are.
-    Logical tensors of a plain tensor are plain, too, if they lie in one piece; those of a weight that is packed group
-    by group are `LogicalTensor`s, whose `whole()` copies one.
+    A logical name replaces the module's: with gate and up in it, `mlp.gate_up.weight` becomes `mlp.gate.weight` and
+    `mlp.up.weight`. The entries are views: `torch.distributed.checkpoint.save` writes the memory of `state_dict`, and
+    `load` fills it, whatever mesh wrote the checkpoint. Other entries are unchanged. Logical tensors of a plain tensor
+    are plain if they are contiguous parts; for weights packed group by group they are `LogicalTensor`s, whose `whole()`
+    copies one.
 
     Args:
-        model: sharded; its modules know which of their parameters are fused.
-        state_dict: `model.state_dict()`, or what `get_model_state_dict(model)` and
-            `get_optimizer_state_dict(model, optimizer)` of torch.distributed.checkpoint.state_dict give: sharded, full
-            (plain tensors), optimizer states nested or flattened.
+        model: the sharded model; its modules know which parameters are fused.
+        state_dict: `model.state_dict()`, or the result of `get_model_state_dict(model)` or
+            `get_optimizer_state_dict(model, optimizer)` of torch.distributed.checkpoint.state_dict: sharded or full
+            (plain tensors), with optimizer states nested or flattened.
 
     Raises:
-        ValueError: if a logical name is taken by another entry; for a tensor of another shape than the fused
-            parameter's, such as a factored optimizer state, which cannot be taken apart; and for a stack that tensor
-            parallelism has cut and fully_shard has not seen.
+        ValueError: if a logical name is taken by another entry; if a tensor's shape differs from the fused parameter's,
+            such as a factored optimizer state; and for a stack that tensor parallelism has cut and fully_shard has not
+            seen.
     """
     fused = dict(_fused_parameters(model))
     if set(state_dict) == {"state", "param_groups"}:
@@ -65,7 +65,7 @@ def logical_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[
 
 
 def _fused_parameters(model: nn.Module) -> Iterator[tuple[str, _Fused]]:
-    """Every name of a fused parameter, without wrappers; a tied one has several, and one of its modules the note."""
+    """Every name of a fused parameter, without wrappers; a tied one has several names, and a note on one module."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -92,7 +92,7 @@ def _names(fqns: list[str], fused: Mapping[str, _Fused]) -> list[str]:
 class _Entry:
     """A key of a state dict: a parameter's name, or one between a prefix and a suffix.
 
-    The latter are those of flattened optimizer state dicts, such as `state.mlp.gate_up.weight.exp_avg` and
+    The second kind occurs in flattened optimizer state dicts, such as `state.mlp.gate_up.weight.exp_avg` and
     `param_groups.mlp.gate_up.weight.lr`.
     """
 
@@ -104,7 +104,7 @@ class _Entry:
 
     @classmethod
     def of(cls, key: str, fused: Mapping[str, _Fused]) -> _Entry:
-        """The entry of `key`; `fused` is None if it belongs to no fused parameter."""
+        """The entry of `key`; its `fused` is None if it belongs to no fused parameter."""
         if (found := fused.get(_unwrapped(key))) is not None:
             return cls(key, "", key, "", found)
         for prefix in ("state.", "param_groups."):
@@ -114,7 +114,7 @@ class _Entry:
         return cls(key)
 
     def names(self) -> list[str]:
-        """What stands for the key: one name for each logical tensor."""
+        """The names that replace the key: one for each logical tensor."""
         if self.fused is None:
             return [self.key]
         *path, attribute = self.fqn.split(".")
@@ -136,11 +136,11 @@ def _renamed(entries: Mapping[str, Any], fused: Mapping[str, _Fused]) -> dict[st
 
 
 def _part(fqn: str, value: Any, fused: _Fused, number: int) -> Any:
-    """One logical tensor of a fused one, or of each fused tensor among an optimizer's states of a parameter."""
+    """One logical tensor of a fused tensor, or of each fused tensor among an optimizer's states of a parameter."""
     if isinstance(value, dict):
         return {key: _part(f"{fqn}.{key}", one, fused, number) for key, one in value.items()}
     if not isinstance(value, torch.Tensor) or not value.ndim:
-        return value  # such as an optimizer's count of steps, which the logical tensors share
+        return value  # for example, an optimizer's step count, which the logical tensors share
     blocks = fused.blocks
     if value.shape != fused.shape:
         raise ValueError(
@@ -161,14 +161,14 @@ def _part(fqn: str, value: Any, fused: _Fused, number: int) -> Any:
 def logical_part(
     plain: torch.Tensor, region: Region, shape: Sequence[int], blocks: SubBlocks, number: int
 ) -> LogicalTensor:
-    """What a rank holds of one logical tensor, as a view of what it holds of the fused one.
+    """The rank's part of one logical tensor, as a view of its part of the fused tensor.
 
     Args:
         plain: the rank's tensor.
-        region: where that lies in the fused tensor.
-        shape: of the fused tensor.
-        blocks: what the fused tensor is made of.
-        number: of the logical tensor.
+        region: where it lies in the fused tensor.
+        shape: shape of the fused tensor.
+        blocks: the logical tensors of the fused tensor.
+        number: index of the logical tensor.
     """
     dim, runs = blocks.dim, blocks.runs(number, shape[blocks.dim])
     common = list(_common(region.runs[dim], runs))
@@ -186,7 +186,7 @@ def logical_part(
 
 
 def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """What two lists of runs share: where it lies in `wanted`, and where in `held`, if each had no gaps."""
+    """The common parts of two lists of runs: their positions in `wanted` and in `held`, each packed without gaps."""
     before = 0
     for start, stop in held:
         after = 0
@@ -199,6 +199,6 @@ def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[Run, R
 
 
 def _packed(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Where runs lie in a tensor that has one behind another."""
+    """The runs in a tensor that packs them one after the other."""
     ends = itertools.accumulate(stop - start for start, stop in runs)
     return tuple((end - (stop - start), end) for end, (start, stop) in zip(ends, runs, strict=True))

@@ -1,8 +1,7 @@
 """`LogicalTensor`: a tensor of a logical tensor's whole size, of which this rank holds some boxes.
 
-It is a view: in a weight that is packed group by group, the rows of one logical tensor have those of others between
-them, so its memory is the fused tensor's, and its boxes say where in it they lie. A copy, pickled or not, has
-just its own elements.
+It is a view. In a weight packed group by group, rows of other logical tensors lie between its rows, so its memory is
+the fused tensor's and its boxes give their places in it. A copy, pickled or not, has only its own elements.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardkit.tp_adapter.torch_compat import no_torch_function, wrapper_of
 
 __all__ = ["LogicalTensor"]
 
-# What copies a state dict, or makes room for a copy; fills one; or is the same tensor again.
+# Operators that copy a state dict, allocate such a copy, fill one, or return the same tensor.
 _COPYING = frozenset({"_pin_memory", "_to_copy", "clone", "empty_like", "new_empty", "zeros_like"})
 _FILLING = frozenset({"copy_", "fill_", "zero_"})
 _SAME = frozenset({"detach", "lift_fresh"})
@@ -29,14 +28,15 @@ _SAME = frozenset({"detach", "lift_fresh"})
 class LogicalTensor(torch.Tensor):
     """Some boxes of one logical tensor: a view of the fused parameter's (or optimizer state's) memory.
 
-    Shape and size are those of the whole logical tensor, as `torch.distributed.checkpoint` compares them with a
-    checkpoint's. It can be saved, loaded into, copied and staged; there is no other arithmetic on it, as no placements
-    of DTensor would describe it. `copy_` takes a plain tensor of the whole shape (each rank takes what it holds) or
-    of the shape of `packed()`, a number, or a logical tensor with the same boxes here. It raises ValueError for others.
+    Shape and size are those of the whole logical tensor, because `torch.distributed.checkpoint` compares them with a
+    checkpoint's. It can be saved, loaded into, copied and staged. It supports no other arithmetic, because no
+    placements of DTensor describe it. `copy_` accepts a plain tensor of the whole shape (each rank takes its part) or
+    of the shape of `packed()`, a number, or a logical tensor with the same boxes; it raises ValueError for others.
 
     Attributes:
-        local: a plain tensor, of shape `boxes.region.shape` unless `boxes.places` says where in it this rank's part is.
-        boxes: where that lies in the whole.
+        local: a plain tensor of shape `boxes.region.shape`, unless `boxes.places` gives the places of this rank's part
+            in it.
+        boxes: where it lies in the whole tensor.
     """
 
     local: torch.Tensor
@@ -46,7 +46,7 @@ class LogicalTensor(torch.Tensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, boxes: Boxes) -> Self:
-        """The logical tensor of shape `boxes.shape`; the memory is that of `local`."""
+        """The logical tensor of shape `boxes.shape`, over the memory of `local`."""
         logical = wrapper_of(cls, boxes.shape, local)
         logical.local, logical.boxes = local, boxes
         return logical
@@ -69,14 +69,14 @@ class LogicalTensor(torch.Tensor):
         return cls.of(func(first.packed(), *shape, *args[1 + len(shape) :], **kwargs), first.boxes.packed())
 
     def packed(self) -> torch.Tensor:
-        """What this rank holds, a plain tensor of shape `boxes.region.shape`: a copy if other elements lie between."""
+        """This rank's part, a plain tensor of shape `boxes.region.shape`: a copy if other elements lie between."""
         return self.local if self.boxes.places is None else self.boxes.places.take(self.local)
 
     def whole(self) -> torch.Tensor:
-        """A plain copy of the logical tensor, of which this rank must hold all: in full state dicts. Not collective.
+        """A plain copy of the logical tensor, which this rank must hold whole, as in full state dicts. Not collective.
 
         Raises:
-            ValueError: if this rank holds a part.
+            ValueError: if this rank holds only a part.
         """
         if self.boxes.region.shape != tuple(self.shape):
             raise ValueError(
@@ -99,7 +99,7 @@ class LogicalTensor(torch.Tensor):
         return self
 
     def _held_of(self, source: Any) -> Any:
-        """What this rank takes of an operator's argument: a plain tensor of the shape of `packed()`, or no tensor."""
+        """This rank's part of an operator's argument: a plain tensor of the shape of `packed()`, or not a tensor."""
         if not isinstance(source, torch.Tensor) or not source.ndim:
             return source
         seen = f"a {type(source).__name__} of shape {tuple(source.shape)}"

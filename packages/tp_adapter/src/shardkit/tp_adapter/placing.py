@@ -1,10 +1,10 @@
-"""Pure arithmetic: the placements that say how model parallelism and data parallelism have cut one dim together.
+"""Pure arithmetic: placements for a dim that both model parallelism and data parallelism have cut.
 
 Note [Order of cuts]
-Model parallelism cuts first and data parallelism cuts what that leaves, so a rank holds a chunk of a chunk. Meshes have
-the data-parallel axes first, though, and DTensor reads placements from left to right. Where both cut the same dim, the
-data-parallel placement is strided: it cuts the dim into as many parts as model parallelism makes, and takes its chunk
-of each. Ten rows over (dp=2, tp=2)::
+Model parallelism cuts first and data parallelism cuts the result, so a rank holds a chunk of a chunk. But meshes have
+the data-parallel axes first, and DTensor reads placements from left to right. Where both cut the same dim, the
+data-parallel placement is strided: it divides the dim into as many parts as model parallelism makes, and takes its
+chunk of each. Ten rows over (dp=2, tp=2)::
 
     tp cuts first     0 1 2 3 4 | 5 6 7 8 9
     then dp           0 1 2 | 3 4 ; 5 6 7 | 8 9
@@ -12,9 +12,9 @@ of each. Ten rows over (dp=2, tp=2)::
     then tp           0 1 2 | 5 6 7 ; 3 4 | 8 9             the same
 
 With uneven sizes the two readings can differ: nine rows over (dp=4, tp=2) give row 8 to (dp 3, tp 1) when tp cuts
-first, but (strided, Shard) from left to right gives it to (dp 3, tp 0), as row 8 is all that dp 3 has. Then the
-placements would lie. The same holds for fused weights. In such cases the sharded DTensor lies on a mesh that has the
-model axes first: there, left to right is the order of cuts.
+first. Read from left to right, (strided, Shard) gives it to (dp 3, tp 0), as row 8 is all that dp 3 has. The placements
+would then be wrong. The same holds for fused weights. In such cases the sharded DTensor lies on a mesh that has the
+model axes first, where left to right is the order of cuts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Axis:
     """One axis of the mesh of a sharded parameter.
 
     Attributes:
-        size: ranks along it.
-        placement: what model parallelism has done on it; Replicate on a replicate axis of data parallelism; None on the
+        size: number of ranks along it.
+        placement: the cut of model parallelism on it; Replicate on a replicate axis of data parallelism; None on the
             axis that data parallelism shards over.
     """
 
@@ -56,12 +56,12 @@ def cuts(placement: Placement | None, dim: int) -> bool:
 def order_of_cuts(
     shape: Sequence[int], dim: int, axes: Sequence[Axis]
 ) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
-    """The order of axes, and a placement for each in that order, which describe a parameter truly.
+    """An order of the axes, and a placement for each in that order, that describe a parameter correctly.
 
     Args:
-        shape: of the whole parameter.
-        dim: the one that data parallelism cuts.
-        axes: of the mesh, in the order to keep if it can be kept: what stock `fully_shard` has.
+        shape: shape of the whole parameter.
+        dim: the dim that data parallelism cuts.
+        axes: axes of the mesh, in stock `fully_shard`'s order, which is kept if possible.
 
     Returns:
         Indices into `axes`, and placements. See Note [Order of cuts].
@@ -77,11 +77,11 @@ def order_of_cuts(
 
 
 def torch_reads_truly(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Whether torch, left to itself, gathers a tensor right whose placements cut from left to right.
+    """Whether torch by itself gathers a tensor correctly whose placements cut from left to right.
 
-    It takes a strided placement for an order of cuts: axes behind it whose sizes multiply to its `split_factor` have
-    cut first. With even cuts that comes to the same. Where no axes multiply to it, the tensor is gathered axis by
-    axis, with sizes that are wrong as soon as another axis cuts the same dim.
+    It reads a strided placement as an order of cuts: later axes whose sizes multiply to its `split_factor` have cut
+    first. With even cuts the result is the same. Where no axes multiply to it, the tensor is gathered axis by axis,
+    with wrong sizes as soon as another axis cuts the same dim.
     """
     for dim, length in enumerate(shape):
         cutting = [(size, one) for size, one in zip(sizes, placements, strict=True) if cuts(one, dim) and size > 1]
@@ -96,7 +96,7 @@ def torch_reads_truly(shape: Sequence[int], sizes: Sequence[int], placements: Se
 
 
 def region_held(name: str, shape: Sequence[int], dim: int, axes: Sequence[Axis], coordinate: Sequence[int]) -> Region:
-    """What the rank at `coordinate` holds of a parameter: model parallelism cuts first, data parallelism second."""
+    """The part of a parameter on the rank at `coordinate`: model parallelism cuts first, data parallelism second."""
     order, placements = _cut_order(dim, axes)
     return region_at(name, shape, placements, [axes[i].size for i in order], [coordinate[i] for i in order])
 
@@ -110,7 +110,7 @@ def _bare(dim: int, axes: Sequence[Axis]) -> tuple[Placement, ...]:
 
 
 def _left_to_right(dim: int, axes: Sequence[Axis]) -> tuple[Placement, ...]:
-    """The placements in the order of the axes; data parallelism's is strided if axes behind it cut the same dim."""
+    """Placements in the order of the axes; data parallelism's is strided if later axes cut the same dim."""
     placements: list[Placement] = []
     for index, axis in enumerate(axes):
         if axis.placement is not None:
@@ -129,7 +129,7 @@ def _cut_order(dim: int, axes: Sequence[Axis]) -> tuple[tuple[int, ...], tuple[P
 
 
 def _all_even(length: int, dim: int, axes: Sequence[Axis]) -> bool:
-    """Whether every cut of `dim` leaves equal chunks, in any order; then the two readings agree."""
+    """Whether every cut of `dim` leaves equal chunks in any order; then the two readings agree."""
     cutting = [axis for axis in axes if axis.placement is None or cuts(axis.placement, dim)]
     strided = any(isinstance(axis.placement, StridedShard) for axis in cutting)
     return not strided and length % math.prod(axis.size for axis in cutting) == 0
@@ -144,7 +144,7 @@ def _is_true(
     in_order: tuple[Placement, ...],
     dim: int,
 ) -> bool:
-    """Whether the placements, read from left to right, give every rank the indices of `dim` that it holds."""
+    """Whether the placements, read from left to right, give every rank its indices of `dim`."""
     along = [_along(placement, dim) for placement in placements]
     along_in_order = [_along(placement, dim) for placement in in_order]
     sizes_in_order = [sizes[index] for index in order]

@@ -1,23 +1,23 @@
 """Fused weights: a parameter that is several logical tensors on one dim (SwiGLU's gate and up, packed QKV).
 
 Note [Fused weights]
-A fused weight is computed with as if it were one tensor, so tensor parallelism has to give every rank its part of each
-logical tensor: rows 0-1 and 4-5 of
+A fused weight is used as one tensor, so tensor parallelism must give every rank its part of each logical tensor: rows
+0-1 and 4-5 of
 
     gate 0 1 2 3 | up 4 5 6 7
 
 on the first of two ranks. The module's own DTensor says Shard(0) of that local tensor, which is right for computing:
-the outputs of a rank are its part of gate and its part of up. In the whole parameter the same rows are a strided shard,
-and that is what the sharded parameter, its gradient and its optimizer state say. So `full_tensor()`, a full state dict
-and a checkpoint have the fused weight in its own order.
+the outputs of a rank are its part of gate and its part of up. In the whole parameter the same rows are a strided shard.
+The sharded parameter, its gradient and its optimizer state say so. `full_tensor()`, a full state dict and a checkpoint
+therefore have the fused weight in its own order.
 
-Logical tensors of different sizes, as the queries, keys and values of grouped-query attention, are no strided shards of
-a stack: no placement leaves gaps of several lengths. Packed group by group they need none::
+Logical tensors of different sizes, such as queries, keys and values of grouped-query attention, are not strided shards
+of a stack: no placement leaves gaps of several lengths. Packed group by group they need none::
 
     q q k v | q q k v | q q k v | q q k v
 
-Whole groups are an ordinary Shard. Only where logical tensors are asked for by name do the groups matter: each has some
-rows of every group.
+Whole groups are an ordinary Shard. The groups matter only for access to logical tensors by name: each has some rows of
+every group.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ __all__ = ["SubBlocks", "check_sub_blocks"]
 
 @dataclass(frozen=True)
 class SubBlocks:
-    """The logical tensors that a parameter is made of.
+    """The logical tensors of a parameter.
 
-    Without `sizes` they are of one size, stacked: all of the first, all of the second. With them the parameter is a
-    number of groups, and each group has that many indices of every logical tensor, in order. For attention whose
+    Without `sizes` they are equally large and stacked: all of the first, all of the second. With `sizes` the parameter
+    is a sequence of groups, and each group has that many indices of every logical tensor, in order. For attention whose
     queries share keys and values, packed group by group::
 
         SubBlocks(("q", "k", "v"), sizes=(heads // kv_heads * head_size, head_size, head_size))
 
-    A logical tensor is then its parts of all groups, one behind another: what checkpoints of separate layers have.
+    A logical tensor then consists of its parts of all groups, concatenated, as in checkpoints of separate layers.
 
     Attributes:
-        names: of the logical tensors, in the order of the stack, or of each group; a list becomes a tuple.
-        dim: on which they lie.
+        names: names of the logical tensors, in the order of the stack or of each group; a list becomes a tuple.
+        dim: the dim on which they lie.
         sizes: indices of `dim` in one group, for each name; a list becomes a tuple. The whole length is a multiple of
-            their sum; if it is the sum itself there is one group, a stack of logical tensors of different sizes, which
+            their sum. If it equals the sum there is one group: a stack of logical tensors of different sizes, which
             tensor parallelism cannot cut.
 
     Raises:
-        ValueError: when made, for names that are not distinct, sizes that are not one positive int for each, and a
+        ValueError: when constructed, for repeated names, sizes that are not one positive int for each name, or a
             negative dim.
     """
 
@@ -61,7 +61,7 @@ class SubBlocks:
     sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(self.names))  # a list would leave it without a hash
+        object.__setattr__(self, "names", tuple(self.names))  # a list cannot be hashed
         if not self.names or len(set(self.names)) < len(self.names):
             raise ValueError(f"{self}: expected distinct names of logical tensors, at least one")
         if self.sizes is not None:
@@ -85,7 +85,7 @@ class SubBlocks:
     def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The logical tensors of a plain fused tensor, in the order of `names`: views where they lie in one piece.
 
-        Concatenated on `dim`, they are the tensor with its logical tensors stacked.
+        Concatenated on `dim`, they form the tensor with its logical tensors stacked.
 
         Raises:
             ValueError: as `check_sub_blocks`.
@@ -98,10 +98,10 @@ class SubBlocks:
         return tuple(part.flatten(self.dim, self.dim + 1) for part in grouped.split(sizes, self.dim + 1))
 
     def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The fused tensor, a new one, of its logical tensors: the way back from `split`.
+        """A new fused tensor of its logical tensors: the inverse of `split`.
 
         Raises:
-            ValueError: for another number of tensors, and for sizes that do not go together.
+            ValueError: for a wrong number of tensors, or sizes that do not match.
         """
         shapes = [tuple(part.shape) for part in parts]
         if len(parts) != len(self.names) or not all(self.dim < len(shape) for shape in shapes):
@@ -117,10 +117,10 @@ class SubBlocks:
 
 
 def check_sub_blocks(parameter: torch.Tensor, described: str, sub_blocks: SubBlocks) -> None:
-    """Raises if a parameter, `described` in messages, cannot be made of these logical tensors.
+    """Checks that a parameter, which messages call `described`, can consist of these logical tensors.
 
     Raises:
-        ValueError: if the dim cannot be cut into so many equal parts, or into whole groups.
+        ValueError: if the dim cannot be divided into that many equal parts, or into whole groups.
     """
     names, dim, sizes = sub_blocks.names, sub_blocks.dim, sub_blocks.sizes
     parts = len(names) if sizes is None else sum(sizes)

@@ -1,4 +1,4 @@
-"""Every name of torch that is private, or that its versions spell differently; checked on torch 2.13.
+"""All private names of torch in this package, and names that differ between its versions; checked on torch 2.13.
 
 The rest of the package uses torch's public names, and those of shardkit.core's `torch_compat`.
 """
@@ -68,12 +68,12 @@ def arrived_local_of(dtensor: DTensor) -> torch.Tensor:
 
 
 def over_memory_of(cls: type[_T], tensor: torch.Tensor) -> _T:
-    """An object of a tensor subclass that is the memory of `tensor`, without autograd."""
+    """A tensor subclass object over the memory of `tensor`, without autograd."""
     return torch.Tensor._make_subclass(cls, tensor.detach())
 
 
 def wrapper_of(cls: type[_T], shape: torch.Size, like: torch.Tensor) -> _T:
-    """An object of a tensor subclass without memory: of a shape, contiguous, and the dtype and device of `like`."""
+    """A tensor subclass object without memory: contiguous, of a shape, with the dtype and device of `like`."""
     stride = torch.empty(shape, device="meta").stride()
     return torch.Tensor._make_wrapper_subclass(cls, shape, stride, dtype=like.dtype, device=like.device)
 
@@ -92,8 +92,8 @@ def sharded_tensor(
 ) -> ShardedTensor:
     """A ShardedTensor of `shape` over `group`, made of pieces (offsets, sizes, global rank). Not collective.
 
-    `local` is this rank's piece, itself a ShardedTensor or a plain tensor, None if it has none. dtype and device are
-    those of the plain tensor `like`.
+    `local` is this rank's piece, a ShardedTensor or a plain tensor; None if it has none. dtype and device are those of
+    the plain tensor `like`.
     """
     placements = [f"rank:{rank}/{like.device}" for _, _, rank in pieces]
     shards = [
