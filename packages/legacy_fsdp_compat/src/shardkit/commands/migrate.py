@@ -23,9 +23,9 @@ again, and it continues where it stopped. `migrate script FILE` rewrites a train
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; for `migrate script` these are `file` and `write`. Takes `sys.argv` for None.
+    """The options; for `migrate script` these are `file` and `write`. None means `sys.argv`.
 
-    Prints help or an error, and exits then.
+    Prints help or an error and exits, if needed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["script"]:

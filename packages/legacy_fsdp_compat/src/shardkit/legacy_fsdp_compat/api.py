@@ -1,7 +1,7 @@
-"""What a script passes to FSDP: the enums and configurations of `torch.distributed.fsdp.api`, with the same names.
+"""Arguments of FSDP: the enums and configurations of `torch.distributed.fsdp.api`, with the same names.
 
-An object of stock's own classes is taken as well (`own` finds ours by class and member name), so a script may keep some
-of its imports. Nothing of stock is imported for that.
+Objects of stock's classes are accepted as well (`own` maps them by class and member name), so a script may keep some of
+its imports. Nothing of stock is imported for that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
-# Every public name of FSDP1 but its classes; the package and `fully_sharded_data_parallel` have them from here.
+# Every public name of FSDP1 except its classes; the package and `fully_sharded_data_parallel` use this list.
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ _BATCH_NORMS: tuple[type[nn.Module], ...] = (
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, and when parameters are freed.
+    """Which tensors are sharded, and when parameters are freed.
 
     FULL_SHARD shards parameters, gradients and optimizer state and frees parameters after forward. SHARD_GRAD_OP keeps
     them until after backward. NO_SHARD replicates everything, as DDP does. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the
@@ -64,7 +64,7 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are two process groups, one that shards and one that replicates."""
+        """Whether there are two process groups, one for sharding and one for replication."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
@@ -82,16 +82,16 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """In which dtypes a unit computes, reduces and keeps its buffers. Shards always keep the original dtype.
+    """The dtypes in which a unit computes, reduces and keeps its buffers. Shards always keep the original dtype.
 
     Attributes:
         param_dtype: dtype of the gathered parameters, and so of forward and backward.
         reduce_dtype: dtype of the gradient reduction; None means `param_dtype`.
-        buffer_dtype: dtype of the buffers from the first forward on. State dicts hold the original one, LOCAL aside.
+        buffer_dtype: dtype of the buffers from the first forward on. State dicts hold the original dtype, except LOCAL.
         keep_low_precision_grads: leave gradients in the dtype of the reduction.
         cast_forward_inputs: cast the inputs of a unit below the root to `param_dtype`.
         cast_root_forward_inputs: cast the inputs of the root to `param_dtype`.
-        _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become units of their own without
+        _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become separate units without
             mixed precision.
     """
 
@@ -106,16 +106,16 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether sharded parameters and gradients live in host memory, where the optimizer steps too."""
+    """Whether sharded parameters and gradients live in host memory; the optimizer then steps there."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """What `state_dict()` of an FSDP module holds.
+    """The kind of `state_dict()` of an FSDP module.
 
     FULL: whole tensors under their original names. SHARDED: the same names, each rank its rows. LOCAL: for each unit
-    the rank's part of one flat tensor, which only loads into the same wrapping on the same number of ranks.
+        the rank's part of one flat tensor, which can be loaded only with the same wrapping and number of ranks.
     """
 
     FULL_STATE_DICT = auto()
@@ -194,7 +194,7 @@ class OptimStateKeyType(Enum):
 
 
 def own(kind: type[_T], value: Any, argument: str) -> _T:
-    """`value` as our class `kind` (or the subclass of that name): taken as it is, or translated from stock's class.
+    """`value` as an instance of our class `kind` (or its subclass of that name); stock's objects are translated.
 
     Raises:
         TypeError: for an object of any other class.

@@ -1,4 +1,4 @@
-"""Applies a wrap policy: makes FSDP units of the modules below the one that is being wrapped."""
+"""Applies a wrap policy: makes FSDP units of the modules below a module that is being wrapped."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def auto_wrap(
     """Replaces modules below `root` by `wrapper(module, **arguments)`, as the policy says. Never `root` itself.
 
     Raises:
-        ValueError: for a model that holds FSDP modules already, or a unit with frozen and trainable parameters where
-            `use_orig_params=False` forbids that.
+        ValueError: if the model already holds FSDP modules, or a unit has frozen and trainable parameters and
+            `use_orig_params=False`.
     """
     for name, module in root.named_modules():
         if is_wrapped(module):
@@ -57,21 +57,21 @@ def auto_wrap(
 def _wrap_below(
     parent: nn.Module, chosen: dict[nn.Module, Any], wrapper: Wrapper, done: dict[nn.Module, nn.Module]
 ) -> None:
-    """Children before parents; a module that stands in two places stays one."""
+    """Wraps children before parents; a module that is used in two places stays one module."""
     for child in parent.children():
         if child not in done:
             done[child] = child
             _wrap_below(child, chosen, wrapper, done)
             if child in chosen:
                 done[child] = wrapper(child, **chosen[child])
-    # named_children names a shared child once; its other places are found here.
+    # named_children names a shared child once; this loop finds its other places.
     for name, held in list(parent._modules.items()):
         if held is not None and done.get(held, held) is not held:
             setattr(parent, name, done[held])
 
 
 class _Recursion:
-    """The rule of the policies that are functions: from the leaves up, each is told what is not wrapped below it."""
+    """The rule for function policies: from the leaves up, each is asked about the elements not yet wrapped."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Recursion:
 def _exempt_from_mixed_precision(
     root: nn.Module, mixed: MixedPrecision | None, ignored_modules: set[nn.Module]
 ) -> set[nn.Module]:
-    """Modules of the classes that keep full precision; their inputs are cast to it, and their outputs back."""
+    """Keeps modules of these classes in full precision; casts their inputs to it, and their outputs back."""
     if mixed is None:
         return set()
     classes = tuple(mixed._module_classes_to_ignore)

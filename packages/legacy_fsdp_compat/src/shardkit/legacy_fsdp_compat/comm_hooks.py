@@ -1,4 +1,4 @@
-"""Communication hooks: a user's function in the place of a unit's gradient reduction."""
+"""Communication hooks: a user's function replaces a unit's gradient reduction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["install_hook"]
 
 
 def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable[..., None]) -> None:
-    """Reduces the gradients of `groups` with `hook`, which divides as it sees fit: nothing is divided after it.
+    """Reduces the gradients of `groups` with `hook`, which does its own division.
 
-    Sharded parameters: `hook(state, gradient, output)` with the flat padded gradient, world_size times the elements of
-    `output`. Replicated ones: `hook(state, gradient)`, in place.
+    For sharded parameters it is `hook(state, gradient, output)`; the gradient is flat and padded, with world_size times
+    the elements of `output`. For replicated parameters it is `hook(state, gradient)`, in place.
     """
     for group in groups:
         group.change(gradient_divide_factor=1.0)
@@ -32,7 +32,7 @@ def install_hook(groups: Sequence[FSDPParamGroup], state: object, hook: Callable
 
 
 def _is_scalar_companion(group: FSDPParamGroup, groups: Sequence[FSDPParamGroup]) -> bool:
-    """0-dim parameters beside sharded ones: a hook for shards cannot reduce them, so core goes on doing so."""
+    """Whether a group holds 0-dim parameters beside sharded ones, which core reduces: a hook cannot."""
     return any(other.mesh.shard_group is not None for other in groups if other is not group)
 
 
@@ -52,7 +52,7 @@ class _HookedReduceScatter(ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        # Compressing hooks put other memory under the tensors that they are given (`tensor.data = ...`).
+        # Compressing hooks replace the memory of the tensors they receive (`tensor.data = ...`).
         gradient, output = input_tensor.detach(), output_tensor.detach()
         self._hook(self._state, gradient, output)
         if output.data_ptr() != output_tensor.data_ptr():

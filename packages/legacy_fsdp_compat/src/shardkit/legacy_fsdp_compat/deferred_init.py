@@ -1,4 +1,4 @@
-"""Before a unit is sharded: gives parameters on the meta device their values, and copies the first rank's to all."""
+"""Before sharding a unit: initialises parameters on the meta device, and copies the first rank's values to all."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def materialize_unit(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Gives every module of the unit that owns meta tensors its values.
+    """Initialises every module of the unit that owns meta tensors.
 
-    That is `param_init_fn(module)`, or `module.to_empty()` and `module.reset_parameters()`.
+    It calls `param_init_fn(module)`, or `module.to_empty()` and `module.reset_parameters()`.
 
     Raises:
-        RuntimeError: a module without `reset_parameters()`, or one whose tensors are on the meta device afterwards, and
-            one that torchdistX has deferred.
+        RuntimeError: if a module has no `reset_parameters()`, still has tensors on the meta device afterwards, or was
+            deferred by torchdistX.
     """
     for name, module in list(own_modules(root, ignored, is_wrapped)):
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -72,7 +72,7 @@ def materialize_unit(
 
 
 def _refuse_deferred(where: str, tensors: list[torch.Tensor]) -> None:
-    """Tensors of torchdistX look like real ones; only it can tell, if the script has imported it."""
+    """Refuses tensors of torchdistX: they look like real ones, and only torchdistX, if imported, can tell."""
     torchdistx = sys.modules.get("torchdistx.fake")
     if torchdistx is not None and any(torchdistx.is_fake(tensor) for tensor in tensors):
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Optimizers that were built before their model was wrapped, which `use_orig_params=True` allows.
+"""Optimizers that were constructed before their model was wrapped, as `use_orig_params=True` allows.
 
-In stock the parameters stay the same objects. Here sharded parameters take their place in the modules, and in such
-optimizers before the first backward, so that `zero_grad()` and `step()` see the gradients.
+In stock the parameters stay the same objects. Here sharded parameters replace them in the modules, and, before the
+first backward, in such optimizers, so that `zero_grad()` and `step()` see the gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["adopt_early_optimizers"]
 
 @torch.no_grad()
 def adopt_early_optimizers(originals: Iterable[Sequence[weakref.ReferenceType[nn.Parameter]]]) -> None:
-    """Gives optimizers that hold any of the original parameters the sharded ones, and their rows of its state.
+    """Replaces original parameters in optimizers by the sharded ones, and their state by the rows of the shard.
 
-    An optimizer cannot be asked for by its parameters, so all objects of the process are looked through, but only if
-    something still holds an original.
+    An optimizer cannot be looked up by its parameters, so all objects of the process are searched, but only if an
+    original is still referenced.
     """
     alive = {id(one) for unit in originals for reference in unit if (one := reference()) is not None}
     if not alive:
         return
-    # The class of an instance may be anything, such as that of a proxy whose object is gone.
+    # An instance may claim any class, for example a proxy whose object is gone.
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
         for group in getattr(optimizer, "param_groups", ()):
             for index, parameter in enumerate(group["params"]):

@@ -43,7 +43,7 @@ def intersection(left: Interval, right: Interval) -> Interval:
 
 
 def row_intervals(shape: Sequence[int], world_size: int) -> tuple[Interval, ...]:
-    """What each rank holds of a tensor that `torch.chunk` cuts on dim 0 (shape () counts as one row)."""
+    """The elements of each rank when `torch.chunk` cuts a tensor on dim 0 (shape () counts as one row)."""
     rows, numel = (shape[0] if shape else 1), math.prod(shape)
     row = numel // rows if rows else 0
     chunk = -(-rows // world_size)
@@ -55,18 +55,18 @@ class FlatLayout:
     """How one unit's parameters lie in its flat parameter.
 
     The parameters follow each other in order of registration. With `alignment` A > 1 (use_orig_params=True) each starts
-    at a multiple of A and the whole is padded to a multiple of the world size; with A = 1 nothing is padded. Every rank
-    holds `shard_numel` elements, but for the last ones, which may hold fewer or none. Shapes (5, 3), (5,), (3,), world
-    size 2, alignment 4, '.' is padding::
+    at a multiple of A, and the whole is padded to a multiple of the world size; with A = 1 nothing is padded. Every
+    rank holds `shard_numel` elements; the last ranks may hold fewer or none. Shapes (5, 3), (5,), (3,), world size 2,
+    alignment 4, '.' is padding::
 
         element  0              15 16    21       24   27
                  |  w: 15 elements .| b: 5 |. . .| g: 3 .|
                  rank 0 -------------^      rank 1        -> 14 + 14
 
     Attributes:
-        shapes: of the parameters, in order.
-        world_size: ranks that share the flat parameter.
-        alignment: in elements.
+        shapes: shapes of the parameters, in order.
+        world_size: number of ranks that share the flat parameter.
+        alignment: alignment A, in elements.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class FlatLayout:
 
     @cached_property
     def intervals(self) -> tuple[Interval, ...]:
-        """Where each parameter lies."""
+        """The interval of each parameter."""
         placed, end = [], 0
         for shape in self.shapes:
             start = -(-end // self.alignment) * self.alignment
@@ -89,7 +89,7 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat parameter with its inner padding, as its metadata gives it."""
+        """Elements of the flat parameter with its inner padding, as in its metadata."""
         end = self.intervals[-1][1] if self.intervals else 0
         return end if self.alignment == 1 else -(-end // self.world_size) * self.world_size
 

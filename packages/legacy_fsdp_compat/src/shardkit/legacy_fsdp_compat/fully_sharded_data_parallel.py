@@ -45,7 +45,7 @@ __all__ += api.__all__
 
 
 class TrainingState(enum.Enum):
-    """What an FSDP module is doing."""
+    """The current activity of an FSDP module."""
 
     IDLE = enum.auto()
     FORWARD_BACKWARD = enum.auto()
@@ -61,7 +61,7 @@ def _shown(name: str, clean: bool) -> str:
 
 
 def _groups_of(place: Placement, given: ProcessGroups | None) -> ProcessGroups | None:
-    """The process groups for the modules that a policy wraps: a hybrid strategy's are made once."""
+    """The process groups for the modules that a policy wraps: those of a hybrid strategy are made once."""
     return (place.group, place.replicate_group) if place.replicate_group is not None else given
 
 
@@ -78,9 +78,9 @@ def _check_module(module: object) -> None:
 class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
     """Shards a module's parameters over data-parallel ranks: the API of stock FSDP1 on core's `fully_shard`.
 
-    A module that is wrapped, with what lies below it down to other FSDP modules, is one *unit*: its parameters are
-    gathered together before its forward and backward, and freed after. Parameters stay separate: outside forward,
-    backward and `summon_full_params` each is a DTensor with this rank's rows, also with `use_orig_params=False`.
+    A wrapped module, with everything below it down to other FSDP modules, is one *unit*: its parameters are gathered
+    together before its forward and backward, and freed afterwards. Parameters stay separate: outside forward, backward
+    and `summon_full_params` each is a DTensor with this rank's rows, even with `use_orig_params=False`.
 
     Args:
         module: the module to wrap.
@@ -88,14 +88,14 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         sharding_strategy: see `ShardingStrategy`; default FULL_SHARD.
         cpu_offload: `CPUOffload(offload_params=True)` keeps shards and gradients in host memory.
         auto_wrap_policy: which modules below become units of their own; see `wrap`.
-        backward_prefetch: None turns gathering ahead off, unless `forward_prefetch` turns it on.
+        backward_prefetch: None disables gathering ahead, unless `forward_prefetch` enables it.
         mixed_precision: dtypes of computation, reduction and buffers; shards keep the original dtype.
         ignored_modules: modules to leave alone, with everything below them.
-        param_init_fn: gives a module whose parameters are on the meta device its values.
+        param_init_fn: initialises a module whose parameters are on the meta device.
         device_id: the device to compute on; default: where the parameters are, else the accelerator, else the CPU.
         sync_module_states: copy rank 0's parameters and buffers to all ranks first.
         forward_prefetch: gather the next unit during forward.
-        limit_all_gathers: accepted; gathers are always limited to the unit that runs and the next one.
+        limit_all_gathers: accepted; gathers are always limited to the running unit and the next one.
         use_orig_params: FSDP1's flag. Parameters are always the original ones here; the flag decides the layout of
             LOCAL state dicts, and False asks for uniform `requires_grad` in each unit.
         ignored_states: like `ignored_modules`, or parameters.
@@ -103,9 +103,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             hold DTensors.
 
     Raises:
-        ValueError, TypeError, RuntimeError: for arguments that cannot be used; the text says what was expected.
+        ValueError, TypeError, RuntimeError: for unusable arguments; the message says what was expected.
 
-    Collective if it synchronises states or makes process groups; every rank makes the same calls.
+    Collective if it synchronises states or makes process groups; every rank must make the same calls.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         )
         self.compute_device = place.device
         if auto_wrap_policy is not None:
-            inner = {  # what each wrapped module is constructed with
+            inner = {  # the arguments for each module that the policy wraps
                 "device_mesh": device_mesh,
                 "process_group": None if device_mesh is not None else _groups_of(place, process_group),
                 "device_id": device_id,
@@ -196,7 +196,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         for group in self._state.groups:
             for param in group.params:
                 param.fqn = clean_name(param.fqn)
-        # Of stock's FSDP2 this is no instance, and scripts ask for the very type.
+        # It is not an instance of stock's FSDP2 class, and scripts check for the exact type.
         self.__class__ = FullyShardedDataParallel
         mine = {param for group in self._state.groups if len(group.users) == 1 for param in group.params}
         self._unit = Unit(
@@ -221,17 +221,17 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; inside an activation-checkpoint wrapper, what that wraps."""
+        """The wrapped module; if that is an activation-checkpoint wrapper, the module inside."""
         return checkpoint_wrapped(self._fsdp_wrapped_module)
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The sharded parameters of this unit, without those below other FSDP modules; stock has its flat ones here."""
+        """The sharded parameters of this unit, without those below other FSDP modules; in stock, the flat ones."""
         return [one.sharded for one in self._unit.parameters]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that shards; with NO_SHARD, that replicates."""
+        """The process group for sharding; with NO_SHARD, for replication."""
         return self._unit.placement.group
 
     @property
@@ -246,12 +246,12 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """As passed, but NO_SHARD where the process group has one rank."""
+        """The strategy that was passed, or NO_SHARD if the process group has one rank."""
         return self._unit.placement.strategy
 
     @property
     def training_state(self) -> TrainingState:
-        """What this module is doing."""
+        """The current activity of this module."""
         if self._summoned:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.FORWARD_BACKWARD if self._state.in_forward else TrainingState.IDLE
@@ -263,7 +263,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         return state
 
     def __getattr__(self, name: str) -> Any:
-        """What this wrapper does not have comes from the wrapped module."""
+        """Takes attributes that this wrapper lacks from the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -274,15 +274,15 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: int) -> Any:
-        """The wrapped module's item, as of `nn.Sequential`."""
+        """An item of the wrapped module, for example of an `nn.Sequential`."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters, as `named_modules()` has them; inside `summon_full_params` without what wrapping added.
+        """Names and parameters, as in `named_modules()`; inside `summon_full_params` without the wrappers' name parts.
 
-        Outside `summon_full_params` they are the sharded parameters, also while a unit is gathered.
+        Outside `summon_full_params` they are the sharded parameters, even while a unit is gathered.
         """
         clean = self._summoned or called_by_checkpoint()
         named = super().named_parameters(prefix, recurse, remove_duplicate)
@@ -301,13 +301,13 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         return ((_shown(name, clean), buffer) for name, buffer in named)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Asked by torch.distributed.checkpoint.state_dict: which attribute stands in names of modules, but not in
-        those of a state dict.
+        """For torch.distributed.checkpoint.state_dict: the attributes that appear in names of modules, but not in names
+        of a state dict.
         """
         return {"": WRAPPED}
 
     def _buffer_names(self) -> list[str]:
-        """Names below the wrapped module of this unit's buffers."""
+        """Names of this unit's buffers, relative to the wrapped module."""
         return [
             clean_name(f"{prefix}.{name}" if prefix else name)
             for prefix, module in own_modules(self._fsdp_wrapped_module, self._ignored, _is_wrapped)
@@ -316,7 +316,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The FSDP modules at and below `module`, outermost first; with `root_only` those inside no other."""
+        """The FSDP modules at and below `module`, outermost first; with `root_only`, only those inside no other."""
         found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -324,17 +324,17 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         return [one for one in found if one not in inner]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost FSDP module; decides it if that is still open."""
+        """Whether this is the outermost FSDP module; decides it if it is not decided yet."""
         self._lazy_init()
         return bool(self._is_root)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _lazy_init(self) -> None:
-        """The first FSDP module that runs, or is asked, is the root of those below it."""
+        """Makes the first FSDP module that runs, or is asked, the root of those below it."""
         if self._is_root is not None:
             return
-        if self._summoner:  # called by the wrapped module of one above, whose own forward did not run yet
+        if self._summoner:  # called by the wrapped module of an outer one, whose own forward has not run yet
             (outer,) = self._summoner
             outer._lazy_init()
             if outer._state.is_root is None:
@@ -362,7 +362,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             self._reduce_unused()
 
     def _reduce_unused(self) -> None:
-        """The gradient of a flat parameter is whole: parameters that backward does not reach get zeros."""
+        """Gives zero gradients to parameters that backward did not reach: a flat parameter's is whole."""
         if self._is_root and self._backwards_seen != self._state.schedule.backwards:
             self._backwards_seen = self._state.schedule.backwards
             for one in self.fsdp_modules(self):
@@ -372,8 +372,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             group.change(reduce_unused_params=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward with this module's hooks. Inside `summon_full_params` the wrapped module is called as it is: its
-        parameters are whole, and of their original dtype.
+        """Runs forward with this module's hooks. Inside `summon_full_params` the wrapped module runs without them: its
+        parameters are whole, in their original dtype.
         """
         return self._fsdp_wrapped_module(*args, **kwargs) if self._summoned else super().__call__(*args, **kwargs)
 
@@ -383,7 +383,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def _claim(self) -> None:
-        """Makes this core's root: before its first forward, and when another root has had some of its units since."""
+        """Makes this core's root: before its first forward, or after another root has used some of its units."""
         units = self.fsdp_modules(self)
         mine = self._state.schedule
         if self._state.is_root and all(one._state.schedule is mine for one in units):
@@ -415,20 +415,20 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, the modules hold whole parameters, in their original dtype (collective: every rank enters).
+        """Inside, the modules hold whole parameters in their original dtype (collective: every rank enters).
 
         Args:
-            module: an FSDP module or any module with some below it.
-            recurse: also for the FSDP modules below `module`; False: for `module` only.
-            writeback: at the end, each rank's rows of what the modules then hold go into its shards.
+            module: an FSDP module, or any module with FSDP modules below it.
+            recurse: whether to include the FSDP modules below `module`.
+            writeback: at the end, write each rank's rows of the modules' parameters to its shards.
             rank0_only: only the first rank of the process group gets whole parameters.
-            offload_to_cpu: they are CPU tensors.
-            with_grads: gradients too, where there are any.
+            offload_to_cpu: the whole parameters are CPU tensors.
+            with_grads: include gradients, if there are any.
 
         Raises:
-            NotImplementedError: `writeback` with `rank0_only`, which would leave ranks different.
+            NotImplementedError: for `writeback` with `rank0_only`, which would leave ranks different.
             AssertionError: inside forward, backward or another `summon_full_params`.
-            RuntimeError: at the end, for a parameter whose shape was changed.
+            RuntimeError: at the end, if the shape of a parameter was changed.
         """
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         chosen = FullyShardedDataParallel.fsdp_modules(module)
@@ -451,7 +451,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
                     one._summoner = ()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """`nn.Module.apply` with whole parameters, which are written back (collective)."""
+        """`nn.Module.apply` on whole parameters, which are written back (collective)."""
         with self.summon_full_params(self, recurse=False):
             return super().apply(fn)
 
@@ -459,7 +459,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep whole gradients on each rank; the next one outside reduces them together with its own.
+        """Backwards inside keep whole gradients on each rank; the next one outside reduces them with its own.
 
         Raises:
             RuntimeError: on an FSDP module that is not the root.
@@ -479,7 +479,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             group.change(reduce_grads=sync, all_reduce_grads=sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, also those that `no_sync` has left, and of parameters that are gathered just now."""
+        """Resets all gradients, including those left by `no_sync` and those of currently gathered parameters."""
         super().zero_grad(set_to_none)
         for one in self.fsdp_modules(self):
             for group in one._state.groups:
@@ -487,7 +487,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
                     param.zero_sharded_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts and moves (`to`, `half`, ...) act on the sharded parameters, or on the whole ones while summoned."""
+        """Applies casts and moves (`to`, `half`, ...) to the sharded parameters, or the whole ones if summoned."""
         if not self._summoned:
             self._state.to_sharded()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -497,10 +497,10 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales gradients so that the norm of all of them together is at most `max_norm` (collective); on the root.
+        """Scales gradients so that their total norm is at most `max_norm` (collective). Call it on the root.
 
         Returns:
-            The norm before, 0-dim, in the widest dtype of the gradients.
+            The norm before scaling, 0-dim, in the widest dtype of the gradients.
 
         Raises:
             RuntimeError: on an FSDP module that is not the root.
@@ -518,7 +518,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients)))
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduces gradients with `hook` from now on; on the root, once, before the first forward.
+        """Reduces gradients with `hook` from now on. Call it on the root, once, before the first forward.
 
         Args:
             state: the hook's first argument.
@@ -527,8 +527,8 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
                 It divides by the world size itself, as torch's `default_hooks` do.
 
         Raises:
-            AssertionError: not on the root, a second hook, or a hybrid strategy.
-            ValueError: a hook that cannot be called.
+            AssertionError: not on the root, for a second hook, or with a hybrid strategy.
+            ValueError: if `hook` is not callable.
         """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on the root FSDP module")
@@ -549,7 +549,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
 
 
 class NoFlatParameterError(NotImplementedError, AttributeError):
-    """Someone reaches for the flat parameter; `hasattr` says that there is none."""
+    """Raised on access to the flat parameter, which does not exist here; `hasattr` returns False."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

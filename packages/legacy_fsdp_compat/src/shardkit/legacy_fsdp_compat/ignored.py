@@ -1,4 +1,4 @@
-"""Which modules and parameters the user told FSDP to leave alone."""
+"""Modules and parameters that the user told FSDP to ignore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolve_ignored(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     is_wrapped: Callable[[nn.Module], bool],
 ) -> Ignored:
-    """Checks the arguments and adds what lies below, and what FSDP modules below `root` already ignore.
+    """Checks the arguments; adds everything below, and whatever FSDP modules below `root` already ignore.
 
     Raises:
         ValueError: if both arguments are passed, or the ignored states mix modules and parameters.

@@ -52,7 +52,7 @@ def to_flat(unit: Unit, *, offload: bool) -> ShardedTensor:
 
 
 def local_views(unit: Unit, shard: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With use_orig_params=True stock lists each parameter's 1-D piece beside the flat one, also an empty one."""
+    """With use_orig_params=True stock lists each parameter's 1-D piece, even if empty, beside the flat parameter."""
     rank = unit.group.rank()
     return {
         name: shard[slice(*unit.layout.within_shard(index, rank))]
@@ -65,8 +65,8 @@ def from_flat(unit: Unit, value: object, name: str) -> list[torch.Tensor]:
     """This rank's rows of every parameter of the unit, from its entry of a LOCAL state dict (collective).
 
     Raises:
-        RuntimeError: on every rank, if one of them has no ShardedTensor, or one of another length or another part than
-            its own: of another world size or wrapping.
+        RuntimeError: on every rank, if the value of any rank is not a ShardedTensor, or has another length or another
+            part than its own, as with another world size or wrapping.
     """
     problems: list[str | None] = [None] * unit.group.size()
     dist.all_gather_object(problems, _problem(unit, value, name), group=unit.group)
@@ -81,7 +81,7 @@ def from_flat(unit: Unit, value: object, name: str) -> list[torch.Tensor]:
 
 
 def _problem(unit: Unit, value: object, name: str) -> str | None:
-    """Why a value cannot be this unit's flat tensor."""
+    """The reason why a value cannot be this unit's flat tensor."""
     if value is None:
         return (
             f"the LOCAL state dict has no '{name}', but the FSDP module there has parameters "

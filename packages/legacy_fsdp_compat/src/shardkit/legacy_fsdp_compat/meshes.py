@@ -1,4 +1,4 @@
-"""From process groups, or a mesh, to the mesh that core shards over."""
+"""Makes the mesh that core shards over from process groups or a mesh."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _REPLICATE, _SHARD = "fsdp_replicate", "fsdp_shard"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one unit lives.
+    """The ranks, mesh and device of one unit.
 
     Attributes:
         mesh: 1-D, or 2-D with the replicate axis first.
-        dims: which axes of it shard and replicate; None where their order says so. A mesh of the user's is left as it
-            is, since stock only takes DTensors on that very mesh.
-        group: the process group that shards (with NO_SHARD: that replicates); FSDP1's `process_group`.
-        replicate_group: hybrid strategies: the group that replicates.
-        device: of the mesh on this rank.
-        user_mesh: the mesh that the user passed, on which sharded state dicts then hold DTensors; None for groups. Core
-            shards over another one with the same ranks where it has no names.
-        strategy: as given, but NO_SHARD where the shard group has one rank.
+        dims: the axes of the mesh that shard and replicate; None if their order determines it. A user's mesh is not
+            changed, because stock accepts DTensors only on that very mesh.
+        group: the process group for sharding (with NO_SHARD, for replication); FSDP1's `process_group`.
+        replicate_group: for hybrid strategies, the process group for replication.
+        device: device of the mesh on this rank.
+        user_mesh: the mesh that the user passed, on which sharded state dicts hold DTensors; None for groups. If it has
+            no names, core shards over another mesh with the same ranks.
+        strategy: the strategy that was passed, or NO_SHARD if the shard group has one rank.
     """
 
     mesh: DeviceMesh
@@ -68,10 +68,10 @@ def placement_for(
     device_mesh: DeviceMesh | None,
     has_policy: bool,
 ) -> Placement:
-    """Reads the placement off FSDP's arguments (collective for hybrid strategies: it may make process groups).
+    """Determines the placement from FSDP's arguments (collective for hybrid strategies: it may make process groups).
 
     Raises:
-        ValueError: for a process group and a mesh together, or a pair or mesh that does not fit the strategy.
+        ValueError: for both a process group and a mesh, or for a pair or mesh that does not match the strategy.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -80,7 +80,7 @@ def placement_for(
     device = _device(module, device_id, process_group)
     if strategy.is_hybrid:
         if process_group is None and not has_policy:
-            # Each call would make groups of its own, and nested modules must share theirs.
+            # Each call would make separate groups, but nested modules must share theirs.
             raise ValueError(
                 f"{strategy} without an auto_wrap_policy needs process_group=(shard group, replicate group) or a 2-D "
                 "device_mesh, so that all FSDP modules share them"
@@ -142,7 +142,7 @@ def _pair(groups: ProcessGroups | None, strategy: ShardingStrategy) -> tuple[dis
 
 
 def _node_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Ranks of one machine shard, ranks with the same place on their machines replicate (collective at first)."""
+    """Shards over the ranks of a machine, replicates over ranks with the same place on theirs (collective at first)."""
     world, rank = dist.get_world_size(), dist.get_rank()
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count or world))
@@ -170,7 +170,7 @@ def _hybrid_mesh(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, kind: s
 
 
 def _device(module: nn.Module, device_id: DeviceId, group: ProcessGroups | None) -> torch.device:
-    """`device_id`, else where the parameters are, else (they are on the CPU or meta) what the backend serves best."""
+    """`device_id`, else the device of the parameters, else (for the CPU or meta) the backend's preferred device."""
     if isinstance(device_id, str):
         device_id = torch.device(device_id)
     if isinstance(device_id, torch.device):

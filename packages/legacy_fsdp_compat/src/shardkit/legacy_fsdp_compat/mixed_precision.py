@@ -26,21 +26,21 @@ _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 def core_policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """Core's policy for the gather and the reduction; inputs are cast here, as only the root's are by default."""
+    """Core's policy for gather and reduction. Inputs are cast here, because by default only the root's are cast."""
     if mixed is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Said in full, as core's default follows FSDP2, which since torch 2.15 reduces in the original dtype.
+    # Spelled out, because core's default follows FSDP2, which since torch 2.15 reduces in the original dtype.
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, None, False)
 
 
 class UnitPrecision:
-    """The dtypes of one unit, as they change with its mode.
+    """The dtypes of one unit, which change with its mode.
 
     Args:
-        wrapped: the wrapped module; its buffers down to other units belong to this one.
-        mixed: None for full precision.
-        ignored: whose buffers stay as they are.
-        is_wrapped: what an FSDP module is.
+        wrapped: the wrapped module; its buffers down to other units belong to this unit.
+        mixed: the configuration, None for full precision.
+        ignored: modules whose buffers are not cast.
+        is_wrapped: whether a module is an FSDP module.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class UnitPrecision:
                     self._buffers.append((module, name, fqn, buffer.dtype))
 
     def keep_low_precision_gradients(self, unit: Unit) -> None:
-        """Has delivered gradients cast back to the dtype that they were reduced in."""
+        """Casts delivered gradients back to the dtype in which they were reduced."""
         dtype = self.mixed.reduce_dtype or self.mixed.param_dtype
         if not self.mixed.keep_low_precision_grads or dtype is None:
             return
@@ -77,7 +77,7 @@ class UnitPrecision:
             one.sharded.register_post_accumulate_grad_hook(lower)
 
     def enter(self, state: FSDPState, training: bool) -> None:
-        """Before forward: the mode decides in which dtypes parameters and buffers are."""
+        """Before forward: sets the dtypes of parameters and buffers according to the mode."""
         full = self.full_in_eval and not training
         if full != self._is_full:
             self._is_full = full
@@ -91,7 +91,7 @@ class UnitPrecision:
                 buffer.data = buffer.data.to(wanted)
 
     def cast_inputs(self, is_root: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs of forward in `param_dtype`, if this unit casts them."""
+        """The inputs of forward, cast to `param_dtype` if this unit casts them."""
         wanted = self.mixed.cast_root_forward_inputs if is_root else self.mixed.cast_forward_inputs
         dtype = self.mixed.param_dtype
         if dtype is None or not wanted or self._is_full:
@@ -99,7 +99,7 @@ class UnitPrecision:
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def original_buffer_dtypes(self) -> dict[str, torch.dtype]:
-        """Name below the wrapped module -> dtype before any cast, of the buffers that are cast."""
+        """Name relative to the wrapped module -> dtype before any cast, for the buffers that are cast."""
         if self.mixed.buffer_dtype is None:
             return {}
         return {fqn: dtype for _, _, fqn, dtype in self._buffers}

@@ -22,7 +22,7 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimizerStateApi:
-    """The part of FSDP's API about optimizer state. Every method is collective unless it says otherwise."""
+    """FSDP's methods for optimizer state. Every method is collective unless it says otherwise."""
 
     @staticmethod
     def optim_state_dict(
@@ -31,17 +31,17 @@ class OptimizerStateApi:
         optim_state_dict: State | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """The optimizer's state by parameter name, in the form that the state dict type of `model` asks for.
+        """The optimizer's state by parameter name, in the form that the state dict type of `model` selects.
 
         Args:
-            model: the model whose parameters the optimizer has, FSDP or with FSDP modules below it.
+            model: the model whose parameters the optimizer holds; FSDP, or with FSDP modules below it.
             optim: the optimizer.
             optim_state_dict: what to convert; default: `optim.state_dict()`.
             group: the ranks that share the model; default: all.
 
         Returns:
             "state": name -> state name -> value, and "param_groups" with names in "params". With FULL_STATE_DICT values
-            are whole (on the first rank only, if so configured); otherwise ShardedTensors or DTensors.
+            are whole (on the first rank only, if so configured); otherwise they are ShardedTensors or DTensors.
         """
         settings = StateDictApi.get_state_dict_type(model)
         config = settings.optim_state_dict_config
@@ -62,18 +62,18 @@ class OptimizerStateApi:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave here or in stock FSDP1.
+        """Converts a result of `optim_state_dict`, from here or stock FSDP1, for `optim.load_state_dict`.
 
         Args:
             model: as for `optim_state_dict`; its state dict type says what the values are.
             optim: the optimizer that will load.
-            optim_state_dict: by name; with `rank0_only` it is read on the first rank only.
-            is_named_optimizer: the optimizer's own state dict has names for keys.
+            optim_state_dict: the state, by name; with `rank0_only` it is read on the first rank only.
+            is_named_optimizer: whether the optimizer's own state dict has names as keys.
             load_directly: also load it.
             group: the ranks that share the model; default: all.
 
         Raises:
-            ValueError: for values that do not fit their parameter.
+            ValueError: if values do not fit their parameter.
         """
         settings = StateDictApi.get_state_dict_type(model)
         loadable = state_to_load(
@@ -98,7 +98,7 @@ class OptimizerStateApi:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """The optimizer's whole state by name, on the CPU; an empty dict on other ranks with `rank0_only`."""
+        """The optimizer's whole state by name, on the CPU; with `rank0_only`, an empty dict on other ranks."""
         shape = Shape(full=True, rank0_only=rank0_only)
         return named_state(model, optim, optim.state_dict(), optim_input, shape, group)
 
@@ -118,7 +118,7 @@ class OptimizerStateApi:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> State:
-        """What this rank's optimizer loads, from a whole state that every rank has. Not collective."""
+        """The state for this rank's optimizer to load, from a whole state that every rank has. Not collective."""
         return state_to_load(
             model, optim, full_optim_state_dict, optim_input, full=True, from_rank0=False, by_name=False, group=None
         )
@@ -131,10 +131,10 @@ class OptimizerStateApi:
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> State:
-        """What this rank's optimizer loads, from a whole state that only the first rank has.
+        """The state for this rank's optimizer to load, from a whole state that only the first rank has.
 
         Raises:
-            ValueError: on every rank, if the first has none.
+            ValueError: on every rank, if the first rank has no state.
         """
         return state_to_load(
             model,
@@ -151,7 +151,7 @@ class OptimizerStateApi:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
     ) -> State:
-        """What this rank's optimizer loads, from what `sharded_optim_state_dict` gave on as many ranks."""
+        """The state for this rank's optimizer to load, from `sharded_optim_state_dict` on the same number of ranks."""
         return state_to_load(
             model, optim, sharded_optim_state_dict, None, full=False, from_rank0=False, by_name=False, group=None
         )
@@ -164,11 +164,11 @@ class OptimizerStateApi:
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> State:
-        """Names for numbers or numbers for names, for a model without FSDP. Not collective.
+        """Replaces numbers by names or names by numbers, for a model without FSDP. Not collective.
 
         Raises:
-            ValueError: for a state dict whose keys are neither all names nor all numbers, or that names what the model
-                or the optimizer has not.
+            ValueError: if the keys are neither all names nor all numbers, or name something that the model or the
+                optimizer lacks.
         """
         wanted = own(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
         listed = [key for one in optim_state_dict["param_groups"] for key in one["params"]]

@@ -1,4 +1,4 @@
-"""Between an optimizer's parameters, their numbers in it, their names and the units that manage them."""
+"""Maps between an optimizer's parameters, their numbers in it, their names and their units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["NamedParameter", "ParameterNames", "key_of_each"]
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """One parameter of a model: under its first name, with the unit that manages it, if one does."""
+    """One parameter of a model: under its first name, with its unit, if it has one."""
 
     fqn: str
     parameter: nn.Parameter
@@ -39,7 +39,7 @@ class ParameterNames:
         for name, parameter in _parameters(model):
             unit, managed = units.get(id(parameter), (None, None))
             named = self._by_id.setdefault(id(parameter), NamedParameter(name, parameter, unit, managed))
-            self.by_fqn[name] = named  # also under the further names of tied parameters
+            self.by_fqn[name] = named  # under all names of tied parameters
 
     @property
     def distinct(self) -> list[NamedParameter]:
@@ -50,9 +50,9 @@ class ParameterNames:
         """The entry of a parameter that an optimizer holds.
 
         Raises:
-            ValueError: for one that is not in the model.
+            ValueError: if the parameter is not in the model.
         """
-        param = sharded_counterpart(parameter)  # of an optimizer that was built before wrapping
+        param = sharded_counterpart(parameter)  # for an optimizer that was constructed before wrapping
         named = self._by_id.get(id(parameter if param is None else param.sharded_param))
         if named is None:
             raise ValueError(
@@ -80,11 +80,11 @@ def key_of_each(
 ) -> dict[str, int | str]:
     """FQN -> the key of that parameter in the optimizer's state dict: its number.
 
-    With `named_keys`, the keys of an optimizer that goes by names, it is the name, spelled as there:
-    `named_parameters()` has names with what wrapping added to them.
+    With `named_keys`, the keys of an optimizer that uses names, it is the name in the optimizer's spelling:
+    `named_parameters()` includes the wrappers' name parts.
 
-    `optim_input` is what the optimizer was built from, for callers that have no optimizer; without either it is assumed
-    to be all parameters of the model.
+    `optim_input` is the argument that the optimizer was constructed with, for callers without an optimizer. Without
+    either, it is assumed to be all parameters of the model.
     """
     if optimizer is not None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]

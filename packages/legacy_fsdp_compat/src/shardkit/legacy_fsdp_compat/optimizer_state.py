@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, whole or sharded, from and to what an optimizer holds."""
+"""Optimizer state by parameter name, whole or sharded: from an optimizer's state dict, and back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Shape:
     """The form of a named optimizer state dict.
 
     Attributes:
-        full: whole tensors; else each rank's rows.
-        rank0_only: with `full`, on the first rank only.
-        offload: tensors on the CPU.
-        as_dtensor: rows as DTensors instead of ShardedTensors.
+        full: whether tensors are whole; else each rank has its rows.
+        rank0_only: with `full`, whether only the first rank gets values.
+        offload: whether tensors are on the CPU.
+        as_dtensor: whether rows are DTensors instead of ShardedTensors.
     """
 
     full: bool
@@ -52,7 +52,7 @@ def named_state(
 ) -> State:
     """An optimizer's state dict with names for numbers and whole or sharded values (collective over `group`).
 
-    Every parameter group keeps its hyper-parameters, also an empty one. Parameters without state are listed in their
+    Every parameter group keeps its hyper-parameters, even if it is empty. Parameters without state are listed in their
     group and have no entry in "state".
     """
     names = ParameterNames(model)
@@ -61,7 +61,7 @@ def named_state(
     states = {fqn: dict(state_dict["state"][key]) for fqn, key in keys.items() if key in state_dict["state"]}
     _check_ranks_agree(names, states, group)
     _fill_flat_units(names, keys, states)
-    # Every value is a collective of its own, and ranks may have built their groups in different orders.
+    # Every value is a separate collective, and ranks may have built their groups in different orders.
     states = {one.fqn: states[one.fqn] for one in names.distinct if one.fqn in states}
     keep = not shape.rank0_only or dist.get_rank(group) == 0
     result: State = {}
@@ -93,7 +93,7 @@ def _hyper_parameters(group: State) -> State:
 
 
 def _check_ranks_agree(names: ParameterNames, states: dict[str, State], group: dist.ProcessGroup | None) -> None:
-    """Sharded state is gathered value by value, so every rank must have the same (collective)."""
+    """Checks that every rank has the same sharded state, which is gathered value by value (collective)."""
     mine = {fqn: sorted(state) for fqn, state in states.items() if names.by_fqn[fqn].unit is not None}
     everyone: list[dict[str, list[str]]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
@@ -107,8 +107,8 @@ def _check_ranks_agree(names: ParameterNames, states: dict[str, State], group: d
 
 
 def _fill_flat_units(names: ParameterNames, keys: Mapping[str, object], states: dict[str, State]) -> None:
-    """With use_orig_params=False a unit has state as a whole: parameters without get zeros, which is what a flat
-    parameter's state holds for elements that never had a gradient.
+    """With use_orig_params=False a unit has state as a whole: parameters without state get zeros, like elements of a
+    flat parameter that never had a gradient.
     """
     by_unit: dict[int, list[NamedParameter]] = {}
     for named in names.distinct:
@@ -124,7 +124,7 @@ def _fill_flat_units(names: ParameterNames, keys: Mapping[str, object], states: 
 
 
 def _is_elementwise(state: State, named: NamedParameter) -> bool:
-    """Whether the state has a value for each element; factored state, as Adafactor's, has not."""
+    """Whether the state has a value for each element; factored state, such as Adafactor's, does not."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
     return all(tensor.shape == named.parameter.shape for tensor in tensors)
 
@@ -165,14 +165,14 @@ def state_to_load(
     by_name: bool,
     group: dist.ProcessGroup | None,
 ) -> State:
-    """The reverse of `named_state`: what `optimizer.load_state_dict` takes on this rank (collective).
+    """The inverse of `named_state`: the state dict for `optimizer.load_state_dict` on this rank (collective).
 
     With `full` the values are whole tensors, else ShardedTensors or DTensors. With `from_rank0` only the first rank of
-    `group` has `state_dict`, and each tensor is broadcast, one at a time. With `by_name` the optimizer's own state dict
-    has names for keys.
+    `group` has `state_dict`, and tensors are broadcast one at a time. With `by_name` the optimizer's own state dict has
+    names as keys.
 
     Raises:
-        ValueError: for values that do not fit their parameter, or a group that lists an unknown name.
+        ValueError: if values do not fit their parameter, or a group lists an unknown name.
     """
     names = ParameterNames(model)
     keys = key_of_each(names, optimizer, optim_input, named_keys=_listed(optimizer) if by_name else None)
@@ -205,13 +205,13 @@ def _listed(optimizer: torch.optim.Optimizer | None) -> list[object]:
 
 
 def _in_order_of_model(names: ParameterNames, state: State) -> list[str]:
-    """The names in a state dict, in an order that ranks share: a value that is cut differently is gathered."""
+    """The names in a state dict, in an order that all ranks share, because values cut differently are gathered."""
     place = {named.fqn: index for index, named in enumerate(names.distinct)}
     return sorted(state, key=lambda fqn: place[names.by_fqn[fqn].fqn] if fqn in names.by_fqn else len(place))
 
 
 def _check_same_groups(optimizer: torch.optim.Optimizer, groups: list[State], fqn_of: Mapping[int | str, str]) -> None:
-    """`Optimizer.load_state_dict` goes by position, so state would end at other parameters if the groups differ."""
+    """Checks that groups agree: `Optimizer.load_state_dict` goes by position, and would mix up parameters."""
     first = 0
     for index, (own, loaded) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         size = len(own["params"])
@@ -258,13 +258,13 @@ def _loaded(named: NamedParameter, name: str, value: Any, full: bool) -> Any:
 
 
 def _scalar(managed: UnitParameter, name: str, value: torch.Tensor) -> torch.Tensor:
-    """State of a 0-dim parameter is a DTensor like it; a counter of steps is a plain tensor whatever the parameter."""
+    """State of a 0-dim parameter is a DTensor like it; a step counter is always a plain tensor."""
     plain = local_of(value) if isinstance(value, DTensor) else value
     return plain.detach().clone() if managed.shape or name == "step" else _like(managed, plain)
 
 
 def _is_factor(shape: torch.Size, of: torch.Size) -> bool:
-    """Whether this is what Adafactor keeps for the rows or columns of a parameter: its shape, but for one 1."""
+    """Whether a shape is Adafactor's factor for rows or columns: the parameter's shape with one dim 1."""
     if len(shape) != len(of) or len(of) < 2:
         return False
     other = [dim for dim, (mine, theirs) in enumerate(zip(shape, of, strict=True)) if mine != theirs]
@@ -272,7 +272,7 @@ def _is_factor(shape: torch.Size, of: torch.Size) -> bool:
 
 
 def _factor(managed: UnitParameter, value: torch.Tensor) -> DTensor:
-    """Every rank has all of a factor, as of one that DTensor operators make."""
+    """A factor as a DTensor: every rank holds it whole, as DTensor operators make it."""
     own = cast(DTensor, managed.sharded)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     copied = whole.detach().to(local_of(own).device).clone(memory_format=torch.contiguous_format)
@@ -286,14 +286,14 @@ def _like(managed: UnitParameter, rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Stub:
-    """A tensor that is on its way."""
+    """Stands for a tensor that has not arrived yet."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _Broadcast:
-    """An optimizer state dict that rank 0 has: its outline at once, its tensors when they are asked for."""
+    """An optimizer state dict of rank 0: its outline arrives at once, its tensors on request."""
 
     def __init__(self, state_dict: State, group: dist.ProcessGroup | None) -> None:
         self._own = state_dict

@@ -1,4 +1,4 @@
-"""Moves a tensor's elements from one way of cutting it over ranks to another, in one exchange."""
+"""Moves a tensor's elements from one distribution over ranks to another, in one exchange."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["reshuffle"]
 def reshuffle(
     piece: torch.Tensor, held: Sequence[Interval], wanted: Sequence[Interval], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The elements `wanted[rank]` of a tensor whose elements `held[rank]` this rank has (collective over `group`).
+    """The elements `wanted[rank]` of a tensor; each rank passes its elements `held[rank]` (collective over `group`).
 
-    Rank 0 of two holds (0, 6) and rank 1 (6, 8); wanted are (0, 4) and (4, 8): rank 0 sends its last two.
+    Example: rank 0 of two holds (0, 6) and rank 1 (6, 8); wanted are (0, 4) and (4, 8): rank 0 sends its last two.
 
     Args:
         piece: this rank's elements, 1-D and contiguous.
-        held: for every rank of the group; together they are the whole tensor, in rank order, without overlap.
-        wanted: for every rank; they may overlap.
-        group: the ranks.
+        held: intervals of all ranks of the group; in rank order they cover the whole tensor without overlap.
+        wanted: intervals of all ranks; they may overlap.
+        group: the process group.
 
     Returns:
         A new 1-D tensor of the same dtype on the same device.

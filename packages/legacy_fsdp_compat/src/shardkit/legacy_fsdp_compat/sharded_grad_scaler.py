@@ -16,7 +16,7 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded gradients: each rank looks at its shards, then all of them decide together.
+    """`torch.amp.GradScaler` for sharded gradients: each rank checks its shards, then all of them decide together.
 
     Args:
         device: type of the device that the scale lives on.
@@ -42,7 +42,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiplies a loss, or any nesting of losses, by the scale. Each keeps its dtype, also a 0-dim float16 one."""
+        """Multiplies a loss, or any nesting of losses, by the scale. Each keeps its dtype, even a 0-dim float16 one."""
         if isinstance(outputs, torch.Tensor):
             return super().scale(outputs).to(outputs.dtype)
         if not isinstance(outputs, Iterable):
@@ -53,7 +53,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Divides the gradients by the scale, also float16 ones (collective: one all-reduce of a flag)."""
+        """Divides the gradients by the scale, including float16 ones (collective: one all-reduce of a flag)."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             gradient: Any = parameter.grad

@@ -1,4 +1,4 @@
-"""A value that is cut like a parameter (itself, its optimizer state), as SHARDED state dicts show it, both ways."""
+"""Values cut like a parameter (the parameter, its optimizer state), in the form of SHARDED state dicts, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def to_sharded(
 
     Replicated values (0-dim parameters) become plain tensors, as FSDP1 has no sharded form for them.
     """
-    # A copy, as in stock: training goes on while a state dict is written.
+    # A copy, as in stock, because training continues while a state dict is written.
     local = local_of(value).detach().to("cpu" if offload else local_of(value).device, copy=True)
     if parameter.is_replicated and not parameter.is_model_parallel:
         return local
@@ -45,11 +45,11 @@ def to_sharded(
 
 
 def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str) -> torch.Tensor:
-    """This rank's rows, from what a SHARDED state dict holds (collective for a DTensor that is cut differently).
+    """This rank's rows, from a value of a SHARDED state dict (collective for a DTensor that is cut differently).
 
     Raises:
-        ValueError: for a value of another shape, or one that is sharded over other ranks.
-        TypeError: for a value that is no tensor.
+        ValueError: if the value has another shape, or is sharded over other ranks.
+        TypeError: if the value is not a tensor.
     """
     if isinstance(value, ShardedTensor):
         return _from_sharded_tensor(parameter, value, name)
@@ -59,7 +59,7 @@ def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str)
         if tuple(value.placements) == tuple(own.placements) and value.device_mesh.shape == own.device_mesh.shape:
             return local_of(value).detach()
         return parameter.own_rows(value.full_tensor())
-    if isinstance(value, torch.Tensor):  # whole, as distributed checkpoints give tensors of one element
+    if isinstance(value, torch.Tensor):  # whole, as distributed checkpoints store tensors of one element
         _check_shape(parameter, value.shape, name)
         return parameter.own_rows(value.detach())
     raise TypeError(f"'{name}' is a {type(value).__name__}; SHARDED_STATE_DICT takes ShardedTensors or DTensors")

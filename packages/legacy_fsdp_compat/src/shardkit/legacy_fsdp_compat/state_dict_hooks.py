@@ -1,8 +1,8 @@
-"""What happens around `state_dict()` and `load_state_dict()` of an FSDP module: names, and values by type.
+"""Hooks around `state_dict()` and `load_state_dict()` of an FSDP module: names, and values by type.
 
-Core's state dicts hold DTensors under names with wrapper prefixes. A hook behind `state_dict()` of each FSDP module
-takes the prefix out and turns the unit's own values into what the chosen type has; a hook before loading does the
-reverse. Units do this one after the other, so a rank that does not keep whole parameters holds one at most.
+Core's state dicts hold DTensors under names with wrapper prefixes. A hook after `state_dict()` of each FSDP module
+removes the prefix and converts the unit's own values to the chosen type; a hook before loading does the reverse. Units
+do this one after the other, so a rank that does not keep whole parameters holds at most one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _settings(module: Any) -> StateDictSettings:
 
 
 def _before_save(module: Any, prefix: str, keep_vars: bool) -> None:
-    """Refuses what cannot be saved, before anything is gathered; resharding is core's hook, which ran before."""
+    """Refuses unsupported state before anything is gathered. Core's own hook, which resharded, has already run."""
     settings = _settings(module)
     unit: Unit = module._unit
     if not module._summoned:
@@ -115,7 +115,7 @@ def _save(
 
 
 def _save_local(unit: Unit, state_dict: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
-    for name in _tied_names(unit):  # the unit that wrapped it first has the values
+    for name in _tied_names(unit):  # the unit that wrapped it first has the value
         state_dict.pop(prefix + name, None)
     if not unit.parameters:
         return
@@ -187,8 +187,8 @@ def _loaded(
     settings: StateDictSettings,
     error_messages: list[str],
 ) -> torch.Tensor:
-    """What a state dict holds, as a DTensor; the parameter itself, and a message, if it does not fit."""
-    # torch.distributed.checkpoint.state_dict cuts whole tensors up by itself, whatever the type.
+    """A state dict's value as a DTensor; if it does not fit, the parameter itself and a message."""
+    # torch.distributed.checkpoint.state_dict shards whole tensors by itself, whatever the type.
     sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT or isinstance(value, DTensor)
     try:
         rows = from_sharded(unit, parameter, value, name) if sharded else _from_full(parameter, value, name)
@@ -210,7 +210,7 @@ def _from_full(parameter: UnitParameter, value: object, name: str) -> torch.Tens
 
 
 def _load_local(unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    for parameter in unit.tied:  # loaded from itself; the unit that wrapped it first, before or after, has its values
+    for parameter in unit.tied:  # loaded from itself; the unit that wrapped it first loads its value
         state_dict.update({prefix + name: parameter.sharded for name in parameter.aliases})
     if not unit.parameters:
         return
@@ -226,6 +226,6 @@ def _after_load(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Every name that starts with `old` starts with `new` afterwards; their order stays."""
+    """Replaces the prefix `old` of names by `new`; their order stays."""
     for name in [name for name in state_dict if name.startswith(old)]:
         state_dict[new + name.removeprefix(old)] = state_dict.pop(name)

@@ -1,4 +1,4 @@
-"""Which kind of state dict FSDP modules give and take: `state_dict_type` and its kin."""
+"""The kind of state dict that FSDP modules return and accept: `state_dict_type` and related methods."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class StateDictApi:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Chooses the kind of state dict for every FSDP module at and below `module`, and how it is made.
+        """Chooses the kind of state dict, and its configuration, for every FSDP module at and below `module`.
 
         Returns:
-            The settings from before, those of the first FSDP module.
+            The previous settings of the first FSDP module.
 
         Raises:
             RuntimeError: for a configuration of another kind.
@@ -95,10 +95,10 @@ class StateDictApi:
         return first
 
     def effective_settings(self) -> StateDictSettings:
-        """The settings, with `_use_dtensor` as a mesh passed to FSDP decides it.
+        """The settings, with `_use_dtensor` set according to the mesh passed to FSDP.
 
         Raises:
-            RuntimeError: LOCAL_STATE_DICT with a mesh, as in stock.
+            RuntimeError: for LOCAL_STATE_DICT with a mesh, as in stock.
         """
         settings = self._state_dict_settings
         if self._placement.user_mesh is not None:
@@ -120,7 +120,7 @@ class StateDictApi:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for as long as the context lasts, also when it is left by an exception."""
+        """`set_state_dict_type` for the duration of the context, even if an exception ends it."""
         before = StateDictApi.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield

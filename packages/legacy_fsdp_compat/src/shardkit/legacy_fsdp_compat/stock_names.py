@@ -1,4 +1,4 @@
-"""Which names of stock FSDP1 `shardkit.core.install(fsdp1=True)` replaces, and by what.
+"""The names of stock FSDP1 that `shardkit.core.install(fsdp1=True)` replaces, and our objects for them.
 
 Core finds this through the entry point `fsdp1` of the group `shardkit.stock_names`.
 """

@@ -1,4 +1,4 @@
-"""`summon_full_params`: whole parameters in place of the sharded ones, for as long as a context lasts."""
+"""`summon_full_params`: whole parameters in place of the sharded ones, for the duration of a context."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def refuse_while_running(state: FSDPState, action: str) -> None:
 def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) -> Iterator[None]:
     """Registers full parameters, in their original dtype, on the modules of `units` (collective: gathers each once).
 
-    A failure on the way in leaves the sharded parameters registered.
+    A failure on entry leaves the sharded parameters registered.
 
     Raises:
-        ValueError: for a parameter in whose place the user has put one that is no shard of it, before anything is
+        ValueError: if the user has replaced a parameter by one that is not a shard of it; raised before anything is
             gathered.
     """
-    shown: list[tuple[UnitParameter, nn.Parameter]] = []  # with the sharded parameter that comes back
+    shown: list[tuple[UnitParameter, nn.Parameter]] = []  # with the sharded parameter to restore
     finished = False
     try:
         for _, state in units:
@@ -67,7 +67,7 @@ def summoned(units: Sequence[tuple[Unit, FSDPState]], options: SummonOptions) ->
         finished = True
     finally:
         changed = [parameter.param.slots[0].get() for parameter, _ in shown]
-        for parameter, sharded in shown:  # whatever goes wrong below, the model is as it was
+        for parameter, sharded in shown:  # if anything below fails, the model is as before
             parameter.param.register(sharded)
         if options.writeback and finished:
             for (parameter, _), current in zip(shown, changed, strict=True):
@@ -98,7 +98,7 @@ def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> bool:
 
 @torch.no_grad()
 def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options: SummonOptions) -> None:
-    if current is None:  # deleted by the user: the sharded one comes back as it was
+    if current is None:  # deleted by the user: the sharded one is restored unchanged
         return
     if current.shape != parameter.shape:
         raise RuntimeError(
@@ -106,8 +106,8 @@ def _write_back(parameter: UnitParameter, current: nn.Parameter | None, options:
             f"{tuple(parameter.shape)}: its values cannot be written back to the shards; change values, not shapes"
         )
     sharded = parameter.sharded
-    # A replicated parameter is unsharded and sharded at once, and autograd may have saved it in forward. `.data` has a
-    # version counter of its own, so backward computes with the new values, as it does where it gathers again.
+    # A replicated parameter is both unsharded and sharded, and autograd may have saved it in forward. `.data` has a
+    # separate version counter, so backward computes with the new values, as it does where it gathers again.
     local_of(sharded).data.copy_(parameter.rows_of_unsharded(current.detach()))
     sharded.requires_grad_(current.requires_grad)
     if options.with_grads:

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses; checked on torch 2.13.
+"""All private names of torch that this package uses; checked on torch 2.13.
 
 ShardedTensor and the activation-checkpoint wrapper are part of FSDP1's file format and of its names, but torch keeps
 both in private modules.
@@ -46,7 +46,7 @@ CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def checkpoint_wrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside an activation-checkpoint wrapper, any other module itself."""
+    """The module inside an activation-checkpoint wrapper; any other module itself."""
     if isinstance(module, ActivationWrapper):
         inner: torch.nn.Module = module._checkpoint_wrapped_module
         return inner
@@ -56,7 +56,7 @@ def checkpoint_wrapped(module: torch.nn.Module) -> torch.nn.Module:
 def called_by_checkpoint() -> bool:
     """Whether the caller's caller is in torch.distributed.checkpoint.state_dict.
 
-    It takes `named_parameters()` for the names of a state dict, and cleans them for stock's FSDP class alone.
+    It uses `named_parameters()` for the names of a state dict, and cleans them only for stock's FSDP class.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
@@ -71,10 +71,10 @@ def new_sharded_tensor(
     """A ShardedTensor over this rank's `local` at `offset`; no communication.
 
     Args:
-        local: this rank's part; no part is recorded if it is empty.
-        offset: where it starts, one number a dim.
-        shape: of the whole.
-        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, which are those that hold something.
+        local: this rank's part; if it is empty, no part is recorded.
+        offset: where it starts, one number for each dim.
+        shape: shape of the whole tensor.
+        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, the ones with elements.
         group: the process group.
     """
     kind = local.device.type
@@ -106,15 +106,15 @@ def new_sharded_tensor(
 
 @dataclass(frozen=True)
 class PickledShards:
-    """Is pickled as the ShardedTensor on the CPU that one rank of a process group would write, without the group.
+    """Pickles as the CPU ShardedTensor that one rank of a process group would write, without the group.
 
     Attributes:
         local: the rank's rows; None if it has none.
-        shape: of the whole.
-        dtype: of it.
-        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, which are those that hold something.
-        rank, world_size: of the rank.
-        requires_grad: whether `local` and the whole are said to.
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        boxes: (offsets, sizes) of the parts of the first `len(boxes)` ranks, the ones with elements.
+        rank, world_size: rank and world size of the process group.
+        requires_grad: the recorded `requires_grad` of `local` and the whole.
     """
 
     local: torch.Tensor | None
@@ -141,8 +141,8 @@ class PickledShards:
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> tuple[torch.Tensor, int] | None:
-    """A mesh out of a file: its global ranks as the rank that wrote the file has them, and that rank; None for a rank
-    outside of it. `mesh.mesh` of a slice would ask the process group, which there is none of.
+    """The global ranks of a mesh in a file, as its writer has them, and the writer's rank; None if that rank is outside
+    the mesh. `mesh.mesh` of a slice would need a process group, which does not exist.
     """
     root = mesh._get_root_mesh()
     place = root.get_coordinate()

@@ -1,4 +1,4 @@
-"""What one FSDP module manages: its parameters under FSDP1's names, in the order of its flat parameter."""
+"""The parameters of one FSDP module, under FSDP1's names and in the order of its flat parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRAPPED = "_fsdp_wrapped_module"
 
 
 def clean_name(name: str) -> str:
-    """A name without what wrappers add to it."""
+    """A name without the parts that wrappers add."""
     return name.replace(f"{WRAPPED}.", "").replace(CHECKPOINT_PREFIX, "")
 
 
@@ -38,8 +38,8 @@ class UnitParameter:
     """One parameter of a unit.
 
     Attributes:
-        name: below the wrapped module, clean.
-        aliases: every name of it there, `name` first; tied parameters have several.
+        name: name relative to the wrapped module, clean.
+        aliases: all its names there, `name` first; tied parameters have several.
         param: core's object for it.
     """
 
@@ -49,7 +49,7 @@ class UnitParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The sharded parameter, a DTensor: what optimizers hold; also one that was assigned since core last looked."""
+        """The sharded parameter, a DTensor, as optimizers hold it; includes one assigned since core last looked."""
         current = self.param.slots[0].get()
         return current if isinstance(current, DTensor) else self.param.sharded_param
 
@@ -60,18 +60,18 @@ class UnitParameter:
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether tensor parallelism has cut it before: the sharded parameter is then on a mesh of both."""
+        """Whether tensor parallelism has cut it first; the sharded parameter is then on a joint mesh."""
         return self.param.form.mesh is not self.param.mesh.mesh
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it: NO_SHARD, and 0-dim parameters."""
+        """Whether every rank holds it whole: NO_SHARD, and 0-dim parameters."""
         return self.param.mesh.shard_size == 1
 
     @cached_property
     def rows(self) -> tuple[Interval, ...]:
-        """The elements that each rank of the shard group holds of what data parallelism cuts: of the parameter, or of
-        this rank's part of a model-parallel one.
+        """The elements of each rank of the shard group: of the parameter, or, if it is model-parallel, of this rank's
+        local tensor.
         """
         return row_intervals(tuple(self.param.shape), self.param.mesh.shard_size)
 
@@ -87,13 +87,13 @@ class UnitParameter:
         return self.param.mesh.placements(placement)
 
     def own_rows(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a full tensor: a view where they are one box."""
+        """This rank's rows of a full tensor: a view if they are one box."""
         if self.is_model_parallel:
             return region_of(self.name, self.param.sharded_param).take(full)
         return self.rows_of_unsharded(full)
 
     def rows_of_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the unsharded parameter, as modules have it: a view."""
+        """This rank's rows of the unsharded parameter in the form that modules hold: a view."""
         layout, full = self.param.layout, self.param.form.plain(tensor)
         if self.is_replicated:
             return full
@@ -105,15 +105,15 @@ class Unit:
     """The parameters of one FSDP module, and how FSDP1 would lay them out.
 
     Attributes:
-        parameters: those that this unit was the first to wrap, under all their names below the wrapped module.
-        tied: those of other units, under the names that modules of this unit have for them.
+        parameters: those that this unit was the first to wrap, with all their names below the wrapped module.
+        tied: parameters of other units, with the names that modules of this unit have for them.
 
     Args:
         wrapped: the wrapped module, after sharding.
         placement: the process groups.
         use_orig_params: FSDP1's flag; it decides the layout of LOCAL state dicts.
-        compute_dtype: `param_dtype` of mixed precision, which alignment follows.
-        belongs: whether a core parameter is of this unit, rather than tied to one of another unit.
+        compute_dtype: `param_dtype` of mixed precision, which determines the alignment.
+        belongs: whether a core parameter belongs to this unit, rather than being tied to one of another unit.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Unit:
         """All of `value`, a DTensor cut like `parameter`: a new plain tensor (collective over the shard group, and over
         the model-parallel axes of a parameter that has them).
 
-        Without `everywhere` rank 0 of the group alone gets it and other ranks get None.
+        Without `everywhere`, only rank 0 of the group gets it, and other ranks get None.
         """
         whole = self.unsharded(parameter, value, everywhere=everywhere)
         return whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -179,9 +179,9 @@ class Unit:
 
 
 def label_alike(groups: Sequence[FSDPParamGroup]) -> None:
-    """Gives groups labels that all ranks share, where a rank has names of its own (collective over their ranks).
+    """Labels groups alike on all ranks, where a rank has names of its own (collective over their ranks).
 
-    Labels name what ranks do together: over shared memory they are compared.
+    Labels identify joint operations of ranks: over shared memory they are compared.
     """
     names: dict[dist.ProcessGroup, list[str]] = {}
     for group in groups:

@@ -44,7 +44,7 @@ class ModuleWrapPolicy(Policy):
         return {module: dict(defaults) for module in chosen}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same choice, in the form of the policies that are functions."""
+        """The same choice, in the form of function policies."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -105,8 +105,8 @@ def size_based_auto_wrap_policy(
 
     Args:
         module: the module in question.
-        recurse: whether this asks about the modules below `module`, or about `module` itself.
-        nonwrapped_numel: elements of its parameters that are not wrapped.
+        recurse: whether it is asked about the modules below `module`, or about `module` itself.
+        nonwrapped_numel: elements of its parameters that are not wrapped yet.
         min_num_params: the threshold.
         force_leaf_modules: classes whose children are never wrapped; default: multi-head attention.
         exclude_wrap_modules: classes that are never wrapped; default: `ModuleList` and `ModuleDict`.
@@ -124,7 +124,7 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What `wrap` applies inside `enable_wrap`."""
+    """The wrapper that `wrap` applies inside `enable_wrap`."""
 
     wrapper: Callable[..., nn.Module]
     arguments: dict[str, Any]
@@ -150,6 +150,6 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Inside `enable_wrap`: `module` wrapped, with `wrap_overrides` before its arguments; elsewhere `module`."""
+    """Wraps `module` inside `enable_wrap`; `wrap_overrides` override its arguments. Elsewhere returns `module`."""
     active = _wrapping.get()
     return module if active is None else active.wrapper(module, **{**active.arguments, **wrap_overrides})

@@ -1,4 +1,4 @@
-"""`python -m shardkit.legacy_fsdp_compat migrate`; an entry point offers it to a common command, too."""
+"""`python -m shardkit.legacy_fsdp_compat migrate`; an entry point also offers it to the `shardkit` command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    refuse_existing(options.target)  # before anything is read
+    refuse_existing(options.target)  # before reading anything
     if (options.to in (SHARDED, LOCAL)) != (options.ranks is not None):
         raise CheckpointError(
             f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' and '{LOCAL}' need a number, others none"
@@ -74,13 +74,13 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the command line says of the model. What not every target needs is found out when it is asked for: LOCAL
-    files of ours may come from a wrapping that FSDP1 does not have.
+    """What the command line says of the model. Parts that not every target needs are computed on demand: LOCAL files of
+    ours may come from a wrapping that FSDP1 does not support.
 
     Attributes:
-        shapes: of parameters and buffers; None if it does not.
-        parameters: finds the names of what is sharded; None if it does not tell them from buffers.
-        wrapping: finds out how the model is wrapped; None if it does not say.
+        shapes: shapes of parameters and buffers; None if not given.
+        parameters: returns the names of sharded parameters; None if they cannot be told from buffers.
+        wrapping: returns how the model is wrapped; None if not given.
     """
 
     shapes: Shapes | None = None

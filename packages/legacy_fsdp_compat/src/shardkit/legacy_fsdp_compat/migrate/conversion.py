@@ -1,4 +1,4 @@
-"""Finds out the kind of a checkpoint and opens it; converts FSDP1's checkpoints into each format that there is."""
+"""Detects the kind of a checkpoint and opens it; converts FSDP1's checkpoints into every format."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 def open_checkpoint(
     source: str | Path | Sequence[str | Path], shapes: Shapes | None = None, *, without: Sequence[str] = ()
 ) -> Checkpoint:
-    """Opens a checkpoint of any kind. Values are read only of plain tensors that several ranks' files have: they must
-    be the same.
+    """Opens a checkpoint of any kind. Reads only the values of plain tensors that occur in several ranks' files; they
+    must be equal.
 
     Args:
         source: a file (FULL, safetensors), a directory (of torch.distributed.checkpoint, of rank files, or with one of
             those files), or the list of the rank files.
-        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the name that it is
-            tied to. LOCAL needs them, of the others the models must fit them.
-        without: names of what is left out, such as "rng" or "optim": values, or dicts with all that lies in them.
+        shapes: name -> shape of every parameter and buffer, in the model's order; for a tied one, the name it is tied
+            to. LOCAL needs them; models in other checkpoints must match them.
+        without: names to leave out, such as "rng" or "optim": values, or dicts with everything below.
 
     Raises:
-        CheckpointError: for something other than a checkpoint, an incomplete one, one that does not fit the shapes, and
-            for something to leave out that is not there.
+        CheckpointError: if the source is not a checkpoint, is incomplete, does not match the shapes, or lacks a name to
+            leave out.
     """
     of_model = None if shapes is None else ModelShapes.of(shapes)
     left_out = LeftOut(without)
@@ -121,11 +121,11 @@ def _rank_files(paths: Sequence[Path], shapes: ModelShapes | None, left_out: Lef
 def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
     """Shapes from a full checkpoint of the model, or from JSON: name -> list of numbers, or the name it is tied to.
 
-    Of a nested checkpoint the part below "model" or "state_dict" counts. Tied parameters are known by the memory that
-    they share in a file of torch.save; other formats do not tell.
+    In a nested checkpoint the part below "model" or "state_dict" is used. Tied parameters are recognised by shared
+    memory in a file of torch.save; other formats do not record ties.
 
     Raises:
-        CheckpointError: for JSON that is something else, and as `open_checkpoint`.
+        CheckpointError: if JSON holds anything else, and as `open_checkpoint`.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -138,7 +138,7 @@ def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
 
 
 def shapes_of_checkpoint(checkpoint: Checkpoint) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of what lies below "model" or "state_dict" in a checkpoint, else of all of it; nothing tells of ties."""
+    """Shapes of the tensors below "model" or "state_dict" in a checkpoint, else of all of them. Ties are unknown."""
     base = _base_of_model(checkpoint)
     found = {key: one.shape for key, one in checkpoint.tensors.items() if key[: len(base)] == base}
     return {name_of(key[len(base) :]): shape for key, shape in found.items()}
@@ -183,18 +183,18 @@ def convert(
     ranks: Ranks | LocalRanks | None = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Converted:
-    """Writes `checkpoint` to the directory `target` in the format `to`, and reads it back.
+    """Writes `checkpoint` to the directory `target` in the format `to`, and reads it back to verify it.
 
     Args:
-        checkpoint: what `open_checkpoint` returned; its files are only read.
+        checkpoint: the result of `open_checkpoint`; its files are only read.
         target: must not exist; appears when everything is written and verified.
-        to: a key of `FORMATS`, or "sharded" or "local": a file of torch.save for each rank, as FSDP1's SHARDED or
+        to: a key of `FORMATS`, or "sharded" or "local": a file of torch.save for each rank, like FSDP1's SHARDED or
             LOCAL.
-        ranks: with "sharded" and "local", for how many ranks, and what are parameters or how they are wrapped.
-        progress: is told how many bytes were done; every tensor counts twice, written and read back.
+        ranks: for "sharded" and "local", the number of ranks, and which names are parameters or how they are wrapped.
+        progress: receives the number of bytes done; every tensor counts twice, written and read back.
 
     Raises:
-        CheckpointError: if the target exists, an earlier attempt was of another source, or what was read back differs.
+        CheckpointError: if the target exists, an earlier attempt had another source, or the output read back differs.
     """
     shapes, make, described = None, FORMATS.get(to), "one"
     if to == SHARDED and isinstance(ranks, Ranks):
@@ -217,6 +217,6 @@ def convert(
         f"{to} for {described}",
         read_back=lambda directory: open_checkpoint(directory, shapes),
         report=to,
-        durable=False,  # what was lost with the power is made anew from the source
+        durable=False,  # output lost in a power failure is converted again from the source
         progress=progress,
     )

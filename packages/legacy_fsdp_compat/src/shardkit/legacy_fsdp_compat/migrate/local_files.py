@@ -1,8 +1,8 @@
-"""LOCAL checkpoints: parts of parameters, in flat tensors or beside them, put together with shapes from elsewhere.
+"""LOCAL checkpoints: parts of parameters, in flat tensors or beside them, combined with shapes from elsewhere.
 
-With use_orig_params=True each rank's file lists its 1-D piece of every parameter, which says all that must be known.
+With use_orig_params=True each rank's file lists its 1-D piece of every parameter, which determines everything.
 Otherwise there is only one flat tensor for each FSDP module, without padding, and its layout follows from the shapes.
-Optimizer state lies beside them by name, or as each rank's `optimizer.state_dict()`.
+Optimizer state is stored by name beside them, or as each rank's `optimizer.state_dict()`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _GROUPS, _STATE = "param_groups", "state"
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter, and what an optimizer keeps for it, was cut over ranks."""
+    """How one parameter, and its optimizer state, was cut over ranks."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Interval, ...]  # by rank, which of its elements
-    starts: tuple[int, ...]  # by rank, where they begin in what the rank's optimizer keeps
-    lengths: tuple[int, ...]  # by rank, how long that is: the piece, or the rank's part of a flat tensor
+    pieces: tuple[Interval, ...]  # by rank, its elements of the parameter
+    starts: tuple[int, ...]  # by rank, where they begin in the rank's optimizer state
+    lengths: tuple[int, ...]  # by rank, the length of that state: the piece, or the rank's part of a flat tensor
 
 
 def add_optimizer(checkpoint: Checkpoint, files: list[RankFile], base: LeafPath, units: list[list[Cut]]) -> None:
-    """Adds the state of the optimizer at `base`; `units` has the parameters behind each of its numbers. Raises
-    CheckpointError for numbers that do not tell which parameter is which, and for state that does not fit.
+    """Adds the state of the optimizer at `base`; `units` has the parameters for each of its numbers. Raises
+    CheckpointError if the numbers do not identify the parameters, or if the state does not fit.
     """
     mine = [path for file in files for path in file.leaves if path[: len(base)] == base]
     mine = [path for path in dict.fromkeys(mine) if path[len(base)] in (_GROUPS, _STATE)]
@@ -75,7 +75,7 @@ def _groups(file: RankFile, base: LeafPath) -> list[dict[str, Any]]:
 
 
 def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: RankFile) -> None:
-    """Numbers follow the groups, and only one group of all parameters follows the model."""
+    """Numbers follow the groups, and only a single group of all parameters is in the model's order."""
     numbers = [number for group in groups for number in group["params"]]
     if len(groups) != 1 or numbers != list(range(len(units))):
         raise CheckpointError(
@@ -86,7 +86,7 @@ def _check_groups(groups: list[dict[str, Any]], units: list[list[Cut]], file: Ra
 
 
 def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, cuts: list[Cut]) -> None:
-    """One value of one numbered parameter, for each parameter that this is."""
+    """Adds one value of one numbered parameter, for each parameter in it."""
     found = [file.leaves[where] for file in files if where in file.leaves]
     if len(cuts) == 1 and any(isinstance(one, StoredShards) for one in found):  # written by this package, as DTensors
         checkpoint.tensors[*where[:-2], cuts[0].name, where[-1]] = stored_shards(files, where)
@@ -103,9 +103,9 @@ def _add_state(checkpoint: Checkpoint, files: list[RankFile], where: LeafPath, c
 
 
 def _from_cut(files: list[RankFile], where: LeafPath, cut: Cut, path: LeafPath) -> StoredTensor:
-    """The tensor at `path`, as long as a parameter, whose parts the ranks have at `where`."""
+    """The tensor at `path`, as long as a parameter, whose parts lie at `where` in the ranks' files."""
     parts = []
-    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has some
+    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has it
     for file in files:
         low, high = cut.pieces[file.rank]
         if low == high:
@@ -131,8 +131,8 @@ _CANDIDATES = (None, "bfloat16", "float32", "float64", "float8_e4m3fn")
 
 
 def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut: set[str]) -> dict[str, Any] | None:
-    """What `--config` takes, of the model at `base` whose parameters `cut` are sharded; None for files that FSDP1's own
-    layouts do not explain.
+    """The `--config` of the model at `base` whose parameters `cut` are sharded; None if FSDP1's own layouts do not
+    explain the files.
     """
     names = shapes.given
     buffers = frozenset(name for name in names if shapes.ties.get(name, name) not in cut)
@@ -149,11 +149,11 @@ def found_config(files: list[RankFile], base: LeafPath, shapes: ModelShapes, cut
 
 
 def _fits(files: list[RankFile], base: LeafPath, wrapping: Wrapping, unit: str, param_dtype: str | None) -> bool:
-    """Whether every rank's pieces lie in its flat tensor as this `param_dtype` would have them."""
+    """Whether every rank's pieces lie in its flat tensor as they would with this `param_dtype`."""
     names, path = wrapping.members[unit], (*base, flat_key(unit))
     dtype = files[0].leaves[path].dtype
     if param_dtype is not None and alignment_of(param_dtype, dtype) == alignment_of(None, dtype):
-        return False  # that is None already
+        return False  # that is already None
     shapes = ModelShapes.of(wrapping.shapes).own
     layout = FlatLayout(tuple(shapes[name] for name in names), len(files), alignment_of(param_dtype, dtype))
     return all(
@@ -190,9 +190,9 @@ def is_local(files: Sequence[RankFile]) -> bool:
 
 
 def local_checkpoint(files: list[RankFile], shapes: ModelShapes | None) -> Checkpoint:
-    """A LOCAL checkpoint of one file a rank, with the ranks' own `optimizer.state_dict()` if it is there. Each dict
-    with flat tensors is a model; the optimizer is taken for that of the first. Raises CheckpointError without
-    shapes, or where they do not fit the files.
+    """A LOCAL checkpoint of one file for each rank, with the ranks' `optimizer.state_dict()` if present. Each dict with
+    flat tensors is a model; the optimizer is assumed to belong to the first. Raises CheckpointError without shapes, or
+    if they do not match the files.
     """
     if shapes is None:
         raise CheckpointError(
@@ -253,7 +253,7 @@ def _model(
 
 
 def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTensor, cut: Cut) -> None:
-    """With use_orig_params=True the files list a tied parameter under each of its names."""
+    """Checks a tie: with use_orig_params=True the files list a tied parameter under each of its names."""
     listed = [file for file in files if isinstance(file.leaves.get((*base, name)), torch.Tensor)]
     if not listed:
         return
@@ -269,12 +269,12 @@ def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTe
 def _wrapping_in_files(
     checkpoint: Checkpoint, flats: dict[str, StoredTensor], count: int, shapes: ModelShapes, buffers: set[str]
 ) -> tuple[ModelShapes, Wrapping]:
-    """The shapes, with the ties that the files of `count` ranks have, and how the parameters were wrapped. Of those
-    that are tied across FSDP modules FSDP1 keeps a copy in each, which then train apart; ours stay tied. How long the
-    flat tensors are says which it was.
+    """The shapes, with the ties in the files of `count` ranks, and how the parameters were wrapped. FSDP1 keeps a copy
+    of a tied parameter in each FSDP module, and these copies train separately; here they stay tied. The length of the
+    flat tensors tells which was the case.
     """
     prefixes = tuple(f"{unit}." if unit else "" for unit in flats)
-    # What lies in no FSDP module is a buffer, also one that the files lack.
+    # Names outside every FSDP module are buffers, even if the files lack them.
     buffers = buffers.union(name for name in shapes.given if not name.startswith(prefixes))
     parting, tied = (
         Wrapping(given, dict.fromkeys(flats, (None,)), frozenset(buffers), use_orig_params=False)
@@ -306,7 +306,7 @@ def _piece_cut(files: list[RankFile], path: LeafPath, shape: tuple[int, ...]) ->
 
 
 def _check_shard_sizes(files: list[RankFile], base: LeafPath, cuts: dict[str, Cut]) -> None:
-    """Pieces lie in the flat tensors, so a rank cannot have more of them than its part of those is long."""
+    """Checks that a rank's pieces are not longer than its part of the flat tensors, in which they lie."""
     flats = _flats(files, base).values()
     for file in files:
         parts = (part for path in flats for part in getattr(file.leaves.get(path), "parts", ()))

@@ -1,6 +1,6 @@
-"""How FSDP1 would wrap a model that the user builds, perhaps on the meta device: nothing is sharded to find out.
+"""How FSDP1 would wrap a model that the user builds, possibly on the meta device. Nothing is sharded for this.
 
-`--model MODULE:FUNCTION` names the function that builds it, and may return the arguments of FSDP beside it.
+`--model MODULE:FUNCTION` names the function that builds it; the function may also return FSDP's arguments.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _OF_ALL = ("auto_wrap_policy", "ignored_modules", "ignored_states", "use_orig_pa
 
 
 def shapes_of_model(factory: str | nn.Module) -> dict[str, tuple[int, ...] | str]:
-    """Shapes of the parameters and buffers of a model, or of what `model_of` builds, in order; of a tied one its first
-    name.
+    """Shapes of the parameters and buffers of a model, or of the result of `model_of`, in order; for a tied one, its
+    first name.
 
     Raises:
-        CheckpointError: for a model that is wrapped already, parameters that have no shape yet, and a state_dict that
-            raises.
+        CheckpointError: if the model is already wrapped, parameters have no shape yet, or its state_dict raises.
     """
     model = model_of(factory)[0] if isinstance(factory, str) else factory
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
@@ -69,7 +68,7 @@ def _check_built(model: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Those arguments of FSDP that decide how a model is wrapped."""
+    """The arguments of FSDP that decide how a model is wrapped."""
 
     auto_wrap_policy: Any
     mixed_precision: MixedPrecision | None
@@ -78,8 +77,8 @@ class _Arguments:
 
     @classmethod
     def of(cls, model: nn.Module, given: Mapping[str, Any]) -> _Arguments:
-        """What `FullyShardedDataParallel(model, **given)` is told. Raises CheckpointError for names that FSDP does not
-        have, and for values that it would not take.
+        """The arguments of `FullyShardedDataParallel(model, **given)`. Raises CheckpointError for names that FSDP does
+        not have, or values that it would not accept.
         """
         _check_names(given, _KNOWN, "the model")
         flag, policy = given.get("use_orig_params", False), given.get("auto_wrap_policy")
@@ -120,8 +119,8 @@ def _mixed_precision(given: Mapping[str, Any], where: str) -> MixedPrecision | N
 
 
 def parameters_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> set[str]:
-    """Names of what FSDP would shard of a model with these arguments, also of tied parameters: all but the ignored.
-    Raises CheckpointError for arguments that FSDP would not take.
+    """Names of the parameters that FSDP would shard with these arguments, including tied ones: all but the ignored.
+    Raises CheckpointError for arguments that FSDP would not accept.
     """
     return _not_ignored(model, _Arguments.of(model, arguments).ignored)
 
@@ -140,7 +139,7 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
             `ignored_modules` and `ignored_states` count.
 
     Raises:
-        CheckpointError: for arguments that FSDP would not take, and a wrapping that it cannot have.
+        CheckpointError: for arguments that FSDP would not accept, or a wrapping that it does not support.
     """
     checked = _Arguments.of(model, arguments)
     shapes = shapes_of_model(model)
@@ -155,8 +154,8 @@ def wrapping_of_model(model: nn.Module, arguments: Mapping[str, Any]) -> Wrappin
 
 
 def _check_repeated(model: nn.Module, units: list[str]) -> None:
-    """Where a module has two places, FSDP1 wraps it in the first one, and its forward fails; where a module around it
-    has, its flat parameter has two names.
+    """If a module has two places, FSDP1 wraps it in the first one, and its forward fails; if a module around it has
+    two, its flat parameter has two names.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in units:
@@ -169,7 +168,7 @@ def _check_repeated(model: nn.Module, units: list[str]) -> None:
 
 
 def _wrapped(model: nn.Module, checked: _Arguments) -> dict[nn.Module, Mapping[str, Any]]:
-    """What the policy wraps, with the arguments that it has for each."""
+    """The modules that the policy wraps, with the arguments for each."""
     passed = {"mixed_precision": checked.mixed_precision}
     wrapped: dict[nn.Module, Mapping[str, Any]] = {model: passed}
 
@@ -195,7 +194,7 @@ def _param_dtype(arguments: Mapping[str, Any], unit: str) -> str | None:
 
 
 def _check_units(model: nn.Module, wrapping: Wrapping) -> None:
-    """FSDP1's flat parameters with use_orig_params=False train as a whole, or not at all."""
+    """Checks that each FSDP1 flat parameter with use_orig_params=False is trainable as a whole, or not at all."""
     if wrapping.use_orig_params:
         return
     trains = {clean_name(name): one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
@@ -212,9 +211,9 @@ _EXPECTED = "expected a torch.nn.Module, or a pair of one and a dict with the ar
 
 
 def model_of(factory: str) -> tuple[nn.Module, dict[str, Any] | None]:
-    """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, perhaps none; None
-    if it returns the model alone. It is called on the meta device, so nothing is allocated. Raises CheckpointError if
-    that cannot be imported, raises, or gives no module.
+    """The model that `module:function` builds, and the arguments of FSDP that it returns beside it, possibly none; None
+    if it returns only the model. It is called on the meta device, so nothing is allocated. Raises CheckpointError if it
+    cannot be imported, raises, or does not return a module.
     """
     option = f"--model {factory}"
     build = _function(factory, option)

@@ -1,8 +1,8 @@
-"""Files that each rank wrote for itself: SHARDED (parts of every tensor) and LOCAL (parts of flat tensors).
+"""Files written by single ranks: SHARDED (parts of every tensor) and LOCAL (parts of flat tensors).
 
 Their ShardedTensors and DTensors are read without a process group. Classes of ours stand in for those that a file
-names, and keep what it says. Everything else that it might run is refused. A DTensor has the boxes that its mesh and
-placements give it. Tensor parallelism cuts other dims than the first, and the first one, too.
+names, and keep their data. Nothing else in the file may run. A DTensor's boxes follow from its mesh and placements,
+because tensor parallelism may cut any dim, including the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardkit.legacy_fsdp_compat.torch_compat import ranks_of_mesh
 
 
 class _Record:
-    """Stands in for a class whose objects are only data."""
+    """Stands in for a class that only holds data."""
 
     def __setstate__(self, state: Any) -> None:
         parts = state if isinstance(state, tuple) else (state,)  # a dict, or (dict or None, slots)
@@ -54,20 +54,20 @@ def _stand_in(name: str) -> type:
 
 
 class StoredShards(torch.Tensor):
-    """Stands in for ShardedTensor. One whose part is a ShardedTensor, as 2-D FSDP1 once wrote, is flattened: what its
-    ranks are is what the inner one says, as torch gave the outer one numbers of its own.
+    """Stands in for ShardedTensor. A nested one, as 2-D FSDP1 once wrote, is flattened: the inner one gives the ranks,
+    because torch numbered those of the outer one differently.
     """
 
     parts: list[tuple[tuple[int, ...], torch.Tensor, int]]  # this file's parts: (offsets, tensor, rank)
-    # every rank's part, as far as the file tells: (offsets, sizes, rank)
+    # every rank's part that is known from the file: (offsets, sizes, rank)
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     whole: tuple[int, ...]  # shape of the whole
-    # whether there was an inner one, so that other files have parts of which this one does not tell
+    # whether it was nested, so that other files have parts that this one does not list
     nested: bool = False
 
     def __setstate__(self, state: Any) -> None:
-        """Takes what ShardedTensor pickles: parts, metadata, process group, sharding, RRefs. Raises ValueError for
-        anything else.
+        """Reads the pickled state of ShardedTensor: parts, metadata, process group, sharding, RRefs. Raises ValueError
+        for anything else.
         """
         local, metadata = state[0], state[1]
         self.parts = [
@@ -87,14 +87,14 @@ class StoredShards(torch.Tensor):
             self.boxes = [(_moved(at, by), sizes, rank) for by, one in inner for at, sizes, rank in one.boxes]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """For messages: what a tensor prints is calculated."""
+        """For messages: printing a tensor would compute with it."""
         return "a ShardedTensor"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """It is not for computing."""
+        """Refuses to compute."""
         raise NotImplementedError(f"{function} on a stored ShardedTensor")
 
 
@@ -119,7 +119,7 @@ def _rank_of(placement: Any) -> int:
 
 
 class _MemoryFormat(_Record):
-    """Stands in for the enum of memory formats, of which nothing is needed."""
+    """Stands in for the enum of memory formats, which is not needed."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -129,8 +129,8 @@ _ProcessGroupState = _stand_in("ProcessGroupState")
 
 
 def _attribute(cls: Any, name: str) -> Any:
-    """`getattr` as pickles use it for what ShardedTensors need: a class inside theirs, and members of an enumeration,
-    which some versions of Python (3.11.2) write by name.
+    """`getattr` as pickles of ShardedTensors need it: for a class inside theirs, and for members of an enum, which some
+    versions of Python (3.11.2) write by name.
     """
     if cls is _MemoryFormat:
         return _MemoryFormat(name)
@@ -174,8 +174,8 @@ class Box:
 
 
 def from_boxes(path: LeafPath, dtype: torch.dtype, shape: tuple[int, ...], boxes: Sequence[Box]) -> StoredTensor:
-    """The tensor that boxes make up together; those without elements do not count. Raises CheckpointError for boxes
-    that do not make up one, each element once.
+    """The tensor that boxes form together; empty boxes are ignored. Raises CheckpointError if the boxes do not cover
+    each element of a tensor once.
     """
     held = [box for box in boxes if math.prod(box.sizes)]
     if problem := coverage_problem(shape, held):
@@ -190,13 +190,13 @@ def from_boxes(path: LeafPath, dtype: torch.dtype, shape: tuple[int, ...], boxes
 
 
 def _rows(box: Box) -> Part:
-    """A box of whole rows, as it is."""
+    """A box of whole rows, unchanged."""
     start = box.offsets[0] * box.row if box.offsets else 0
     return Part(start, start + math.prod(box.sizes), box.read, (box.file,))
 
 
 def _fill(boxes: list[Box], offsets: tuple[int, ...], rows: torch.Tensor) -> None:
-    """Puts the boxes' part of whole rows in."""
+    """Copies the boxes' part of whole rows into `rows`."""
     first, last = offsets[0], offsets[0] + len(rows)
     for box in boxes:
         low, high = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
@@ -207,8 +207,8 @@ def _fill(boxes: list[Box], offsets: tuple[int, ...], rows: torch.Tensor) -> Non
 
 
 def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
-    """A DTensor as the shards that its file has a part of; a replicated one as the plain tensor that it is. Raises
-    CheckpointError for sums that are not added up yet, and local tensors that the placements do not describe.
+    """A DTensor as shards, of which its file has a part; a replicated one as a plain tensor. Raises CheckpointError for
+    partial sums, and for local tensors that do not match the placements.
     """
     local, mesh = local_of(tensor).detach(), tensor.device_mesh
     axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
@@ -248,12 +248,12 @@ class RankFile:
 
     path: Path  # of the file
     rank: int  # its number among the files, which are in rank order
-    leaves: dict[LeafPath, Any]  # what it holds, by path
+    leaves: dict[LeafPath, Any]  # its contents, by path
 
 
 def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
-    """Opens the files, without what is left out, and finds out which rank wrote which. Of a hybrid run, whose shard
-    groups hold the same, those of the first group count. Raises CheckpointError for two files of one rank, a missing
+    """Opens the files, without what is left out, and determines the rank of each. In a hybrid run, whose shard groups
+    hold the same, the files of the first group are used. Raises CheckpointError for two files of one rank, a missing
     rank, or files of different steps.
     """
     files = [_open(path, number, left_out) for number, path in enumerate(sorted(paths, key=_natural))]
@@ -266,7 +266,7 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
     in_order = [file for _, file in sorted(by_rank.items())]
     found = _shard_groups(in_order) or [frozenset()]
     group, members = found[0], in_order
-    if len(found) > 1:  # of one group alone also ranks that hold nothing
+    if len(found) > 1:  # with one group, ranks that hold nothing belong to it too
         members = [file for file in in_order if _ranks_beside(file) & group]
     missing = sorted(group - {file.rank for file in members})
     if missing:
@@ -278,8 +278,8 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
 
 
 def _shard_groups(files: list[RankFile]) -> list[frozenset[int]]:
-    """Ranks that share tensors, in order of the first files. Data and tensor parallelism share some over one axis of
-    their mesh and others over both.
+    """Ranks that share tensors, in order of the first files. Data and tensor parallelism share some tensors over one
+    axis of their mesh and others over both.
     """
     groups: list[frozenset[int]] = []
     for file in files:
@@ -295,7 +295,7 @@ def _shard_groups(files: list[RankFile]) -> list[frozenset[int]]:
 
 
 def _ranks_beside(file: RankFile) -> frozenset[int]:
-    """The ranks that hold something of what the file has a part of."""
+    """The ranks that hold parts of the tensors of which the file has a part."""
     shards = (value for value in file.leaves.values() if isinstance(value, StoredShards))
     return frozenset(rank for value in shards for _, _, rank in value.boxes)
 
@@ -305,8 +305,8 @@ def _natural(path: Path) -> list[Any]:
 
 
 def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
-    """What a file of torch.save holds, by path; its tensors are mapped. Raises CheckpointError for anything but a dict
-    with something in it.
+    """The contents of a torch.save file, by path, with mapped tensors. Raises CheckpointError unless it is a dict that
+    is not empty.
     """
     value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
@@ -338,7 +338,7 @@ def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
 
 
 def _check_same_step(files: list[RankFile]) -> None:
-    """An optimizer's step counters, which every rank has, tell files of different steps apart."""
+    """Files of different steps are told apart by an optimizer's step counters, which every rank has."""
     for path, value in files[0].leaves.items():
         if path[-1] != "step" or not _is_number(value):
             continue
@@ -358,15 +358,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None = None) -> StoredTensor:
-    """A tensor whose boxes, or flat parts, lie in the files. A box that ranks of several groups have, which share
-    nothing else of the tensor, is taken from the first of them; where others differ, that is added to the notes. Raises
-    CheckpointError for files that describe different tensors, or parts that do not make up one.
+    """A tensor whose boxes, or flat parts, lie in the files. If ranks of several groups that share nothing else of the
+    tensor have a box, the first one's is used; if others differ, a note is added. Raises CheckpointError if files
+    describe different tensors, or the parts do not form one.
     """
     name, found = name_of(path), [one for file in files if isinstance(one := file.leaves.get(path), StoredShards)]
     if not found:
         raise CheckpointError(f"'{name}' is not a ShardedTensor in {files[0].path} or another file; expected its parts")
     first = found[0]
-    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has some
+    dtypes: dict[torch.dtype, Path] = {}  # and the first file that has it
     boxes: list[Box] = []
     holders: dict[tuple[tuple[int, ...], torch.Size], tuple[frozenset[int], Box]] = {}
     for file in files:
@@ -383,7 +383,7 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
             )
         group = frozenset(rank for _, _, rank in value.boxes)
         for offsets, tensor, _ in value.parts:
-            # Nobody reads a box without elements, which may be of any kind.
+            # Nobody reads a box without elements, so its dtype does not matter.
             if tensor.numel():
                 dtypes.setdefault(tensor.dtype, file.path)
             read = mapped_reader(name, tensor if tensor.numel() else torch.empty(0), str(file.path))
@@ -405,16 +405,16 @@ def one_dtype(name: str, dtypes: Mapping[torch.dtype, Path]) -> torch.dtype:
 
 
 def _alone(box: Box, dtype: torch.dtype) -> StoredTensor:
-    """A box as a tensor of its own."""
+    """A box as a separate tensor."""
     return from_boxes((box.file,), dtype, box.sizes, [replace(box, offsets=(0,) * len(box.sizes))])
 
 
 def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
-    """A SHARDED checkpoint of one file a rank. Raises CheckpointError as `stored_shards`, for plain tensors that
-    differ, and for files that are of no ranks.
+    """A SHARDED checkpoint of one file for each rank. Raises CheckpointError as `stored_shards`, if plain tensors
+    differ, or if the files do not belong to ranks.
     """
     if not any(isinstance(leaf, StoredShards) for file in files for leaf in file.leaves.values()):
-        # Files without sharded tensors are of ranks that have everything, or of no ranks: weights and optimizer apart.
+        # Files without sharded tensors come from ranks that hold everything, or are weights and optimizer in two files.
         for other in files[1:]:
             odd = [name_of(path) for path in files[0].leaves.keys() ^ other.leaves.keys()]
             if odd:
@@ -429,9 +429,9 @@ def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
 
 
 def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> None:
-    """Puts what the files have at `path` into the checkpoint. Raises CheckpointError for a value that is not cut, and
-    differs from rank to rank. Of buffers the first rank's counts then, as in FSDP1's own FULL state dicts, and a note
-    says so.
+    """Adds the value at `path` of the files to the checkpoint. Raises CheckpointError if a value is not cut, but
+    differs between ranks. For buffers the first rank's value is used, as in FSDP1's own FULL state dicts, and a note is
+    added.
     """
     if any(isinstance(file.leaves.get(path), StoredShards) for file in files):
         checkpoint.tensors[path] = stored_shards(files, path, checkpoint.notes)
@@ -448,7 +448,7 @@ def add_leaf(checkpoint: Checkpoint, files: list[RankFile], path: LeafPath) -> N
 
 
 def same_everywhere(files: list[RankFile], path: LeafPath) -> None:
-    """Compares what the files have at `path`, to the last byte. Raises CheckpointError if two of them differ."""
+    """Compares the values at `path` of all files, to the last byte. Raises CheckpointError if two differ."""
     first, *others = [file for file in files if path in file.leaves]
     for other in others:
         mine, theirs = first.leaves[path], other.leaves[path]
@@ -467,7 +467,7 @@ def same_everywhere(files: list[RankFile], path: LeafPath) -> None:
 
 
 def _is_buffer(files: list[RankFile], path: LeafPath) -> bool:
-    """Whether a plain tensor stands beside sharded ones, all ranks' of one shape, and outside of an optimizer."""
+    """Whether a plain tensor lies beside sharded ones, has one shape on all ranks, and is outside an optimizer."""
     found = [file.leaves[path] for file in files if path in file.leaves]
     if not all(isinstance(one, torch.Tensor) and one.shape == found[0].shape for one in found):
         return False

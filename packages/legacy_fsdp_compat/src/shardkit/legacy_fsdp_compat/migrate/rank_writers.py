@@ -1,5 +1,5 @@
-"""Writes checkpoints of one file a rank, as ranks of FSDP1 would, without ranks: SHARDED, and LOCAL with its flat
-parameters, their alignment and padding.
+"""Writes checkpoints of one file for each rank, as ranks of FSDP1 would: SHARDED, and LOCAL with its flat parameters,
+their alignment and padding. No ranks are needed.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Ranks:
 
 @dataclass(frozen=True)
 class Ranks(_Ranks):
-    """The ranks that SHARDED rank files are for.
+    """The ranks that SHARDED rank files are written for.
 
     Attributes:
-        count: how many; fewer than two raise CheckpointError.
-        parameters: names of the model's parameters; only these, and what optimizers keep for each of their elements,
-            are cut. Nothing in a checkpoint tells them from buffers, of which every rank has all.
+        count: number of ranks; fewer than two raise CheckpointError.
+        parameters: names of the model's parameters. Only these, and optimizer state for each of their elements, are
+            cut. A checkpoint does not distinguish them from buffers, which every rank holds whole.
     """
 
     parameters: Collection[str]
@@ -50,13 +50,13 @@ class Ranks(_Ranks):
 
 @dataclass(frozen=True)
 class LocalRanks(_Ranks):
-    """The ranks that LOCAL rank files are for, and how the model is wrapped on them; `count` as in `Ranks`."""
+    """The ranks that LOCAL rank files are written for, and how the model is wrapped on them; `count` as in `Ranks`."""
 
     wrapping: Wrapping
 
     @property
     def parameters(self) -> Collection[str]:
-        """Names of the model's parameters, also of tied ones."""
+        """Names of the model's parameters, including tied ones."""
         return self.wrapping.parameters
 
 
@@ -73,7 +73,7 @@ def parameters_in_groups(checkpoint: Checkpoint) -> set[str]:
 
 class ShardedWriter(TorchWriter):
     """`rank0.pt` and so on, nested dicts with ShardedTensors. Raises CheckpointError for optimizer state by number, and
-    for parameters that are not in the checkpoint.
+    for parameters that the checkpoint lacks.
     """
 
     def __init__(self, directory: Path, checkpoint: Checkpoint, ranks: Ranks | LocalRanks) -> None:
@@ -82,11 +82,11 @@ class ShardedWriter(TorchWriter):
         self._cut = _what_is_cut(checkpoint, ranks.parameters)
 
     def memory_in(self, leaf: Any) -> torch.Tensor | None:
-        """The tensor that a leaf is pickled with."""
+        """The tensor that stands for a leaf in the pickle."""
         return leaf.local if isinstance(leaf, PickledShards) else super().memory_in(leaf)
 
     def content(self, number: int) -> Content:
-        """Rows of what is cut, and all of everything else."""
+        """The rank's rows of cut tensors, and all other values whole."""
         content = Content()
         for path, stored in self._checkpoint.tensors.items():
             self._add(content, path, stored, number)
@@ -133,17 +133,17 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Lea
 class _Unit:
     """One FSDP module of one model of the checkpoint."""
 
-    base: LeafPath  # where the model is
-    names: list[str]  # of its parameters, in order
-    layout: FlatLayout  # of its flat parameter
-    dtype: torch.dtype  # of it
+    base: LeafPath  # path of the model
+    names: list[str]  # names of its parameters, in order
+    layout: FlatLayout  # layout of its flat parameter
+    dtype: torch.dtype  # dtype of its flat parameter
 
 
 class LocalWriter(ShardedWriter):
-    """`rank0.pt` and so on as FSDP1's LOCAL_STATE_DICT, optimizer state by name beside it.
+    """`rank0.pt` and so on as FSDP1's LOCAL_STATE_DICT, with optimizer state by name.
 
-    What stock's files hold twice lies once in the file, here as there: with use_orig_params=True a parameter's piece is
-    a view of the flat parameter. Raises CheckpointError for a checkpoint that the wrapping does not fit, and units of
+    Values that stock's files hold twice are stored once, as in stock: with use_orig_params=True a parameter's piece is
+    a view of the flat parameter. Raises CheckpointError if the wrapping does not match the checkpoint, or a unit has
     several dtypes.
     """
 
@@ -157,7 +157,7 @@ class LocalWriter(ShardedWriter):
         self._units = {base: {unit: self._unit(base, unit) for unit in ranks.wrapping.units} for base in bases}
 
     def _check_ties(self, bases: Iterable[LeafPath]) -> None:
-        """What is tied lies in the files once."""
+        """Checks that tied parameters occur once in the files."""
         for name, first in self._wrapping.known.ties.items():
             for base in bases:
                 one, other = (self._checkpoint.tensors[*base, each] for each in (name, first))
@@ -168,7 +168,7 @@ class LocalWriter(ShardedWriter):
                     )
 
     def _check_parted(self) -> None:
-        """FSDP1 loads state for all parameters of an FSDP module, or for none."""
+        """Checks that state exists for all parameters of an FSDP module or for none: FSDP1 loads no other."""
         paths = (*self._checkpoint.tensors, *self._checkpoint.objects)
         states = {path[:-1] for path in paths if len(path) > 2 and path[-3] == "state"}
         for name, first in self._wrapping.parted.items():
@@ -192,7 +192,7 @@ class LocalWriter(ShardedWriter):
         return _Unit(base, names, self._wrapping.layout(unit, self._count, dtype), dtype)
 
     def content(self, number: int) -> Content:
-        """Flat parameters, rows of what is cut besides, and all of everything else."""
+        """The rank's part of flat parameters, its rows of other cut tensors, and all other values whole."""
         content = Content()
         done: set[LeafPath] = set()
         for path, stored in self._checkpoint.tensors.items():
@@ -222,7 +222,7 @@ class LocalWriter(ShardedWriter):
                 content.leaves[path] = pieces[ties.get(key, key)]
 
     def _flat(self, content: Content, unit: _Unit, rank: int) -> torch.Tensor:
-        """A rank's part of a flat parameter, as long as every other's: the last ones end in zeros that nobody reads."""
+        """A rank's part of a flat parameter, equally long on all ranks: the last ones end in unused zeros."""
         layout = unit.layout
         flat = torch.empty(layout.shard_numel, dtype=unit.dtype)
         held = []
@@ -240,7 +240,7 @@ class LocalWriter(ShardedWriter):
 
 
 def _pieces(unit: _Unit, flat: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's piece of each parameter; stock has one empty tensor for those that the rank has nothing of."""
+    """A rank's piece of each parameter; as in stock, parameters without elements on it share one empty tensor."""
     empty = torch.empty(0, dtype=unit.dtype)
     found = {}
     for index, name in enumerate(unit.names):
@@ -250,7 +250,7 @@ def _pieces(unit: _Unit, flat: torch.Tensor, rank: int) -> dict[str, torch.Tenso
 
 
 def _flat_shards(unit: _Unit, flat: torch.Tensor, rank: int) -> PickledShards:
-    """The entry of the flat parameter. It requires grad, as that of parameters that train; no loader asks."""
+    """The entry of the flat parameter. It requires grad, like a trainable parameter; no loader checks."""
     layout = unit.layout
     shards = [layout.shard(one) for one in range(layout.world_size)]
     boxes = [([start], [stop - start]) for start, stop in shards if start < stop]

@@ -1,7 +1,7 @@
-"""Rewrites a training script that was written for FSDP1: its imports, and what is called through them.
+"""Rewrites a training script that was written for FSDP1: its imports, and uses of the imported names.
 
-What maps one to one is changed; the rest is left alone and reported, with the line and what to decide. Formatting and
-comments stay as they are. `migrate script FILE` shows it as a diff, or writes it.
+Names with a direct counterpart are replaced; others are left alone and reported, with the line and the decision to
+make. Formatting and comments are preserved. `migrate script FILE` shows the result as a diff, or writes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a person must decide."""
+    """A decision that the user must make."""
 
     line: int
     text: str
@@ -65,14 +65,14 @@ class Finding:
 
 @dataclass
 class Rewritten:
-    """A rewritten script and what is left to decide."""
+    """A rewritten script and the decisions that remain."""
 
     source: str
     findings: list[Finding] = field(default_factory=list)
 
 
 def rewrite(source: str) -> Rewritten:
-    """Rewrites the source of a script. Raises SyntaxError for a source that is no Python."""
+    """Rewrites the source of a script. Raises SyntaxError if it is not Python."""
     try:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
@@ -116,12 +116,12 @@ def _missing(module: str, name: str) -> str:
 
 
 class _Names(cst.CSTVisitor):
-    """What the names of a script stand for.
+    """The meaning of names in a script.
 
     Attributes:
         modules: name -> the module of torch that it was imported as.
         used: every name in the script.
-        binds_torch: whether a statement at the top, which stays, binds the name `torch`.
+        binds_torch: whether a top-level statement that stays binds the name `torch`.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class _Rewriter(cst.CSTTransformer):
     # -- imports -------------------------------------------------------------------------------------------------------
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802
-        return False  # nothing in it is a use
+        return False  # names inside it are not uses
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:  # noqa: N802
         names = []
@@ -223,7 +223,7 @@ class _Rewriter(cst.CSTTransformer):
     def _from_star(
         self, node: cst.ImportFrom, module: str
     ) -> cst.ImportFrom | cst.FlattenSentinel[cst.BaseSmallStatement]:
-        """Everything from ours; of FSDP2's names those that the script has."""
+        """Imports all of ours; of FSDP2's names, those that the script uses."""
         ours = node.with_changes(module=_node_of(_MODULES[module]))
         fsdp2 = sorted(self._names.used & _FSDP2) if module == STOCK else []
         if not fsdp2:
@@ -260,7 +260,7 @@ class _Rewriter(cst.CSTTransformer):
         return self._qualified(original_node, name, full) if _is_stock(full) else updated_node
 
     def _qualified(self, node: cst.Attribute, name: str, full: str) -> cst.BaseExpression:
-        """A name that is reached through a module of stock, such as `dist.fsdp.MixedPrecision`."""
+        """A name reached through a module of stock, such as `dist.fsdp.MixedPrecision`."""
         module = max((one for one in _MODULES if f"{full}.".startswith(f"{one}.")), key=len)
         what, _, rest = full.removeprefix(module).removeprefix(".").partition(".")
         if what in _FSDP2:
@@ -319,7 +319,7 @@ def _trimmed(names: Sequence[cst.ImportAlias]) -> list[cst.ImportAlias]:
 
 
 def _with_import(module: cst.Module, name: str) -> cst.Module:
-    """Adds an import for qualified uses behind the imports at the top, if it is missing."""
+    """Adds an import for qualified uses after the imports at the top, if it is missing."""
     statement = cst.parse_statement(f"import {name}\n")
     last = -1
     for number, one in enumerate(module.body):

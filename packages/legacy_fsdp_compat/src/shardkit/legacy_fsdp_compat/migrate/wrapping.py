@@ -1,6 +1,6 @@
-"""What is known of the model whose checkpoint is read: shapes of its parameters and buffers, and how it is wrapped.
+"""Knowledge about a checkpoint's model: shapes of its parameters and buffers, and how it is wrapped.
 
-Files of ranks do not say it of themselves; it takes the shapes to read LOCAL files, and the wrapping to write them.
+Rank files do not contain it. Reading LOCAL files needs the shapes; writing them needs the wrapping.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SHOWN = 5
 class ModelShapes:
     """Shapes with ties told apart."""
 
-    own: dict[str, tuple[int, ...]]  # name -> shape, in order of the model; of tied parameters the first
-    ties: dict[str, str]  # further names of tied parameters -> the first one
+    own: dict[str, tuple[int, ...]]  # name -> shape, in order of the model; for tied parameters the first name
+    ties: dict[str, str]  # other names of tied parameters -> the first one
     given: Shapes  # both, in order of the model
 
     @classmethod
     def of(cls, shapes: Shapes) -> ModelShapes:
-        """Reads shapes as a user gives them. Raises CheckpointError for a tie to a name that is not there, and shapes
-        that are no numbers.
+        """Reads shapes as a user gives them. Raises CheckpointError for a tie to a missing name, or for shapes that are
+        not numbers.
         """
         own = {name: shape for name, shape in shapes.items() if not isinstance(shape, str)}
         ties = {name: first for name, first in shapes.items() if isinstance(first, str)}
@@ -56,7 +56,7 @@ class ModelShapes:
 
 def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     """Compares each model in a checkpoint (there may be an "ema" beside it) with the shapes. Raises CheckpointError for
-    names that one of both lacks, and for other shapes.
+    names that one of them lacks, and for different shapes.
     """
     models: dict[LeafPath, dict[str, tuple[int, ...]]] = {}
     for path in checkpoint.tensors:
@@ -101,14 +101,14 @@ class Wrapping:
     """A model's FSDP modules, and its parameters and buffers.
 
     Attributes:
-        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one the first name.
+        shapes: name -> shape of every parameter and buffer, in order of the model; for a tied one, its first name.
         units: name of each FSDP module that has parameters ("" is the model itself) -> its `param_dtype`.
-        buffers: those of the names that are not sharded: buffers, and ignored parameters.
+        buffers: names that are not sharded: buffers, and ignored parameters.
         use_orig_params: FSDP1's flag.
 
     Raises:
-        CheckpointError: for shapes that are none, parameters in no unit, and with use_orig_params=True for those tied
-            across units.
+        CheckpointError: for invalid shapes, for parameters in no unit, and, with use_orig_params=True, for parameters
+            tied across units.
     """
 
     shapes: Shapes
@@ -127,14 +127,14 @@ class Wrapping:
 
     @property
     def parted(self) -> dict[str, str]:
-        """Names that are tied in the model to one of another unit -> the one they are tied to."""
+        """Names that are tied to a parameter of another unit -> the name they are tied to."""
         given = ModelShapes.of(self.shapes).ties
         return {name: first for name, first in given.items() if self.known.ties.get(name) != first}
 
     @cached_property
     def known(self) -> ModelShapes:
-        """Shapes and ties as FSDP1 has them: an FSDP module takes what it wraps for itself, so of parameters that are
-        tied across several, each keeps its own copy, and trains it.
+        """Shapes and ties as FSDP1 has them: each FSDP module owns what it wraps, so for parameters tied across several
+        modules, each keeps a separate copy and trains it.
         """
         given = ModelShapes.of(self.shapes)
         first: dict[tuple[str, str], str] = {}
@@ -147,7 +147,7 @@ class Wrapping:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of what is sharded, also of tied ones."""
+        """Names of the sharded parameters, including tied ones."""
         return [name for name in self.shapes if name not in self.buffers]
 
     def around(self, name: str) -> list[str]:
@@ -177,7 +177,7 @@ class Wrapping:
         """The flat parameter of a unit of `dtype` over `count` ranks.
 
         Raises:
-            CheckpointError: where the `param_dtype` is not known well enough to say.
+            CheckpointError: if the `param_dtype` is not known well enough.
         """
         shapes = tuple(self.known.own[name] for name in self.members[unit])
         layouts = [
@@ -192,8 +192,8 @@ class Wrapping:
         return layouts[0]
 
     def entries(self) -> list[tuple[str, str | None]]:
-        """The keys of a LOCAL state dict in stock's order, those of flat parameters with their unit. They come before
-        what lies in their module, and with use_orig_params=True behind it.
+        """The keys of a LOCAL state dict in stock's order; keys of flat parameters come with their unit. They precede
+        the other keys of their module; with use_orig_params=True they follow them.
         """
         last = {unit: name for name in self.shapes for unit in self.around(name)}
         found: dict[str, str | None] = {}
@@ -207,7 +207,7 @@ class Wrapping:
         return list(found.items())
 
     def as_config(self) -> dict[str, Any]:
-        """What `wrapping_of_config` reads."""
+        """The configuration that `wrapping_of_config` reads."""
         return {
             "use_orig_params": self.use_orig_params,
             "units": {unit: names[0] if len(names) == 1 else list(names) for unit, names in self.units.items()},
@@ -226,7 +226,7 @@ def _modules_around(name: str) -> list[str]:
 
 
 def alignment_of(param_dtype: object, dtype: torch.dtype) -> int:
-    """Elements that parameters of `dtype` are aligned to under a `param_dtype`: a name, or None."""
+    """The alignment, in elements, of parameters of `dtype` under a `param_dtype`: a name, or None."""
     found = dtype if param_dtype is None else getattr(torch, str(param_dtype), None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
@@ -236,7 +236,7 @@ def alignment_of(param_dtype: object, dtype: torch.dtype) -> int:
 
 
 def wrapping_of_file(path: Path) -> Wrapping:
-    """What a configuration in JSON says, or the `migration.json` of a conversion from LOCAL files.
+    """The wrapping in a JSON configuration, or in the `migration.json` of a conversion from LOCAL files.
 
         {
             "use_orig_params": true,
@@ -245,8 +245,8 @@ def wrapping_of_file(path: Path) -> Wrapping:
             "shapes": {"embedding.weight": [100, 16], "head.weight": "embedding.weight", ...}
         }
 
-    Names of units may have "*" for a part between dots. Their values are what mixed precision has as `param_dtype`.
-    Shapes are in order of the model, and those of a tied parameter the name that comes first.
+    Names of units may contain "*" for a part between dots. Their values are the `param_dtype` of mixed precision.
+    Shapes are in order of the model; a tied parameter has the name that comes first as its shape.
 
     Raises:
         CheckpointError: for anything else.
@@ -255,15 +255,15 @@ def wrapping_of_file(path: Path) -> Wrapping:
 
 
 def shapes_of_config(path: Path) -> tuple[Shapes, list[str]]:
-    """The shapes that a configuration has, and which of them are parameters: what is known without its units, even
-    where FSDP1 cannot have those. Raises CheckpointError if it is not a configuration.
+    """The shapes in a configuration, and which names are parameters. Works without units, even where FSDP1 does not
+    support them. Raises CheckpointError if it is not a configuration.
     """
     shapes, _, buffers, _ = _parts(json_of(path), path)
     return shapes, [name for name in shapes if name not in buffers]
 
 
 def json_of(path: Path) -> Any:
-    """What a file of JSON holds. Raises CheckpointError for anything else."""
+    """The value in a JSON file. Raises CheckpointError for anything else."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -273,7 +273,7 @@ def json_of(path: Path) -> Any:
 
 
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
-    """What `wrapping_of_file` reads, as it is in Python; `file` is for messages."""
+    """As `wrapping_of_file`, from Python values; `file` is for messages."""
     shapes, units, buffers, use_orig_params = _parts(config, file)
     try:
         return with_members(Wrapping(shapes, _expanded(file, units, shapes), buffers, use_orig_params))
@@ -324,8 +324,8 @@ def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dic
 
 
 def with_members(wrapping: Wrapping) -> Wrapping:
-    """Without FSDP modules whose parameters all lie in others inside: they have no flat parameter. Raises
-    CheckpointError if none is left.
+    """Drops FSDP modules whose parameters all lie in inner ones: they have no flat parameter. Raises CheckpointError if
+    none is left.
     """
     units = {unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names}
     if not units:
