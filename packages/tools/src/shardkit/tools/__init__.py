@@ -1,6 +1,6 @@
 """Before, during and after a run: estimate, plan, profile, report, doctor and watch, and the `shardkit` command.
 
-Names are imported when they are asked for, so that one tool does not load the others.
+Names are imported on first use, so that one tool does not load the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The description of this machine, by measurement: what each of several ranks gets while all of them work.
+"""Measures this machine's description: the performance of each of several ranks while all of them work.
 
-Ranks of gloo on the CPU are started, and all measure the same at the same time, so that what they share (cores, memory,
-caches) is shared in the numbers too.
+Starts ranks of gloo on the CPU. All of them measure the same thing at the same time, so the numbers account for what
+they share: cores, memory, caches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardkit.tools.estimating.timeline import Roofline
 from shardkit.tools.estimating.trace import Operator, TensorSpec
 from shardkit.tools.machine import Efficiency, Link, Machine, MachineError, threads_of_each
 
-# A CPU without instructions for bfloat16 needs seconds for what takes it milliseconds in float32.
+# Without instructions for bfloat16 a CPU needs seconds for a product that takes milliseconds in float32.
 _SIDES = {torch.float32: 768, torch.bfloat16: 192}
 _STREAM = 4 * 2**20
 _SMALL_GROUP, _LARGE_GROUP = 64, 1536
 
 
 def calibrate(ranks: int | None = None) -> Machine:
-    """Measures this machine with so many ranks at work (by default one for each core, two at least); takes seconds.
+    """Measures this machine with `ranks` ranks at work (default: one for each core, at least two). Takes seconds.
 
-    The result describes one host. Other programs that run meanwhile make it slower than it is.
+    The result describes one host. Other running programs make it look slower than it is.
 
     Raises:
         MachineError: if the ranks cannot be started.
@@ -88,7 +88,7 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 
 
 def _measure(file: Path) -> dict[str, Any]:
-    # A first training step: what it imports and starts stays in memory.
+    # After a first training step, because the memory for its imports and initialisation stays allocated.
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -96,7 +96,7 @@ def _measure(file: Path) -> dict[str, Any]:
     optimizer.step()
     operator_seconds = _operators()
     _matmul(torch.float32)
-    # Before large tensors, but with what libraries keep after their first use.
+    # Before large tensors, but including memory that libraries keep after their first use.
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     a, b, out = torch.rand(_STREAM), torch.rand(_STREAM), torch.empty(_STREAM)
     stream = 3 * 4 * _STREAM / _seconds(lambda: torch.add(a, b, out=out))
@@ -117,7 +117,7 @@ def _measure(file: Path) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], runs: int = 9) -> float:
-    """The median of some runs that all ranks begin together."""
+    """The median of some runs that all ranks start together."""
     work()
     measured = []
     for _ in range(runs):
@@ -135,7 +135,7 @@ def _matmul(dtype: torch.dtype) -> float:
 
 
 def _operators() -> float:
-    """Host time of a small operator in training, autograd's part of it included."""
+    """Host time of a small operator in training, including autograd's part."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(32)))
     x = torch.rand(4, 8)
 
@@ -149,14 +149,14 @@ def _operators() -> float:
 
 
 def _link(stream: float) -> tuple[float, float]:
-    """Latency and bandwidth of gathers, from a small and a large group of parameters."""
+    """Latency and bandwidth of gathers, from a small and a large parameter group."""
 
     def gather_seconds(width: int) -> float:
         module = fully_shard(nn.Linear(width, width, bias=False))
         return _seconds(lambda: (module.unshard(), module.reshard()))
 
     ranks = dist.get_world_size()
-    if ranks == 1:  # nothing is sent; a link within memory, should the description be used for more ranks
+    if ranks == 1:  # nothing is sent; a link within memory, in case the description is used for more ranks
         return 0.0, stream / 2
     small, large = gather_seconds(_SMALL_GROUP), gather_seconds(_LARGE_GROUP)
     received = 4 * (_LARGE_GROUP**2 - _SMALL_GROUP**2) * (ranks - 1) / ranks
@@ -180,7 +180,7 @@ _LEAST_SECONDS = 0.003
 _MOST_BYTES = 2**31
 
 
-# What the other ranks of the host do meanwhile: they keep cores, caches and memory busy, until this process is gone.
+# The program of the other ranks of the host: it keeps cores, caches and memory busy until this process ends.
 _COMPANY = """
 import os, sys, threading, torch
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
@@ -194,14 +194,14 @@ while True:
 
 
 class MeasuredCosts:
-    """Runs every operator a few times and takes the median; what cannot be run alone costs what the roofline says.
+    """Runs every operator a few times and takes the median; operators that cannot run alone get roofline times.
 
-    As a context it runs with as many threads as a rank would have, and keeps the machine as busy as the other ranks of
-    a host would: two hardware threads may be one core.
-    The launch that the machine counts for every operator is taken off, as the measured time contains it.
+    As a context it uses as many threads as a rank would, and keeps the machine as busy as the other ranks of a host
+    would: two hardware threads may share one core. The machine's launch time for each operator is subtracted, because
+    the measured time contains it.
 
     Attributes:
-        estimated: operators that could not be run alone.
+        estimated: the operators that could not be run alone.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -266,7 +266,7 @@ def _median_seconds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _rows(operator: Operator) -> int:
-    """What an index may not reach: the fewest rows of a tensor of numbers."""
+    """The bound for an index: the fewest rows of a tensor of numbers."""
     pictures = [one for one in (*operator.args, *operator.kwargs.values()) if isinstance(one, TensorSpec)]
     rows = [min(shape) for shape, _, dtype in pictures if dtype.is_floating_point and shape and min(shape) > 0]
     return max(1, min(rows, default=1))

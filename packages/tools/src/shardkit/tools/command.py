@@ -1,12 +1,12 @@
-"""The `shardkit` command: one tree of commands, of this package and of others that are installed.
+"""The `shardkit` command: one tree of commands, from this package and other installed ones.
 
-Nothing here imports torch, so that help is there at once. Each command's work is in `<tool>/command.py`, imported when
-it runs. Other distributions add commands through the entry point group `shardkit.commands`: functions
-`main(arguments: Sequence[str] | None) -> int`. Where a distribution also has a module `shardkit.commands.<name>`, its
-`parse(arguments)` is called first, so that help and wrong options are told without importing what runs the command.
+Nothing here imports torch, so that help appears at once. The code of each command is in `<tool>/command.py`, imported
+when it runs. Other distributions add commands through the entry point group `shardkit.commands`: functions
+`main(arguments: Sequence[str] | None) -> int`. If a distribution also has a module `shardkit.commands.<name>`, its
+`parse(arguments)` runs first, so that help and option errors do not import the command's code.
 
-Exit status of every command: 0 fine, 1 what was checked does not hold, 2 bad input or usage, 3 a fault of shardkit.
-`profile`, `watch` and `run` end as the training command does.
+Exit status of every command: 0 success, 1 a checked condition does not hold, 2 bad input or usage, 3 a fault of
+shardkit. `profile`, `watch` and `run` return the training command's status.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status. Whatever goes wrong is one line on standard error."""
+    """Runs a command; returns its exit status. Every error is printed as one line on standard error."""
     from shardkit.tools.files import InputError
     from shardkit.tools.terminal import print_error
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"{error.format_message()} ({where} --help says more)")
         return 2
     except (InputError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads on
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print_error(str(error))
@@ -125,7 +125,7 @@ def tree() -> None:
     """Tools for training with shardkit: before a run, during it and after it."""
 
 
-# -- what options take -------------------------------------------------------------------------------------------------
+# -- parameter types of options ----------------------------------------------------------------------------------------
 
 
 class _Bytes(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from 8.5 on
@@ -146,7 +146,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gener
 
 
 class _Number(click.FloatRange):
-    """A number in a range, which infinity and NaN are not."""
+    """A number in a range, excluding infinity and NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

@@ -1,4 +1,4 @@
-"""Findings: what a report says is wrong with a run, what it costs, and what to change."""
+"""Findings: problems that a report shows, their cost, and what to change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from shardkit.tools.terminal import terminal
 
 @dataclass(frozen=True)
 class Finding:
-    """`cost` is in seconds a step or in bytes; `share` is what that is of a step, or of the peak of memory.
+    """`cost` is in seconds per step or in bytes; `share` is its part of a step, or of the peak of memory.
 
-    `rule` names the kind of finding, `seen` says what was measured, `change` what to do about it.
+    `rule` names the kind of finding, `seen` says what was measured, `change` says what to do.
     """
 
     rule: str
@@ -48,7 +48,7 @@ class Finding:
         return f"{show(self.cost, 'bytes')}, {self.share:.1%} of the peak"
 
 
-# Memory is short if so much of it is in use: allocators need room for fragments, and steps differ.
+# Memory is short if this part of it is in use: allocators need room for fragments, and steps differ.
 _SHORT = 0.9
 
 
@@ -56,16 +56,16 @@ class Facts:
     """Sums over a report.
 
     Attributes:
-        peak: bytes of counted tensors at the peak of the rank that has most.
-        used, capacity: bytes of memory in use and in all, where least is free; 0 and 0 if that is not known.
-        short: whether memory is what binds, so that nothing may be advised that takes more of it. Also where it is not
-            known how much there is: a run without memory ends, one that waits does not.
-        first_rank: the rank to look at where all do the same.
+        peak: bytes of counted tensors at the peak of the rank with the most.
+        used, capacity: bytes of memory in use and in total, where least is free; 0 and 0 if not known.
+        short: whether memory is the limit, so that no advice may take more of it. Also true if capacity is unknown: a
+            run that lacks memory ends, a run that waits does not.
+        first_rank: the rank to look at if all do the same.
         missed: modules whose gathers the first rank had to launch when it needed them.
         gathers: the all-gathers of each group, by its label.
         last: how often each rank came last to a collective.
         late: the rank that comes last to most collectives, if there is one.
-        waited: seconds a step that the rank that waits most for others does so.
+        waited: seconds per step that the longest waiting rank waits for others.
     """
 
     def __init__(self, report: Report) -> None:
@@ -101,14 +101,14 @@ class Facts:
         return f"{show(self.used, 'bytes')} of {show(self.capacity, 'bytes')} of memory are in use"
 
     def exposed(self, fqn: str) -> float:
-        """Seconds that were spent waiting for a group's collectives, not counting late ranks."""
+        """Seconds spent waiting for a group's collectives, without the time spent waiting for late ranks."""
         return sum(one.exposed - one.exposed_by_skew for one in self.report.collectives if one.fqn == fqn)
 
 
 class Seen(NamedTuple):
-    """What a rule has found: seconds a step or bytes that it costs, what was measured, and what to change.
+    """The finding of a rule: its cost in seconds per step or bytes, what was measured, and what to change.
 
-    `spend` is what takes more memory for less time; it is advised where memory is not short.
+    `spend` is a change that takes more memory for less time; it is advised only if memory is not short.
     """
 
     cost: float
@@ -121,7 +121,7 @@ class Seen(NamedTuple):
 
 
 def late_rank(facts: Facts) -> Iterator[Seen]:
-    """A rank that the others wait for, again and again."""
+    """A rank that the others repeatedly wait for."""
     rank, last = facts.late, facts.last
     if rank is None:
         return
@@ -147,7 +147,7 @@ def ranks_in_turn(facts: Facts) -> Iterator[Seen]:
 
 
 def uneven_shards(facts: Facts) -> Iterator[Seen]:
-    """Modules whose dims do not divide, so that some ranks hold much more of them."""
+    """Modules whose dims do not divide evenly, so that some ranks hold much larger parts of them."""
     ranks = facts.report.ranks
     uneven: dict[str, float] = {}
     for module in dict.fromkeys(name for rank in ranks for name in rank.shard_bytes):
@@ -158,7 +158,7 @@ def uneven_shards(facts: Facts) -> Iterator[Seen]:
             uneven[module] = excess
     if uneven:
         yield Seen(
-            4 * sum(uneven.values()),  # gradient and two states of an optimizer follow the shards
+            4 * sum(uneven.values()),  # gradient and two optimizer states have the size of the shards
             f"the ranks' shards of {len(uneven)} modules differ in size by more than a tenth, most of "
             f"'{_most(uneven)}'; gradients and optimizer state differ with them",
             "choose a dim that the ranks divide, with shard_placement_fn=lambda p: Shard(1), or make the dim a "
@@ -167,7 +167,7 @@ def uneven_shards(facts: Facts) -> Iterator[Seen]:
 
 
 def uneven_owners(facts: Facts) -> Iterator[Seen]:
-    """Owners of whole parameters that step much longer than others: all ranks wait for them."""
+    """Owners of whole parameters whose optimizer step takes much longer: all ranks wait for them."""
     ranks = owners(facts.report)
     if not ranks:
         return
@@ -200,7 +200,7 @@ def slow_optimizer(facts: Facts) -> Iterator[Seen]:
 
 
 def host_bound(facts: Facts) -> Iterator[Seen]:
-    """Starting communication takes the host long."""
+    """The host spends long on starting communication."""
     cost = max(sum(step.launch for step in rank.steps) / len(rank.steps) for rank in facts.report.ranks)
     operations = facts.first_rank.operations
     yield Seen(
@@ -211,12 +211,12 @@ def host_bound(facts: Facts) -> Iterator[Seen]:
     )
 
 
-# Below this many bytes what a collective costs does not depend on its size.
+# Below this many bytes the cost of a collective does not depend on its size.
 _SMALL = 1 << 20
 
 
 def small_groups(facts: Facts) -> Iterator[Seen]:
-    """Groups so small that starting their collectives costs more than the bytes that they move."""
+    """Groups so small that starting their collectives costs more than moving their bytes."""
     small = {
         one.fqn: sum(op.launch for op in facts.first_rank.operations if op.fqn == one.fqn) / facts.steps
         + facts.exposed(one.fqn)
@@ -250,7 +250,7 @@ def gathered_too_often(facts: Facts) -> Iterator[Seen]:
 
 
 def gathered_again_at_once(facts: Facts) -> Iterator[Seen]:
-    """The last module of forward: freed, and gathered again at once, as backward begins with it."""
+    """The last module of forward: it is freed and gathered again at once, because backward begins with it."""
     spans = facts.first_rank.spans
     ran = [span.fqn for span in spans if span.phase == "forward" and span.step == 0 and span.fqn != facts.root]
     for one in facts.gathers.get(ran[-1], ()) if ran else ():
@@ -292,7 +292,7 @@ def prefetch_misses(facts: Facts) -> Iterator[Seen]:
 
 
 def uncovered_groups(facts: Facts) -> Iterator[Seen]:
-    """Groups whose prefetched gathers and reductions still make the rank wait: nothing is long enough to hide them."""
+    """Groups whose prefetched gathers and reductions still make the rank wait: no computation is long enough."""
     groups = dict.fromkeys(one.fqn for one in facts.report.collectives)
     waits = {fqn: facts.exposed(fqn) for fqn in groups if fqn not in facts.missed and fqn != facts.root}
     yield Seen(
@@ -310,7 +310,7 @@ def uncovered_groups(facts: Facts) -> Iterator[Seen]:
 
 
 def buffers_that_double(facts: Facts) -> Iterator[Seen]:
-    """More communication buffers at once than two reductions need: one under way while the next one is made."""
+    """More communication buffers at once than two reductions need: one in flight while the next is prepared."""
     sizes = {group: len(ranks.ranks) for group, ranks in enumerate(facts.report.groups)}
     reductions = [one for one in facts.first_rank.operations if one.kind != "all-gather"]
     need = 2 * max((one.wire_bytes + one.bytes // sizes[one.group] for one in reductions), default=0)
@@ -326,7 +326,7 @@ def buffers_that_double(facts: Facts) -> Iterator[Seen]:
         )
 
 
-# At most so many groups are unsharded at once, unless more is asked for: two blocks, and the root.
+# At most this many groups are unsharded at once by default: two blocks, and the root.
 _UNSHARDED = 3
 
 
@@ -352,7 +352,7 @@ _ADVICE = {
 
 
 def dominant_category(facts: Facts) -> Iterator[Seen]:
-    """Memory is short, one category makes up most of the peak, and something can be done about it, mostly for time."""
+    """Memory is short, one category makes up most of the peak, and it can be reduced, mostly at a cost in time."""
     if not facts.short:
         return
     worst = max(facts.report.ranks, key=lambda rank: rank.memory.peak)
@@ -379,10 +379,10 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
 
 
-# What costs less than this share of a step is not worth a change.
+# A cost below this share of a step is not worth a change.
 _LEAST_OF_STEP = 0.005
 
-# Names, what costs are in, and the share of a step, or of the peak, below which a finding is left out.
+# Name, unit of the cost, the share of a step or of the peak below which a finding is dropped, and the rule.
 _RULES: tuple[tuple[str, Literal["seconds", "bytes"], float, Callable[[Facts], Iterator[Seen]]], ...] = (
     ("late-rank", "seconds", 0.01, late_rank),
     ("ranks-in-turn", "seconds", 0.01, ranks_in_turn),
@@ -403,13 +403,13 @@ _RULES: tuple[tuple[str, Literal["seconds", "bytes"], float, Callable[[Facts], I
 
 
 def diagnose(report: Report) -> list[Finding]:
-    """What every rule finds: of what binds first, memory if it is short, else time; then of the other.
+    """The findings of all rules: first those for the limiting resource (memory if short, else time), then the rest.
 
-    Of either those with the larger share of the step, or of the peak, come first. Times in different findings may
-    overlap. Where memory is short, nothing is advised that takes more of it; else nothing that saves it for time.
+    Within each, larger shares of the step or the peak come first. Times of different findings may overlap. If memory is
+    short, no advice takes more of it; otherwise none saves memory at a cost in time.
 
     Raises:
-        InputError: for a report without steps: nothing can be put in proportion.
+        InputError: if the report has no steps, so that shares cannot be computed.
     """
     if not all(rank.steps for rank in report.ranks):
         raise InputError(
@@ -425,7 +425,7 @@ def diagnose(report: Report) -> list[Finding]:
 
 
 def _advice(facts: Facts, seen: Seen) -> str:
-    """What to change, and what of the memory that is free to spend."""
+    """The change to make, and what to spend free memory on."""
     if not seen.spend:
         return seen.change
     if facts.short:
@@ -434,6 +434,7 @@ def _advice(facts: Facts, seen: Seen) -> str:
 
 
 def run(options: SimpleNamespace) -> int:
+    """Runs `shardkit doctor`. Raises `InputError` for an unwritable target, and as `read_report` and `diagnose`."""
     check_targets(options.json)
     findings = diagnose(read_report(options.report))
     if options.json is not None:

@@ -1,4 +1,4 @@
-"""Files that commands read and write, and what is said of input that cannot be used."""
+"""Files that commands read and write, and errors for unusable input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _T = TypeVar("_T")
 
 
 class InputError(ValueError):
-    """Input or a setting that cannot be used: the message says where, what was seen and what was expected."""
+    """Input or a setting that cannot be used: the message has the place, the value seen and the value expected."""
 
 
 def check_targets(*paths: Path | None) -> None:
-    """Before work starts: whether files can be written where they are asked for.
+    """Checks, before work starts, that the requested files can be written.
 
     Raises:
-        InputError: for a directory, one that does not exist or must not be written, and two outputs in one file.
+        InputError: for a directory, one that does not exist or is not writable, and two outputs in one file.
     """
     given = [path.absolute() for path in paths if path is not None]
     for path in given:
@@ -34,7 +34,7 @@ def check_targets(*paths: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file under another name first, then renames it, so that a reader never sees half of one."""
+    """Writes a file under a temporary name, then renames it, so readers never see part of it. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -50,10 +50,10 @@ def json_text(value: Any, *, indent: int = 0) -> str:
 
 
 def read_json(path: Path, kind: type[_T], what: str, error: type[InputError] = InputError) -> _T:
-    """A JSON file as a dataclass of type `kind`; fields that it does not know are ignored.
+    """A JSON file as a dataclass of type `kind`; unknown fields are ignored.
 
     Raises:
-        error: with the file, and the place of the first thing in it that is missing or of another type.
+        error: with the file, and the first place in it that is missing or of the wrong type.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)

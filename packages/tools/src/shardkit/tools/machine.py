@@ -1,7 +1,7 @@
-"""What a cluster can do: arithmetic, memory, links. Read from JSON, taken from a preset, or measured (`calibration`).
+"""The performance of a cluster: arithmetic, memory, links. From JSON, a preset, or a measurement (`calibration`).
 
-Presets are in `machines.json`, each number with its source. Peak numbers are those of data sheets; what part of them
-programs reach is in `efficiency`.
+Presets are in `machines.json`, each number with its source. Peak numbers are those of data sheets; `efficiency` is the
+part of them that programs reach.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Transport: TypeAlias = Literal["nccl", "shared", "pairwise"]
 
 
 class MachineError(InputError):
-    """A description that is wrong, or does not say what is asked of it."""
+    """A description that is wrong, or lacks a required number."""
 
 
-# What costs nothing, where it costs anything.
+# Costs that may be zero.
 _MAY_BE_ZERO = {"latency", "operator_seconds", "process_bytes", "collective_seconds"}
 _MAY_BE_ZERO |= {"dtensor_seconds", "dtensor_each_seconds"}
 
@@ -43,10 +43,10 @@ def _check_numbers(described: Link | Machine) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank gets from one level of the network.
+    """The performance of one rank on one level of the network. Raises ValueError for numbers that are not positive.
 
     Attributes:
-        bandwidth: bytes per second that a rank sends, while it receives as much.
+        bandwidth: bytes per second that a rank sends, while it receives as many.
         latency: seconds of one step of a ring.
     """
 
@@ -59,12 +59,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What part of the peak numbers each class of operators reaches, from 0 to 1.
+    """The part of the peak numbers that each class of operators reaches. Raises ValueError unless above 0, at most 1.
 
     Attributes:
-        matmul: matrix products and convolutions, of `flops`.
-        attention: fused attention, of `flops`.
-        memory: everything else, of `memory_bandwidth`.
+        matmul: matrix products and convolutions, relative to `flops`.
+        attention: fused attention, relative to `flops`.
+        memory: everything else, relative to `memory_bandwidth`.
     """
 
     matmul: float
@@ -79,27 +79,27 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of equal hosts.
+    """A cluster of equal hosts. Raises ValueError for numbers that are not positive, where zero is not allowed.
 
     Attributes:
-        name: how reports call it.
+        name: its name in reports.
         device: "cuda" for devices that work through a queue behind the host, "cpu" for ranks that compute themselves.
         transport: how core moves bytes.
-        flops: dense matrix products, floating-point operations per second of one device, by dtype ("bfloat16").
+        flops: floating-point operations per second of dense matrix products on one device, by dtype ("bfloat16").
         memory_bandwidth: bytes per second that one device reads and writes.
         memory: bytes of one device.
-        ranks_per_host: devices of one host.
+        ranks_per_host: number of devices of one host.
         inside: the link between ranks of one host.
         between: the link between ranks of different hosts; None if there is only one host.
         efficiency: the part of `flops` and of `memory_bandwidth` that programs reach.
-        operator_seconds: host time of one operator; its launch, on a device with a queue.
+        operator_seconds: host time of one operator; on a device with a queue, of its launch.
         storage_bandwidth: bytes per second that one rank writes to and reads from files.
         expandable_segments: whether ranks set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-        process_bytes: memory of a rank that no tensor accounts for: context, libraries, communication.
-        collective_seconds: what a collective takes beside its steps.
-        dtensor_seconds: host time that an operator on DTensors takes beside the plain ones that it runs.
-        dtensor_each_seconds: and for each DTensor that it is given (optimizers give lists of them).
-        sources: for each number, where it comes from.
+        process_bytes: memory of a rank outside of tensors: context, libraries, communication.
+        collective_seconds: seconds of a collective besides its steps.
+        dtensor_seconds: host time of an operator on DTensors besides the plain operators that it runs.
+        dtensor_each_seconds: additional time for each of its DTensors (optimizers pass lists of them).
+        sources: the source of each number.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Machine:
         """The peak of matrix products of `dtype`, in operations per second.
 
         Raises:
-            MachineError: if the description does not say.
+            MachineError: if the description has no number for it.
         """
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
@@ -141,10 +141,10 @@ class Machine:
         return self.flops[name]
 
     def link(self, hosts: int) -> Link:
-        """The slowest link between ranks on so many hosts.
+        """The slowest link between ranks on this many hosts.
 
         Raises:
-            MachineError: for several hosts, if the description knows one.
+            MachineError: for several hosts, if the description has only one.
         """
         if hosts == 1:
             return self.inside
@@ -156,19 +156,19 @@ class Machine:
         return self.between
 
     def replace(self, **changes: Any) -> Machine:
-        """The same machine with some attributes changed."""
+        """A copy with some attributes changed. Raises ValueError for invalid numbers."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """What `load_machine` reads."""
+        """The description as `load_machine` reads it."""
         return dataclasses.asdict(self)
 
 
 def load_machine(path: Path) -> Machine:
-    """Reads a description, as `Machine.to_json` gives it.
+    """Reads a description, as `Machine.to_json` writes it.
 
     Raises:
-        MachineError: for a file that is no description, with the first thing in it that is missing or wrong.
+        MachineError: if the file is not a description; names the first missing or wrong entry.
     """
     try:
         return read_json(path, Machine, "a description of a machine", MachineError)
@@ -187,7 +187,7 @@ def preset(name: str) -> Machine:
     """The description of a common GPU, eight to a host.
 
     Raises:
-        MachineError: for a name that is none, with those that are.
+        MachineError: for an unknown name; lists the known ones.
     """
     if name not in presets():
         raise MachineError(
@@ -197,5 +197,5 @@ def preset(name: str) -> Machine:
 
 
 def threads_of_each(ranks: int) -> int:
-    """Threads that each of so many ranks of this host computes with, if they share its cores."""
+    """Threads for each of `ranks` ranks that share the cores of this host."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)

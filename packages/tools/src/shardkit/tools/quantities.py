@@ -24,7 +24,7 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)", re.ASCII)
 
 
 def show(value: float, unit: Unit) -> str:
-    """`value`, in bytes, seconds, as a count or a share, for people."""
+    """`value`, in bytes, seconds, as a count or a share, as text for people."""
     if unit == "bytes":
         return _scaled(value, "B", _BINARY)
     if unit == "seconds":
@@ -49,7 +49,7 @@ def parse_quantity(text: str, unit: Unit) -> float:
     """The number that `text` stands for, in bytes, seconds, as a count or a share.
 
     Raises:
-        InputError: with what was found and what may stand there.
+        InputError: with the text found and the forms that are accepted.
     """
     match = _QUANTITY.fullmatch(text.strip())
     known = {name.lower(): factor for name, factor in UNITS[unit].items()}

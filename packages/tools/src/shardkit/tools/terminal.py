@@ -1,4 +1,4 @@
-"""What commands print: tables, progress and errors. Text from files cannot control the terminal."""
+"""Output of commands: tables, progress and errors. Text from files cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-# Control characters of ASCII and Latin-1, and those that turn the direction of text; lines may still end.
+# Control characters of ASCII and Latin-1, except the end of a line.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code != ord("\n")}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
@@ -22,14 +22,14 @@ class _WithoutControls(Console):
             yield segment if segment.control else Segment(segment.text.translate(_CONTROLS), segment.style)
 
 
-# Of a pipe or a file, which have no edge: programs read them line by line.
+# The width of a pipe or a file, which programs read line by line.
 _ENDLESS = 1_000_000
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Standard output, or standard error; control characters in what is printed appear as escapes.
+    """Standard output, or standard error; control characters in the text are printed as escapes.
 
-    Where it is no terminal, nothing is wrapped: each line, and each row of a table, is one line at its full width.
+    If it is not a terminal, nothing is wrapped: each line, and each row of a table, is one line at its full width.
     """
     console = _WithoutControls(stderr=stderr, markup=False, highlight=False, soft_wrap=stderr)
     if not console.is_terminal:
@@ -42,7 +42,7 @@ def print_error(text: str) -> None:
 
 
 class _Grid(Table):
-    """A table below a line of its own; a title of rich is as narrow as its table."""
+    """A table with its title on a separate line; a title of rich is as narrow as its table."""
 
     def __init__(self, head: str) -> None:
         super().__init__(box=None, pad_edge=False)
@@ -55,7 +55,7 @@ class _Grid(Table):
 
 
 def grid(*heads: str, title: str = "", left: int = 1) -> Table:
-    """A table without lines, whose first `left` columns are text and the others numbers."""
+    """A table without lines: the first `left` columns are text, the others numbers."""
     table = _Grid(title)
     for index, head in enumerate(heads):
         table.add_column(head, justify="left" if index < left else "right", overflow="fold")
@@ -64,7 +64,7 @@ def grid(*heads: str, title: str = "", left: int = 1) -> Table:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Shows on a terminal how far work has come; gives a function to be called with (done, of how many)."""
+    """Shows progress on a terminal; gives a function to call with (done, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = terminal(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:

@@ -1,6 +1,6 @@
-"""Every name of torch that is private, or that its versions spell differently; checked on torch 2.13.
+"""All private names of torch in this package, and names that differ between its versions; checked on torch 2.13.
 
-The rest of the package uses torch's public names, and what `shardkit.core.torch_compat` has already.
+The rest of the package uses torch's public names, and `shardkit.core.torch_compat`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch._subclasses import fake_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.flop_counter import flop_registry
 
-# What C++ runs to ask a fake tensor for its device, more often than anything else.
+# The operator by which C++ asks a fake tensor for its device, more often than any other.
 ASK_DEVICE: Any = torch.ops.prim.device.default
 
-# What `Tensor.item` runs.
+# The operator that `Tensor.item` runs.
 READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
 
 FakeTensor = fake_tensor.FakeTensor
 
-# What an operator raises that would have to look at the data of a fake tensor.
+# Errors of operators that need the data of a fake tensor.
 NEEDS_DATA = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 class FakeTensors:
     """A context in which tensors have shapes, dtypes and storage sizes, but no data.
 
-    torch remembers by weak references which tensor a parameter or constant was made from, and a tensor with such a
-    reference cannot be swapped, so that `Module.to(dtype)` fails. Here it remembers by plain ones, until `forget`.
+    torch remembers by weak references which tensor a parameter or constant was made from. A tensor with such a
+    reference cannot be swapped, so `Module.to(dtype)` fails. Here the references are strong, until `forget`.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,16 @@ class FakeTensors:
         return fake_tensor.unset_fake_temporarily()
 
     def forget(self) -> None:
-        """Drops what is remembered: tensors that nobody else holds are freed."""
+        """Drops the remembered tensors; those without other references are freed."""
         if self._remembered:
             self._remembered.clear()
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives here.
+        """The result of an operator on fake tensors.
 
-        An estimate runs each operator of a block many times on tensors of the same shapes. What torch does for fake
-        ones costs a quarter of a millisecond at each call; what came out before is made again in a third of that. See
-        `_outcome` for the operators of which that is done.
+        An estimate runs each operator of a block many times on tensors of the same shapes. torch's handling of fake
+        tensors costs a quarter of a millisecond per call; recreating an earlier result costs a third of that. See
+        `_outcome` for the operators that allow it.
         """
         tensors: list[FakeTensor] = []
         try:
@@ -90,7 +90,7 @@ class FakeTensors:
         return FakeTensor(self._mode, tensor, part.device)
 
     def _pictured(self, value: Any, tensors: list[FakeTensor]) -> Any:
-        """Arguments in a form that is equal for calls with the same outcome; their tensors go to `tensors`.
+        """Arguments in a form that is equal for calls with the same outcome; their tensors are added to `tensors`.
 
         Raises:
             _Unknown: if there is none.
@@ -110,11 +110,11 @@ class FakeTensors:
 
 
 class _Unknown(Exception):
-    """An argument that a call cannot be recognised by."""
+    """An argument that cannot be part of a key for calls."""
 
 
 class _Picture(NamedTuple):
-    """All that is known of a tensor without data; `memory_of` counts the tensors of a call, None for its own memory."""
+    """Facts about a tensor without data; `memory_of` is an index of the call's tensors, None for own memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -130,7 +130,7 @@ def _picture(tensor: FakeTensor, memory_of: int | None) -> _Picture:
 
 
 class _Outcome(NamedTuple):
-    """What an operator gives: in `container`, if it is not one thing, tensors, and numbers of tensors of the call."""
+    """The result of an operator: tensors and indices of the call's tensors, in `container` if there are several."""
 
     parts: tuple[_Picture | int | None, ...]
     container: type[Any] | None
@@ -143,10 +143,10 @@ _RUN_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, to
 
 
 def _outcome(function: Any, tensors: list[FakeTensor], out: Any) -> _Outcome:
-    """What of an operator's call holds for others like it.
+    """The outcome of an operator's call that applies to equal calls.
 
-    Only of operators that give tensors, each of which is one of the call's, lies in the memory of one, or has memory of
-    its own and no more than it needs.
+    Only for operators whose results are each one of the call's tensors, a view of one, or a tensor with memory of its
+    own and no more than it needs.
     """
     if function.namespace != "aten" or _RUN_TAGS & set(function.tags):
         return _RUN
@@ -191,7 +191,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 
 def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of an operator's call; 0 for one that does no matrix product or convolution."""
+    """Floating-point operations of an operator's call; 0 unless it is a matrix product or convolution."""
     products = _CPU_ATTENTION.get(function)
     if products is not None:
         return _attention_flops(products, args)
@@ -199,7 +199,7 @@ def count_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-# torch counts the attention kernels of GPUs only. Each has (products of queries by keys, index of query, of causal).
+# torch only counts the attention kernels of GPUs. Each has (products of queries by keys, index of query, of causal).
 _CPU_ATTENTION: dict[Any, tuple[int, int, int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0, 4),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1, 7),
@@ -220,13 +220,13 @@ def fake_error_operator(error: BaseException) -> str:
 
 
 def own_store_connection(prefix: str) -> Any:
-    """A connection of its own to the store of the default process group, under a prefix, for a thread of its own.
+    """A separate connection to the store of the default process group, under a prefix, for a thread.
 
-    The group's connection is of no use there: a main thread that waits in it keeps everybody else out.
+    The group's connection cannot be shared: a main thread that waits on it blocks all others.
     """
     return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def forget_meshes() -> None:
-    """Drops what DTensor remembers of operators: their results lie on meshes, whose groups may be gone by now."""
+    """Drops DTensor's caches of operators: their results lie on meshes whose groups may be gone."""
     _clear_sharding_prop_cache()

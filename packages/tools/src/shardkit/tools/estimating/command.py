@@ -1,4 +1,4 @@
-"""`shardkit estimate`, and what options of it and of `shardkit plan` name: a job, a mesh, a machine, an optimizer."""
+"""`shardkit estimate`, and options that `shardkit plan` shares: a job, a mesh, a machine, an optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _DTYPES = {"own": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RESHARD = {"default": None, "true": True, "false": False}
 
-# What can be swept -> the values that it takes when the command line does not say.
+# Settings that a sweep can vary -> their values if the command line gives none.
 _SETTINGS = {
     "world-size": ("8", "16", "32", "64"),
     "reshard": ("true", "false"),
@@ -56,7 +56,7 @@ _SETTINGS = {
 
 
 def run(options: SimpleNamespace) -> int:
-    """Runs `shardkit estimate`; the exit status is 1 if no point of a sweep can be estimated."""
+    """Runs `shardkit estimate`; exit status 1 if no point of a sweep can be estimated. Raises `InputError`."""
     if options.show_machine:
         sys.stdout.write(json_text(machine_named(options.show_machine).to_json(), indent=2))
         return 0
@@ -106,7 +106,7 @@ def _settings_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]]) -> list[Point]:
-    """Estimates every combination of the values; one that fails says why in the table and does not end the others."""
+    """Estimates every combination of the values. One that fails shows its error in the table; the others continue."""
     points = []
     combinations = list(itertools.product(*values.values()))
     with workers, progress("estimating") as done:
@@ -125,7 +125,7 @@ def _sweep(values: Mapping[str, Sequence[str]], workers: Workers[tuple[str, ...]
 
 
 def job_of(options: SimpleNamespace) -> TrainingJob:
-    """The job that the options tell; raises `EstimateError` if they tell none, or one that cannot be made."""
+    """The job that the options describe; raises `EstimateError` if they describe none, or it cannot be made."""
     optimizer, policies = _optimizer(options.optimizer), _policies(options)
     parameters, state = (_DTYPES[text or "own"] for text in (options.param_dtype, options.optimizer_dtype))
     batch, sequence = options.batch or 1, options.sequence or 2048
@@ -152,9 +152,9 @@ def _job_named(
     optimizer: Callable[..., torch.optim.Optimizer],
     policies: Policies | None,
 ) -> TrainingJob:
-    """The job that `pkg.mod:name` is: a `TrainingJob`, a function annotated to return one, or a factory of models.
+    """The job that `pkg.mod:name` means: a `TrainingJob`, a function annotated to return one, or a model factory.
 
-    `policies` replace those of a `TrainingJob` if they are given.
+    If `policies` are given, they replace those of a `TrainingJob`.
     """
     found = import_named(name, f"model {name}", "a TrainingJob or a function that makes a model", EstimateError)
     if not isinstance(found, TrainingJob) and callable(found):
@@ -195,7 +195,7 @@ def _optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _policies(options: SimpleNamespace) -> Policies | None:
-    """The policies that the options tell; None if they tell nothing of them."""
+    """The policies that the options describe; None if they describe none."""
     told = {name: getattr(options, name) for name in ("checkpoint", "offload", "accumulate", "prefetch_budget")}
     told["prefetch_depth"] = options.prefetch
     told = {name: value for name, value in told.items() if value is not None}
@@ -209,7 +209,7 @@ def _policies(options: SimpleNamespace) -> Policies | None:
 
 
 def _changed(policies: Policies, settings: Mapping[str, str]) -> Policies:
-    """The policies with settings that are given as texts."""
+    """The policies with some settings changed, given as texts."""
     changes: dict[str, Any] = {}
     if (text := settings.get("reshard")) is not None:
         changes["reshard_after_forward"] = _RESHARD[text] if text in _RESHARD else _count_of("reshard", text, 1)
@@ -241,13 +241,13 @@ def _placements(options: SimpleNamespace) -> Callable[..., Any] | None:
 
 
 def machine_of(options: SimpleNamespace) -> Machine:
-    """The machine that the options tell, with the segments that they tell."""
+    """The machine and the kind of segments that the options describe; raises `MachineError` as `machine_named`."""
     machine = machine_named(options.machine)
     return machine.replace(expandable_segments=True) if options.expandable_segments else machine
 
 
 def machine_named(name: str) -> Machine:
-    """A preset, the description in a file, or ("this") the measured one of this machine: half a minute, announced."""
+    """A preset, a description in a file, or ("this") this machine, measured in half a minute. Raises `MachineError`."""
     if name == "this":
         from shardkit.tools.calibration import calibrate
 
@@ -257,7 +257,7 @@ def machine_named(name: str) -> Machine:
 
 
 def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCosts | None]:
-    """Times of operators: on "this" machine by running them, else (None) by the machine's description."""
+    """Operator times: on "this" machine measured by running them, else None, for the machine's description."""
     if name != "this":
         return nullcontext()
     from shardkit.tools.calibration import MeasuredCosts

@@ -1,4 +1,4 @@
-"""Training jobs from a Hugging Face config: a model that transformers builds on the meta device, and how it is cut."""
+"""Training jobs from a Hugging Face config: transformers builds the model on the meta device; it can be cut (TP)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardkit.core.users_code import users_code
 from shardkit.tools.estimating.job import EstimateError, MakeOptimizer, Policies, TrainingJob
 from shardkit.tools.files import read_json
 
-# Projections whose output features are cut, and those that take what these give, by their names in most models.
+# Projections whose output features are cut, and those that take their outputs, by their usual names.
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
@@ -28,19 +28,19 @@ _TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "MASKED_L
 def job_from_config(
     path: Path, batch: int, sequence: int, optimizer: MakeOptimizer, policies: Policies, *, own_dtype: bool = False
 ) -> TrainingJob:
-    """Training of the model of a config.json: next token, sequence to sequence, or classes of images.
+    """A training job for the model of a config.json: next token, sequence to sequence, or image classes.
 
-    Parameters are made in float32. Unless policies or `own_dtype` say otherwise, it computes in the config's dtype.
+    Parameters are created in float32. Unless policies or `own_dtype` differ, computation uses the config's dtype.
 
     Raises:
-        EstimateError: without transformers, for a file that is no config, and one that transformers cannot build.
+        EstimateError: without transformers, if the file is not a config, or if transformers cannot build the model.
     """
     config = _config(path)
     config.use_cache = False
     dtype = getattr(config, "dtype", None)
     if policies.param_dtype is None and not own_dtype and dtype in (torch.bfloat16, torch.float16):
         policies = replace(policies, param_dtype=dtype)
-    # The other ways to run experts have shapes that depend on data, or, for want of a kernel for float32, more memory.
+    # Other ways to run experts have data-dependent shapes, or, without a kernel for float32, need more memory.
     experts = "grouped_mm" if policies.param_dtype == torch.bfloat16 else "batched_mm"
     model = partial(_built, _class_of(config, path), config, experts, path)
     inputs = partial(_batch, config, batch, sequence)
@@ -48,11 +48,11 @@ def job_from_config(
 
 
 def _config(path: Path) -> Any:
-    """What transformers makes of a config.json. Nothing is downloaded, and no code that a config names is run."""
+    """The config object of transformers. Nothing is downloaded, and no code that a config names is run."""
     settings = read_json(path, dict[str, Any], "a Hugging Face config", EstimateError)
     if not isinstance(settings.get("model_type"), str):
         raise EstimateError(f'{path} is not a Hugging Face config: it has no "model_type"')
-    if settings.get("torch_dtype") == "auto":  # which is for weights that there are not
+    if settings.get("torch_dtype") == "auto":  # "auto" means the dtype of weights, which do not exist here
         del settings["torch_dtype"]
     with users_code(f"the config {path}", "expected a config that this transformers knows", EstimateError):
         return _transformers().AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -101,10 +101,10 @@ def _batch(config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
 
 
 def cut_projections(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts attention heads and feed-forward features of every layer with the usual projections over `mesh`, in place.
+    """Cuts attention heads and feed-forward features of all layers with the usual projections over `mesh`, in place.
 
     Raises:
-        EstimateError: if no layer has them, or heads or features cannot be dealt out evenly.
+        EstimateError: if no layer has them, or heads or features cannot be divided evenly.
     """
     modules = model.named_modules(remove_duplicate=False)
     linear = {fqn: module for fqn, module in modules if isinstance(module, nn.Linear)}

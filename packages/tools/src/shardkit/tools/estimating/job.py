@@ -1,4 +1,4 @@
-"""What is estimated: a training job, how `fully_shard` is applied to it, and in which dtypes."""
+"""The input of an estimate: a training job, its `fully_shard` calls, and its dtypes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Step: TypeAlias = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
 
 
 class EstimateError(InputError):
-    """A model, an input or a setting that cannot be estimated; the message says what was seen and what to do."""
+    """A model, an input or a setting that cannot be estimated; the message has the value seen and what to do."""
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ class EstimateError(InputError):
 
 @dataclass(frozen=True)
 class Precision:
-    """What of the dtypes the training script decides itself, beside the mixed precision of `fully_shard`.
+    """Dtypes that the training script chooses itself, in addition to the mixed precision of `fully_shard`.
 
     Attributes:
-        parameters: of the parameters, and so of their gradients; None for what the model makes.
-        optimizer: of the optimizer's state; None for what the optimizer makes.
+        parameters: dtype of the parameters, and so of their gradients; None for the model's own.
+        optimizer: dtype of the optimizer's state; None for the optimizer's own.
         master_weights: whether the optimizer steps copies of the parameters in float32.
     """
 
@@ -59,7 +59,7 @@ class Precision:
 
 
 class _PreciseOptimizer(torch.optim.Optimizer):
-    """Steps each parameter by itself: its state is cast up for the step and down again, one parameter at a time."""
+    """Steps each parameter separately: casts its state up for the step and down again, one parameter at a time."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], make: MakeOptimizer, precision: Precision) -> None:
         own = [one for one in parameters if one.requires_grad]
@@ -94,7 +94,7 @@ def _cast(state: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 class _Together(torch.optim.Optimizer):
-    """Several optimizers, each with parameters of its own, as one."""
+    """Several optimizers, each with separate parameters, as one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([one for each in optimizers for group in each.param_groups for one in group["params"]], {})
@@ -107,12 +107,12 @@ class _Together(torch.optim.Optimizer):
 
 
 def muon_placements(model: nn.Module) -> Callable[[nn.Parameter], Any]:
-    """What suits Muon: hidden matrices are owned."""
+    """Placements for Muon: hidden matrices are owned."""
     return placements_for(model, torch.optim.Muon)
 
 
 def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Muon on the parameters that lie whole on their owner, AdamW on the others."""
+    """Muon for parameters that lie whole on their owner, AdamW for others. Raises `EstimateError` if none is owned."""
     owned: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for one in parameters:
         owned[isinstance(one, DTensor) and any(isinstance(at, Owned) for at in one.placements)].append(one)
@@ -129,17 +129,17 @@ class Policies:
     """How a model is sharded.
 
     Attributes:
-        wrap: names of the modules that get a `fully_shard` call of their own: FQNs or class names. None: the model's
-            repeated blocks. Empty: only the root.
+        wrap: FQNs or class names of the modules that get a `fully_shard` call of their own. None: the model's repeated
+            blocks. Empty: only the root.
         reshard_after_forward: as for `fully_shard`, for the wrapped modules.
-        param_dtype: of computation, None for the parameters' own.
-        reduce_dtype: of gradient reduction; None as in `MixedPrecisionPolicy`.
-        prefetch_depth: how many groups are gathered ahead.
-        prefetch_budget: bytes that may be unsharded at a time, in place of a depth; None for a depth.
+        param_dtype: dtype of computation; None for the parameters' own.
+        reduce_dtype: dtype of gradient reduction; None as in `MixedPrecisionPolicy`.
+        prefetch_depth: number of groups gathered ahead.
+        prefetch_budget: bytes that may be unsharded at a time, instead of a depth; None for a depth.
         checkpoint: whether the wrapped modules recompute their activations in backward.
         offload: whether shards, gradients and optimizer state live in host memory.
-        accumulate: micro-batches of one iteration.
-        placements: called with the model, returns a `shard_placement_fn` for it; None for `Shard(0)` everywhere.
+        accumulate: number of micro-batches per iteration.
+        placements: called with the model, returns its `shard_placement_fn`; None for `Shard(0)` everywhere.
     """
 
     wrap: tuple[str, ...] | None = None
@@ -155,10 +155,10 @@ class Policies:
 
 
 def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
-    """The modules to shard by themselves, innermost first, with their FQNs.
+    """The modules to shard separately, innermost first, with their FQNs.
 
     Raises:
-        EstimateError: for a name that no module has.
+        EstimateError: for a name that matches no module.
     """
     modules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
     if wrap is None:
@@ -191,7 +191,7 @@ def apply_policies(model: nn.Module, policies: Policies, mesh: DeviceMesh) -> No
     """Shards a model in place over all axes of `mesh`: its blocks, then itself.
 
     Raises:
-        EstimateError: for names of modules that are none, and for axes that policies cannot use.
+        EstimateError: for names that match no module, and for axes that policies cannot use.
     """
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or "tp" in names:
@@ -227,20 +227,20 @@ def _recompute(block: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A training job, in functions that run with fake tensors as well as with real ones.
+    """A training job, as functions that run with fake tensors as well as with real ones.
 
     Attributes:
-        model: makes the model. If it takes an argument, that is the mesh, and the model comes sharded (`fully_shard`,
-            tensor parallelism and whatever else); otherwise `policies` shard it.
-        inputs: makes one micro-batch: a tensor, or a tuple or dict of the model's arguments.
-        optimizer: makes the optimizer of the sharded parameters.
-        loss: makes a scalar of the model's output and the micro-batch. By default the mean of squares of all that the
-            output holds, or, for token ids, the cross entropy of the next token.
-        step: runs one iteration, in place of forward and backward of each micro-batch, then a step of the optimizer.
-        policies: how `fully_shard` is applied to a model that does not come sharded.
-        tensor_parallel: cuts a model that does not come sharded over the axis "tp" of the mesh, in place; called with
-            the model and the mesh of that axis. `policies` shard it over the others.
-        precision: in which dtypes the script keeps parameters and optimizer state.
+        model: creates the model. If it takes an argument, it receives the mesh and returns a sharded model
+            (`fully_shard`, tensor parallelism and anything else); otherwise `policies` shard it.
+        inputs: creates one micro-batch: a tensor, or a tuple or dict of the model's arguments.
+        optimizer: creates the optimizer of the sharded parameters.
+        loss: computes a scalar from the model's output and the micro-batch. Default: the mean of squares of the output,
+            or, for token ids, the cross entropy of the next token.
+        step: runs one iteration, instead of forward and backward of each micro-batch and an optimizer step.
+        policies: how `fully_shard` is applied to a model that is not sharded by its factory.
+        tensor_parallel: cuts such a model over the axis "tp" of the mesh, in place; called with the model and the mesh
+            of that axis. `policies` shard it over the other axes.
+        precision: dtypes in which the script keeps parameters and optimizer state.
     """
 
     model: Callable[..., nn.Module]
@@ -254,7 +254,7 @@ class TrainingJob:
 
     @property
     def takes_mesh(self) -> bool:
-        """Whether `model` wants the mesh, and shards what it makes."""
+        """Whether `model` takes the mesh and returns a sharded model."""
         return any(
             parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             for parameter in inspect.signature(self.model).parameters.values()
@@ -262,7 +262,7 @@ class TrainingJob:
         )
 
     def build(self, mesh: DeviceMesh) -> nn.Module:
-        """The sharded model."""
+        """The sharded model. Raises `EstimateError` if the factory shards it and `policies` are set."""
         model = self.model(mesh) if self.takes_mesh else self.model()
         if self.precision.parameters is not None and not self.takes_mesh:
             model = model.to(self.precision.parameters)
@@ -286,7 +286,7 @@ class TrainingJob:
         return _PreciseOptimizer(model.parameters(), self.optimizer, self.precision)
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-        """One iteration on one micro-batch, or on several whose gradients are accumulated and reduced with the last."""
+        """One iteration on one micro-batch, or on several, whose accumulated gradients are reduced at the last."""
         if self.step is not None:
             self.step(model, optimizer, batches[0] if len(batches) == 1 else batches)
             return
@@ -308,7 +308,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def default_loss(output: Any, batch: Any) -> torch.Tensor:
-    """Cross entropy of the next token where token ids go in and logits come out, else the mean square."""
+    """Cross entropy of the next token for token ids and logits, else the mean square. Raises `EstimateError`."""
     output = getattr(output, "logits", output)
     values = list(batch.values()) if isinstance(batch, dict) else batch
     tokens = values[0] if isinstance(values, tuple | list) else values
@@ -317,14 +317,14 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         return torch.stack([one.float().square().mean() for one in tensors_with_grad(output)]).sum()
     if tokens.dtype == torch.int64 and output.shape[:-1] == tokens.shape and output.dim() == 3:
-        # As transformers and torchtitan do: the next tokens move, as a part of the logits would be a copy of them.
+        # As in transformers and torchtitan: shifts the next tokens, because slicing the logits would copy them.
         following = F.pad(tokens[:, 1:], (0, 1), value=-100)
         return F.cross_entropy(output.flatten(0, 1).float(), following.flatten())
     return output.float().square().mean()
 
 
 def with_micro_batch(job: TrainingJob, size: int) -> TrainingJob:
-    """The same job, whose micro-batches hold `size` samples: dim 0 of every tensor that its inputs make."""
+    """The same job with micro-batches of `size` samples: dim 0 of every tensor that its inputs create."""
     return replace(job, inputs=partial(_resized, job.inputs, size))
 
 
@@ -333,10 +333,10 @@ def _resized(inputs: Callable[[], Any], size: int) -> Any:
 
 
 def micro_batch_of(job: TrainingJob) -> int:
-    """How many samples the job's own micro-batches hold: dim 0 of the first tensor that has one.
+    """The number of samples in the job's own micro-batches: dim 0 of the first tensor that has one.
 
     Raises:
-        EstimateError: if its inputs cannot be made, or hold no such tensor.
+        EstimateError: if its inputs cannot be created, or hold no such tensor.
     """
     with FakeTensors(), users_code("making the inputs", "the function is called without arguments", EstimateError):
         sizes = [tensor.shape[0] for tensor in tensors_in(job.inputs()) if tensor.dim()]

@@ -1,9 +1,9 @@
 """The memory of a simulated rank: every storage with its size, from the operator that made it until it is dropped.
 
-Note [Whose memory]: a storage belongs to the category of the phase that made it, until something better is known. What
-was made in forward and backward is an activation unless it turns out to be a gradient, which a hook on its parameter
-says; what the optimizer makes is the optimizer's; core's events tell which buffers are for communication and which
-storages hold unsharded parameters. Memory is added up when the iteration is over and all of that is known.
+Note [Whose memory]: a storage belongs to the category of the phase that allocated it, until more is known. Memory of
+forward and backward counts as activations, unless a hook on its parameter finds it to be a gradient. Memory that the
+optimizer allocates is the optimizer's. Core's events tell communication buffers and storages of unsharded parameters.
+The sums are made after the iteration, when all of this is known.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Entry:
 
 
 class Ledger:
-    """Knows every live storage, and tells `write` whenever one is allocated, resized or freed."""
+    """Tracks every live storage, and calls `write` whenever one is allocated, resized or freed."""
 
     def __init__(self, write: Callable[[Held, int], None]) -> None:
         self._write = write
-        # By id: one Python object stands for a storage as long as that lives.
+        # By id: one Python object stands for a storage as long as the storage lives.
         self._entries: dict[int, _Entry] = {}
         self._unsharded: dict[str, list[_Entry]] = {}
 
@@ -43,7 +43,7 @@ class Ledger:
         return None if entry is None else entry.held
 
     def see(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> Held:
-        """A tensor that an operator returned; a storage that is known already keeps its category."""
+        """Notes a tensor that an operator returned; a known storage keeps its category."""
         storage = tensor.untyped_storage()
         key = id(storage)
         entry = self._entries.get(key)
@@ -54,18 +54,18 @@ class Ledger:
         return entry.held
 
     def assign(self, tensor: torch.Tensor, category: Category, block: int | None = None) -> None:
-        """What a tensor's storage turned out to be, and of which block (see `Held`)."""
+        """Sets the final category of a tensor's storage, and its block (see `Held`)."""
         held = self.see(tensor, category)
         held.category, held.block = category, block
 
     def assign_newest(self, nbytes: int, category: Category) -> None:
-        """The storage that was seen last, if it has `nbytes`, is a buffer for `category`."""
+        """Assigns the storage that was seen last to `category`, if it has `nbytes`."""
         newest = next(reversed(self._entries.values()))
         if newest.nbytes == nbytes:
             newest.held.category = category
 
     def unsharded_changed(self, fqn: str, nbytes: int, block: int | None) -> None:
-        """A storage of `nbytes` of an unsharded parameter was given memory, or lost it, behind the operators' back."""
+        """Notes that an unsharded parameter's storage of `nbytes` was allocated or freed without an operator."""
         known = []
         changed = False
         for entry in self._unsharded.get(fqn, []):
@@ -88,7 +88,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of most memory: bytes in all and by category, and where the rank was."""
+    """The moment of most memory: total bytes, bytes by category, and the position of the rank."""
 
     bytes: int
     by_category: dict[Category, int]
@@ -109,8 +109,8 @@ class Memory:
     Attributes:
         idle: bytes before it begins.
         peak: the moment of most memory.
-        reserved: bytes that torch's caching allocator of GPUs would have taken from the device.
-        levels: bytes by category, each time with the number of steps of the trace before.
+        reserved: bytes that torch's caching allocator of GPUs would have reserved on the device.
+        levels: bytes by category over time; each entry has the number of trace steps before it.
     """
 
     idle: int
@@ -120,17 +120,17 @@ class Memory:
 
 
 def memory_of(trace: Trace, expandable: bool = False) -> Memory:
-    """Adds up what a trace says of storages; `expandable` is how the caching allocator makes segments.
+    """Adds up the storages of a trace; `expandable` is how the caching allocator makes segments.
 
-    Freed memory is used again only on the stream that it belongs to: that of gathers for unsharded parameters, else
-    that of the computation (Note [Who owns memory] of core).
+    Freed memory is reused only on the stream that it belongs to: that of gathers for unsharded parameters, else that of
+    the computation (Note [Who owns memory] of core).
     """
     sizes: dict[Held, int] = {}
     levels = dict.fromkeys(CATEGORIES, 0)
     gathers, computation = CachingAllocator(expandable), CachingAllocator(expandable)
 
     def change(held: Held, nbytes: int) -> int:
-        """Gives a storage another size; how much more that is."""
+        """Resizes a storage; returns the number of bytes added."""
         more = nbytes - sizes.get(held, 0)
         sizes[held] = nbytes
         levels[held.category] += more
@@ -164,16 +164,16 @@ _LARGE_ROUNDING = 2 * _MIB
 
 
 class _Pool:
-    """Addresses of one pool: its free blocks, smallest first, of equal ones that with the lowest address."""
+    """The free blocks of one pool by size, then by address."""
 
     def __init__(self) -> None:
         self.end = 0
         self.free: list[tuple[int, int]] = []
-        self.sizes: dict[int, int] = {}  # of the free blocks, by where they begin
-        self.begins: dict[int, int] = {}  # by where they end
+        self.sizes: dict[int, int] = {}  # of the free blocks, by start address
+        self.begins: dict[int, int] = {}  # by end address
 
     def put(self, address: int, size: int) -> None:
-        """Frees a block, as one with its free neighbours."""
+        """Frees a block and merges it with free neighbours."""
         if (before := self.begins.get(address)) is not None:
             size += self.take(before)
             address = before
@@ -183,7 +183,7 @@ class _Pool:
         self.sizes[address], self.begins[address + size] = size, address
 
     def take(self, address: int) -> int:
-        """Takes the free block at an address; its size."""
+        """Takes the free block at an address; returns its size."""
         size = self.sizes.pop(address)
         del self.begins[address + size]
         del self.free[bisect.bisect_left(self.free, (size, address))]
@@ -191,12 +191,12 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Follows allocations as a ledger tells them.
+    """Simulates torch's caching allocator for the allocations of a ledger.
 
-    With `expandable` segments each pool has one, which grows at its end by pages of 2 or 20 MiB.
+    With `expandable` segments each pool has one segment, which grows at its end by pages of 2 or 20 MiB.
 
     Attributes:
-        reserved: bytes of all segments; they are kept, so it only grows.
+        reserved: bytes of all segments; they are kept, so it never shrinks.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -217,7 +217,7 @@ class CachingAllocator:
         small = size <= _SMALL
         pool = self._pools[small]
         place = bisect.bisect_left(pool.free, (size, 0))
-        # What lies at the end of an expandable segment is used last.
+        # The end of an expandable segment is used last.
         if self._expandable and place + 1 < len(pool.free) and sum(pool.free[place]) == pool.end:
             place += 1
         address = pool.free[place][1] if place < len(pool.free) else self._grown(pool, size, small)
@@ -228,7 +228,7 @@ class CachingAllocator:
         return pool, address, found
 
     def _grown(self, pool: _Pool, size: int, small: bool) -> int:
-        """Makes a free block of at least `size`: a segment, or more pages behind the last one; its address."""
+        """Makes a free block of at least `size`, as a segment or as pages after the last one; returns its address."""
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
         if self._expandable:
             begin = pool.begins.get(pool.end, pool.end)

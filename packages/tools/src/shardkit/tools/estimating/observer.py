@@ -55,9 +55,9 @@ class Whereabouts:
     """Follows a model through forward, backward and optimizer steps.
 
     Attributes:
-        set_phase: what is going on outside of modules, optimizer and backward.
-        entered: called with the FQN of each module that forward or backward comes to.
-        after_forward: called with each module that has run, while its parameters are still there, and its FQN.
+        set_phase: the phase outside of modules, optimizer and backward.
+        entered: called with the FQN of each module that forward or backward enters.
+        after_forward: called with each module that has run, while its parameters still exist, and its FQN.
     """
 
     def __init__(self, entered: Callable[[str], None], after_forward: Callable[[nn.Module, str], None]) -> None:
@@ -70,7 +70,7 @@ class Whereabouts:
         self._stepping = 0  # an optimizer may step others
 
     def follow(self) -> list[RemovableHandle]:
-        """Begins; as contexts, the handles end it."""
+        """Starts following; used as contexts, the handles end it."""
         return [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -82,9 +82,9 @@ class Whereabouts:
         self._names = {id(module): fqn for fqn, module in model.named_modules()}
 
     def here(self) -> tuple[str, Phase]:
-        """The module that runs ("" for the model itself and outside of it), and what the rank is doing."""
+        """The running module ("" for the model itself and outside of it), and the current phase."""
         backward = in_backward()
-        if self._running:  # with closures the optimizer's step runs forward and backward
+        if self._running:  # with a closure, the optimizer's step runs forward and backward
             return self._running[-1], "backward" if backward else "forward"
         if backward:
             return self._backward, "backward"
@@ -117,7 +117,7 @@ class Whereabouts:
 
     def _entered_backward(self, fqn: str) -> None:
         self.entered(fqn)
-        # A module's output may be that of one inside it, whose hook has run just before.
+        # A module's output may be that of an inner module, whose hook has just run.
         if not self._backward.startswith(f"{fqn}." if fqn else "") or not self._backward:
             self._backward = fqn
 
@@ -126,7 +126,7 @@ class Whereabouts:
             self._backward = around
 
 
-# Classes of tensors that run no operators of their own inside one.
+# Tensor classes that run no operators inside an operator.
 _WITHOUT_OPERATORS = (FakeTensor, torch.Tensor, nn.Parameter)
 
 _MADE_IN: dict[str, Category] = {
@@ -141,8 +141,8 @@ _MADE_IN: dict[str, Category] = {
 # Kinds of storages that core's communication allocates.
 _BUFFERS = ("packed", "reduce_input", "outbox", "residual")
 
-# Collectives of the model itself, by what the names of their operators begin with: those of functional collectives, and
-# those of `torch.distributed`. What follows says whether they work in place, or on several tensors at once.
+# Collectives of the model itself, by prefixes of their operators' names: functional collectives and those of
+# `torch.distributed`. The value says whether they work in place, or on several tensors at once.
 _COMMUNICATION: dict[str, Collective] = {
     "all_gather_into_tensor": "all-gather",
     "allgather_": "all-gather",
@@ -158,12 +158,12 @@ _COMMUNICATION: dict[str, Collective] = {
 
 
 class Observer(TorchDispatchMode):
-    """Keeps the ledger and the trace of a rank while it is open.
+    """Keeps the ledger and the trace of a rank while it is active.
 
     Attributes:
-        trace: what happened since `start`.
-        values_read: where the data of a tensor was asked for, which fake ones have not; 1 was the answer.
-        repeated: FQN of the list of repeated blocks that the trace tells apart (`Entered`, `Held.block`), if any.
+        trace: the events since `start`.
+        values_read: places that asked for a tensor's data, which fake tensors lack; the answer was 1.
+        repeated: FQN of the list of repeated blocks that the trace distinguishes (`Entered`, `Held.block`), if any.
         mixed: whether the optimizer ran an operator on tensors of several blocks.
     """
 
@@ -206,12 +206,12 @@ class Observer(TorchDispatchMode):
         self._recording = True
 
     def stop(self) -> Trace:
-        """What happened since `start`; nothing counts any more."""
+        """Stops recording; returns the events since `start`."""
         found, self.trace = self.trace, Trace()
         return found
 
     def adopt(self, model: nn.Module) -> None:
-        """The model has been built: its parameters and buffers get their categories."""
+        """Call after building the model: assigns categories to its parameters and buffers."""
         self._fake.forget()
         if self.repeated is not None:
             self._last = f"{self.repeated}.{list(dict(model.get_submodule(self.repeated).named_children()))[-1]}"
@@ -223,7 +223,7 @@ class Observer(TorchDispatchMode):
             self.ledger.assign(on_this_rank(buffer), "other", self._block_of(fqn))
 
     def announce(self, inside: int) -> None:
-        """The next communication of core sends so many bytes inside this host."""
+        """Announces how many bytes core's next communication sends inside this host."""
         self._inside = inside
 
     # -- memory, and repeated blocks -----------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Observer(TorchDispatchMode):
         self.trace.steps.append(Changed(held, nbytes, fqn, phase))
 
     def _block_of(self, fqn: str) -> int | None:
-        """The repeated block that a name belongs to, -1 for none of them; None if no blocks are told apart."""
+        """The repeated block that a name belongs to, -1 for none; None if blocks are not distinguished."""
         if self.repeated is None:
             return None
         return block_of(fqn, f"{self.repeated}.")
@@ -251,7 +251,7 @@ class Observer(TorchDispatchMode):
             self.trace.steps.append(Entered(block))
 
     def _come_to_owner(self, args: Sequence[Any]) -> None:
-        """The optimizer is about to run an operator: it goes from the parameters of one block to those of the next."""
+        """Before an operator of the optimizer: it moves on from one block's parameters to the next."""
         found = [self.ledger.find(one) for one in tensors_in(args) if isinstance(one, FakeTensor)]
         blocks = {held.block for held in found if held is not None and held.block is not None}
         if len(blocks) == 1:
@@ -269,7 +269,7 @@ class Observer(TorchDispatchMode):
         if any(one not in _WITHOUT_OPERATORS for one in types):
             if tensors := sum(isinstance(one, DTensor) for one in tensors_in((args, kwargs))):
                 self.trace.steps.append(Dispatched(tensors, *self.where.here()))
-            return NotImplemented  # the operators that a DTensor, or another subclass, runs inside come by
+            return NotImplemented  # operators that a DTensor or another subclass runs inside arrive separately
         if function is not torch.ops.aten.lift_fresh.default and _real_only(args):  # such as the ranks of a mesh
             with self._fake.real():
                 return function(*args, **kwargs)
@@ -320,22 +320,22 @@ class Observer(TorchDispatchMode):
                 self._functional = {one: other for one, other in self._functional.items() if other != number}
                 self.trace.steps.append(Awaited(number, fqn, phase))
             return
-        if name == "allreduce_" and self._own_all_reduces:  # core's, which its event has told
+        if name == "allreduce_" and self._own_all_reduces:  # an all-reduce of core, already recorded from its event
             self._own_all_reduces -= 1
             return
         tensors, group = tensors_in(args), _group_of(args)
         if group is None or not tensors:
             return
-        # What is whole: inputs, or outputs, which some operators are given.
+        # The whole tensors: inputs, or outputs, which are arguments of some operators.
         nbytes = max(sum(t.numel() * t.itemsize for t in tensors_in(some)) for some in (*args, out))
         known = (kind for begin, kind in _COMMUNICATION.items() if name.startswith(begin))
         collective: Collective = next(known, "other")
-        # The same counting as core's: the chunk to each peer, and twice that for an all-reduce's two halves.
+        # Counts as core does: one chunk for each peer, and twice that for an all-reduce's two halves.
         halves, ranks = 2 if collective == "all-reduce" else 1, group.size()
         wire_bytes = halves * (ranks - 1) * nbytes // ranks
         number = self._launch(collective, fqn, nbytes, wire_bytes, group, dtype=tensors[0].dtype, of_core=False)
         if function.namespace == "_c10d_functional":
-            self._functional |= {id(one): number for one in tensors_in(out)}  # of several, the first that is awaited
+            self._functional |= {id(one): number for one in tensors_in(out)}  # the first, if several made it
         else:
             self.trace.steps.append(Awaited(number, fqn, phase))
 
@@ -360,10 +360,10 @@ class Observer(TorchDispatchMode):
     def _launch(
         self, collective: Collective, fqn: str, nbytes: int, wire_bytes: int, group: dist.ProcessGroup, **about: Any
     ) -> int:
-        """A communication begins; its number. `about` is what else a `Transfer` tells of it."""
+        """Records the start of a communication; returns its number. `about` is passed to `Transfer`."""
         ranks, hosts, local = neighbourhood(group, self._ranks_per_host)
         inside, self._inside = self._inside, None
-        if inside is None:  # nobody has announced it; peers get equal parts
+        if inside is None:  # not announced: peers get equal parts
             inside = round(wire_bytes * (len(local) / max(1, ranks - 1)))
         about |= {"ranks": ranks, "hosts": hosts, "group": group.group_name}
         phase, number = self.where.here()[1], next(self._numbers)
@@ -390,7 +390,7 @@ class Observer(TorchDispatchMode):
 
 
 def _real_only(args: tuple[Any, ...]) -> bool:
-    """Whether an operator is given tensors, and all of them have data."""
+    """Whether an operator receives tensors, and all of them have data."""
     real = False
     for value in args:
         one = value[0] if isinstance(value, list | tuple) and value else value
@@ -401,7 +401,7 @@ def _real_only(args: tuple[Any, ...]) -> bool:
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, of a DTensor the part that this rank has."""
+    """The tensor; for a DTensor, this rank's local part."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 

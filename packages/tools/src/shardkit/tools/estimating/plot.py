@@ -1,6 +1,6 @@
-"""Estimates as one HTML page of drawings, in the style of reports: memory and streams over time, and ways compared.
+"""Estimates as one HTML page of drawings, in the style of reports: memory and streams over time, and comparisons.
 
-Drawings are SVG without scripts; a pointer over a part shows what it is. All text is escaped.
+Drawings are SVG without scripts; pointing at a part shows its name. All text is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardkit.tools.quantities import show
 
 _WIDTH, _HEIGHT = 1000, 260
 _COLORS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")
-# What a span is coloured by; there are more modules than colours.
+# The colours of spans: there are more modules than colours.
 _PHASES = ("forward", "backward", "optimizer", "between")
 # A drawing cannot show more.
 _MOST_POINTS = 1200
@@ -25,9 +25,9 @@ def plot_page(title: str, ways: Sequence[tuple[str, Estimate, float]], of: str =
     """The page.
 
     Args:
-        title: what was estimated.
+        title: the subject of the estimate.
         ways: a name, the estimate and the seconds for each way that is compared; the first is shown in detail.
-        of: what takes these seconds: a step, or a sample.
+        of: the unit of these seconds: a step, or a sample.
     """
     name, best, _ = ways[0]
     peak, line = best.peak, best.timeline
@@ -80,7 +80,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _memory(estimate: Estimate) -> str:
-    """Bytes of tensors by category, stacked, over the time of the step; of levels that are too close, the highest."""
+    """Stacked bytes of tensors by category over the time of the step; nearby levels are merged into the highest."""
     moments, levels, whole = estimate.timeline.moments, estimate.memory.levels, estimate.timeline.step or 1.0
     stride = -(-len(levels) // _MOST_POINTS) or 1
     shown = [max(levels[at : at + stride], key=lambda one: sum(one[1])) for at in range(0, len(levels), stride)]
@@ -129,7 +129,7 @@ def _streams(estimate: Estimate) -> str:
 
 
 def _ways(ways: Sequence[tuple[str, Estimate, float]], of: str) -> str:
-    """A numbered point for each way, memory to the right and seconds upwards; and a table of the numbers."""
+    """A numbered point for each way, with memory to the right and seconds upwards, and a table of the numbers."""
     memory, times = [found.reserved_bytes for _, found, _ in ways], [seconds for _, _, seconds in ways]
     body = [
         _text(_WIDTH - 4, _HEIGHT - 4, f"reserved, {show(min(memory), 'bytes')} to {show(max(memory), 'bytes')}", "end")
@@ -155,5 +155,5 @@ def _ways(ways: Sequence[tuple[str, Estimate, float]], of: str) -> str:
 
 
 def _part_of(value: float, values: Sequence[float]) -> float:
-    """Where a value is between the smallest, 0, and the largest, 1."""
+    """The relative position of a value between the smallest (0) and the largest (1)."""
     return (value - min(values)) / ((max(values) - min(values)) or 1)

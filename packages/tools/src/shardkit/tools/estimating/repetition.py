@@ -1,12 +1,11 @@
-"""Models of many equal blocks: a few of the blocks are run, and the recording is lengthened to all of them.
+"""Models of many equal blocks: runs a few blocks, and extends the recording to all of them.
 
 Note [Repeated blocks]
-Between the blocks at the ends of a list, each block does what the one before it did: the same operators, on storages
-and communications that lie as many blocks away. So the part of a recording that belongs to one block can stand for any
-number of further ones. Nothing of that is taken on trust. `repetition_of` runs the whole model forward once and finds
-that its blocks run the same operators; `lengthened` finds that two blocks in the middle of a recording did the same in
-forward, backward and the optimizer, with storages and communications at the same distances. Where that does not hold,
-the whole model is recorded.
+Between the blocks at the ends of a list, each block repeats the previous one: the same operators, with storages and
+communications at the same distance. The part of a recording for one block can therefore stand for any number of further
+ones. This is verified. `repetition_of` runs the whole model forward once and checks that its blocks run the same
+operators. `lengthened` checks that two blocks in the middle of a recording did the same in forward, backward and the
+optimizer, with storages and communications at the same distances. If not, the whole model is recorded.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from shardkit.tools.estimating.trace import CATEGORIES, Changed, Entered, Held, 
 from shardkit.tools.machine import Machine
 from shardkit.tools.torch_compat import FakeTensors
 
-# Fewer blocks are all run.
+# Models with fewer blocks are run whole.
 _LEAST_BLOCKS = 12
-# What blocks call the number of their place.
+# Names that blocks use for their index.
 _COUNTED = ("idx", "index", "layer_id", "layer_number")
-# Blocks that are run where one is gathered ahead: the first and last ones differ from those between.
+# Number of blocks to run if one is gathered ahead: the first and last ones differ from those between.
 _LEAST_RUN = 7
 
 
@@ -48,14 +47,14 @@ class Repetition:
 
 
 def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine) -> Recording:
-    """What `simulate` gives, on GPUs from a recording of fewer blocks where that says the same.
+    """The result of `simulate`, on GPUs from a recording of fewer blocks if that is equivalent.
 
     Raises:
         EstimateError: as `simulate`.
     """
     found = repetition_of(job) if machine.transport == "nccl" else None
     if found is not None:
-        # More where more groups are under way at a time, by the depth or about so many as the budget has room for.
+        # Runs more blocks if more groups are in flight at a time, by the depth or about as many as fit the budget.
         replicated = len([name for name in axes if name != "tp"]) > 1
         short = _LEAST_RUN + 4 * max(0, job.policies.prefetch_depth - 1) + 2 * replicated
         block, dtype = next(found.model.get_submodule(found.fqn).children()), job.policies.param_dtype
@@ -66,7 +65,7 @@ def record(job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machin
             try:
                 recording = simulate(shorter, axes, rank, machine, found.fqn)
             except EstimateError:
-                break  # the whole model tells what is wrong, if it fails too
+                break  # if the whole model fails too, it reports the error
             whole = lengthened(recording, found.fqn, found.count - short)
             if whole is not None:
                 return whole
@@ -82,8 +81,8 @@ _KNOWN: WeakKeyDictionary[Any, Repetition | None] = WeakKeyDictionary()
 def repetition_of(job: TrainingJob) -> Repetition | None:
     """The list of equal blocks that make up most of a job's model; None if there is none.
 
-    None also for iterations that may do something else with all blocks, namely steps of a user's own and accumulation,
-    and where owners are chosen over the whole model.
+    Also None for iterations that may treat blocks differently (user-defined steps, accumulation), and if owners are
+    chosen over the whole model.
     """
     policies = job.policies
     if job.takes_mesh or job.step is not None or policies.accumulate > 1 or policies.placements is not None:
@@ -120,7 +119,7 @@ def _found(job: TrainingJob) -> Repetition | None:
 
 
 def _look_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
-    """Whether blocks have the same classes, parameters and settings, and share no parameter with anything else."""
+    """Whether blocks have the same classes, parameters and settings, and share no parameter with other modules."""
     uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     if any(uses[id(one)] > 1 for block in blocks for one in block.parameters()):
         return False
@@ -128,7 +127,7 @@ def _look_equal(model: nn.Module, blocks: list[nn.Module]) -> bool:
 
 
 def _settings(block: nn.Module, place: int) -> list[Any]:
-    """What can be seen of a block; numbers that count the blocks are counted from its own."""
+    """The visible settings of a block; indices of blocks are made relative to its own."""
     seen: list[Any] = []
     for fqn, module in block.named_modules():
         plain = {
@@ -141,10 +140,10 @@ def _settings(block: nn.Module, place: int) -> list[Any]:
 
 
 def _shortened(job: TrainingJob, found: Repetition, count: int) -> TrainingJob | None:
-    """The job with the first `count` blocks only; None if it wraps some blocks in another way than others."""
+    """The job with only the first `count` blocks; None if it wraps some blocks differently."""
 
     def model() -> nn.Module:
-        """A copy, as making all blocks takes longer than running a few. What is no plain copy fails when it runs."""
+        """A copy: making all blocks takes longer than running a few. A model that cannot be copied fails later."""
         held = [*found.model.named_parameters(), *found.model.named_buffers()]
         blocks = found.model.get_submodule(found.fqn)
         spare = {name: block for place, (name, block) in enumerate(blocks.named_children()) if place >= count}
@@ -171,13 +170,13 @@ def _shortened(job: TrainingJob, found: Repetition, count: int) -> TrainingJob |
 
 
 def _without_data(one: torch.Tensor) -> torch.Tensor:
-    """A tensor like one of the model's, for the world that is simulated now."""
+    """A tensor like one of the model's, in the world that is being simulated."""
     made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cpu")
     if not isinstance(one, nn.Parameter):
         return made
     parameter = nn.Parameter(made, one.requires_grad)
     own = {name: value for name, value in vars(one).items() if name not in vars(parameter)}
-    parameter.__dict__.update(own)  # what the user's code has put there
+    parameter.__dict__.update(own)  # attributes set by the user's code
     return parameter
 
 
@@ -192,7 +191,7 @@ What is held before the first step has a run for each category, below zero.
 
 @dataclass
 class _Part:
-    """What a block did in one run, forward, backward or optimizer; `block` is -1 outside of blocks."""
+    """A block's part of one run of forward, backward or optimizer; `block` is -1 outside of blocks."""
 
     run: int
     block: int
@@ -201,7 +200,7 @@ class _Part:
 
 
 def _parted(steps: list[Step]) -> list[_Part]:
-    """Blocks follow one another, upwards or downwards; a run ends where that turns, or leaves the blocks."""
+    """Splits a trace into runs: blocks follow one another up or down; a run ends where that turns or leaves them."""
     found = [_Part(0, -1, True)]
     for step in steps:
         if isinstance(step, Entered):
@@ -215,7 +214,7 @@ def _parted(steps: list[Step]) -> list[_Part]:
 
 
 class _Parts:
-    """A trace in parts, one for each time that it comes to another block; and names for what is in it."""
+    """A trace in parts, one for each visit to a block, and names for the things in it."""
 
     def __init__(self, trace: Trace, repeated: str, count: int) -> None:
         self.count, self.before = count, trace.held
@@ -241,7 +240,7 @@ class _Parts:
                     name(step.about, part.run, part.block)
 
     def moved(self, step: Any, by: int, about: Any) -> Step:
-        """A step as one that is about another storage or communication, and `by` blocks further on if in a block."""
+        """A step with another storage or communication; if it is in a block, `by` blocks further on."""
         changes = {"about": about} if hasattr(step, "about") else {}
         if by:
             changes["fqn"] = self._moved_fqn(step.fqn, by)
@@ -257,9 +256,9 @@ class _Parts:
         return moved
 
     def described(self, part: _Part) -> list[Any]:
-        """What a part did, as seen from its block: equal for blocks that did the same.
+        """A description of a part relative to its block, equal for blocks that did the same.
 
-        Storages and communications have names with the distance of the block that they belong to.
+        Storages and communications are named with the distance of the block that they belong to.
         """
         seen: list[Any] = []
         for step in part.steps:
@@ -273,9 +272,9 @@ class _Parts:
 
 
 def lengthened(recording: Recording, repeated: str, more: int) -> Recording | None:
-    """A recording with `more` blocks in the middle that do what the one there did.
+    """A recording with `more` copies of the middle block.
 
-    None if the blocks in the middle did not do the same, or do not do so with storages that are theirs.
+    None if the blocks in the middle differ, or do not use storages of their own.
     """
     if not recording.blocks or any(f"{repeated}." in place for place in recording.values_read):
         return None
@@ -288,7 +287,7 @@ def lengthened(recording: Recording, repeated: str, more: int) -> Recording | No
 
 
 def _middle(parts: _Parts, blocks: list[Sizes]) -> int | None:
-    """A block that does in every run what the next one does, so that there can be more of it between the two."""
+    """A block that equals the next one in every run, so that copies fit between the two."""
     runs: dict[int, dict[int, Any]] = defaultdict(dict)
     for (run, block), sizes in parts.held.items():
         runs[run][block] = sizes
@@ -303,10 +302,10 @@ def _middle(parts: _Parts, blocks: list[Sizes]) -> int | None:
 
 
 def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
-    """Whether it is clear of each storage and communication which one it is in a longer trace.
+    """Whether each storage and communication can be identified unambiguously in a longer trace.
 
-    What the two blocks in the middle are about must belong to blocks like them. The others must not reach over the
-    middle, nor what is outside of blocks be about the middle: there would have to be more of that, too.
+    Those used by the two blocks in the middle must belong to blocks like them. Those of other blocks must not reach
+    across the middle, and steps outside of blocks must not refer to the middle: they would have to be repeated too.
     """
     for part in parts.all:
         for step in part.steps:
@@ -325,7 +324,7 @@ def _near(parts: _Parts, middle: int, alike: dict[int, set[int]]) -> bool:
 
 
 class _Longer:
-    """A trace with more blocks: `more` copies of what block `middle` did, behind it."""
+    """A trace with more blocks: `more` copies of block `middle`, after it."""
 
     def __init__(self, parts: _Parts, middle: int, more: int) -> None:
         self._parts, self._middle, self._more = parts, middle, more
@@ -341,12 +340,12 @@ class _Longer:
                 self.trace.steps += [self._moved(step, part.block, to) for step in part.steps]
 
     def _places(self, block: int) -> range:
-        """Where a recorded block is in the longer trace, with its copies."""
+        """The positions of a recorded block in the longer trace, including its copies."""
         begin = block + self._more * (block > self._middle)
         return range(begin, begin + 1 + self._more * (block == self._middle))
 
     def _about(self, one: Any, block: int, to: int) -> Any:
-        """What a step of `block` that has moved to `to` is about, if it was about `one`."""
+        """The storage or communication of a step of `block` that moved to `to`, if it was `one` before."""
         if one not in self._parts.names:
             return 0  # a communication from before the recording
         run, own, number = self._parts.names[one]
@@ -360,5 +359,5 @@ class _Longer:
             return Entered(to)
         by = to - block if block >= 0 else 0
         if block < 0 and block_of(step.fqn, self._parts.prefix) > self._middle:
-            by = self._more  # outside of blocks, but about one of the last
+            by = self._more  # outside of blocks, but refers to one of the last
         return self._parts.moved(step, by, self._about(getattr(step, "about", 0), block, to))

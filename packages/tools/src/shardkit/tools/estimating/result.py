@@ -1,4 +1,4 @@
-"""An estimate: what a training job will take, from a recording and a machine."""
+"""An estimate of a training job's needs, from a recording and a machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardkit.tools.machine import Machine, preset
 
 SCHEMA = 1
 
-# What an estimate says in JSON.
+# Attributes that an estimate writes to JSON.
 _TOLD = (
     *("axes", "rank", "machine", "policies", "parameters", "peak", "idle_bytes", "reserved_bytes", "fits", "traffic"),
     *("timeline", "checkpoint", "dtypes", "owners", "notes"),
@@ -33,14 +33,14 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What one parameter group, or module, sends in one iteration with one kind of collective in one phase.
+    """The traffic of one parameter group, or module, in one iteration, with one kind of collective in one phase.
 
     Attributes:
-        calls: how many collectives.
-        bytes: of the full tensors that are gathered or reduced.
+        calls: number of collectives.
+        bytes: bytes of the full tensors that are gathered or reduced.
         inside: bytes that this rank sends to ranks of its own host.
         between: bytes that it sends to other hosts.
-        of_core: whether `fully_shard` sends them, or the model itself.
+        of_core: whether `fully_shard` sends them; otherwise the model itself does.
     """
 
     collective: str
@@ -64,24 +64,24 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank of a training job takes, in one iteration after the first.
+    """The needs of one rank of a training job, in one iteration after the first.
 
     Attributes:
-        axes: the mesh, sizes by name.
-        rank: whose view this is.
-        machine: what it runs on.
-        policies: how the model is sharded, if it did not come sharded.
+        axes: the mesh: sizes by axis name.
+        rank: the rank that is estimated.
+        machine: the machine it runs on.
+        policies: how the model is sharded, unless its factory shards it.
         parameters: elements of the whole model.
-        peak: most bytes of tensors, by category, and where.
+        peak: most bytes of tensors at a time, by category, and where this occurs.
         idle_bytes: bytes of tensors between iterations.
-        reserved_bytes: memory of the process at the peak: on a GPU what the allocator takes from it, on a CPU the bytes
-            of tensors, those of peers that are mapped included.
+        reserved_bytes: memory of the process at the peak: on a GPU the allocator's reserved bytes, on a CPU the bytes
+            of tensors, including mapped memory of peers.
         traffic: communication by module.
         timeline: predicted times.
         checkpoint: predicted size and time of a checkpoint.
-        dtypes: of parameters, computation, reduction and optimizer state.
-        notes: what the estimate had to leave out or assume.
-        owners: how unevenly parameters lie, with `Owned` or `Blocks` placements.
+        dtypes: dtypes of parameters, computation, reduction and optimizer state.
+        notes: parts that the estimate had to leave out or assume.
+        owners: how unevenly parameters are distributed, with `Owned` or `Blocks` placements.
     """
 
     axes: dict[str, int]
@@ -103,18 +103,18 @@ class Estimate:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return math.prod(self.axes.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the reserved memory is no more than the device has."""
+        """Whether the reserved memory does not exceed the device's."""
         return self.reserved_bytes <= self.machine.memory
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as JSON values; `schema` counts incompatible changes of it."""
+        """The estimate as JSON values; `schema` is incremented by incompatible changes."""
         told = {name: getattr(self, name) for name in _TOLD}
-        told["machine"] = self.machine.to_json()  # attributes that were left to their defaults, too
+        told["machine"] = self.machine.to_json()  # includes attributes with default values
         told["policies"] = {name: value for name, value in vars(self.policies).items() if name != "placements"}
         times = vars(self.timeline).items()
         told["timeline"] = {name: value for name, value in times if name not in ("spans", "moments")}
@@ -141,24 +141,24 @@ def estimate(
     costs: OperatorCosts | None = None,
     tensor_parallel: TensorParallel | None = None,
 ) -> Estimate:
-    """Runs one iteration with fake tensors as one rank of a world that does not exist, and says what it takes.
+    """Runs one iteration with fake tensors as one rank of a simulated world, and estimates its needs.
 
     Args:
-        model_factory: makes the model; with an argument it gets the mesh and shards the model itself.
-        inputs: makes one micro-batch.
-        optimizer: makes the optimizer.
-        mesh: number of ranks, or sizes of the axes by name; 16,384 ranks at most.
-        policies: how `fully_shard` is applied, if the model does not come sharded.
+        model_factory: creates the model; if it takes an argument, it receives the mesh and shards the model itself.
+        inputs: creates one micro-batch.
+        optimizer: creates the optimizer.
+        mesh: number of ranks, or sizes of the axes by name; at most 16,384 ranks.
+        policies: how `fully_shard` is applied, unless the factory shards the model.
         machine: a description, or the name of a preset.
-        rank: as which rank to run.
-        loss: makes a scalar of output and micro-batch; see `TrainingJob`.
-        step: runs one iteration, in place of forward, backward and step.
+        rank: the rank to simulate.
+        loss: computes a scalar from output and micro-batch; see `TrainingJob`.
+        step: runs one iteration, instead of forward, backward and step.
         costs: times of operators; by default from the machine's description.
         tensor_parallel: cuts the model over the axis "tp" of the mesh; see `TrainingJob`.
 
     Raises:
-        EstimateError: if the job cannot run with fake tensors.
-        MachineError: if the machine's description does not suffice.
+        EstimateError: if the job cannot run with fake tensors, or the mesh or rank cannot be simulated.
+        MachineError: if the machine's description lacks a number that the job needs.
 
     Not collective: it needs a process without a process group.
     """
@@ -174,7 +174,7 @@ def estimate_job(
     rank: int = 0,
     costs: OperatorCosts | None = None,
 ) -> Estimate:
-    """`estimate` for a `TrainingJob`."""
+    """`estimate` for a `TrainingJob`; the same arguments, result and errors."""
     described = preset(machine) if isinstance(machine, str) else machine
     axes = axes_of(mesh)
     found = assess(record(job, axes, rank, described), axes, rank, job.policies, described, costs)
@@ -192,6 +192,7 @@ def assess(
     machine: Machine,
     costs: OperatorCosts | None = None,
 ) -> Estimate:
+    """The estimate of a recording. Raises `MachineError` if the description lacks a number that the job needs."""
     sizes, owners = recording.sizes, recording.owners
     timeline = replay(recording.trace, machine, costs or Roofline(machine))
     if owners is not None:

@@ -1,4 +1,4 @@
-"""Runs a training job with fake tensors, as one rank of a world that does not exist."""
+"""Runs a training job with fake tensors, as one rank of a simulated world."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def axes_of(mesh: int | Mapping[str, int]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
-    """Within this context the process is `rank` of a world without peers; gives its mesh, on "cpu"."""
+    """Makes this process `rank` of a world without peers while the context lasts; gives its mesh, on "cpu".
+
+    Raises:
+        EstimateError: if the process already has a default process group, or the world has no such rank.
+    """
     if dist.is_initialized():
         raise EstimateError(
             "this process has a default process group already; an estimate runs in a process of its own, without "
@@ -71,11 +75,11 @@ def _fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
 
 
 class SimulatedTransport(Transport):
-    """Stands in for one of core's transports in a process group: same plans, memory and events, and nothing is moved.
+    """Stands in for one of core's transports in a process group: same plans, memory and events, but nothing moves.
 
     Args:
-        kind: "shared" and "pairwise" as gloo has them on CPU, "nccl" for in-place collectives.
-        ranks_per_host: which ranks share a host.
+        kind: "shared" and "pairwise" as with gloo on CPU, "nccl" for in-place collectives.
+        ranks_per_host: number of ranks that share a host.
         announce: called just before a reduction that sends unequal parts, with the bytes that stay inside this host.
     """
 
@@ -95,18 +99,18 @@ class SimulatedTransport(Transport):
         self._local = neighbourhood(group, ranks_per_host).local
         self._announce = announce
         self._lent: dict[str, int] = {}
-        # As core's `Outbox`, by the number of the reduction that filled each parcel last.
+        # Like core's `Outbox`: parcels by the number of the reduction that filled them last.
         self._parcels: dict[int, torch.Tensor] = {}
         self._posted = 0
 
     @property
     def outbox_bytes(self) -> int:
-        """What this rank's outbox holds, if it is behind its peers as often as not."""
+        """Bytes of this rank's outbox, assuming that it is behind its peers as often as ahead."""
         return sum(parcel.numel() for parcel in self._parcels.values())
 
     @property
     def mapped_bytes(self) -> int:
-        """What this rank maps of its peers' memory: their shards and their outboxes, which are like its own."""
+        """Bytes that this rank maps of its peers' memory: their shards and outboxes, of the same size as its own."""
         return sum(self._lent.values()) + (self.world_size - 1) * self.outbox_bytes
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
@@ -159,7 +163,7 @@ class SimulatedTransport(Transport):
                 torch.empty_like(output)  # each peer's terms are cast before they are added
 
     def _post(self, sizes: Sequence[int], plan: ReducePlan) -> None:
-        """Fills a parcel with rows. Ranks are never in step: a parcel is on its way while the next is filled."""
+        """Fills a parcel with rows. Ranks are never in step: one parcel is in use while the next is filled."""
         nbytes = sum(map(aligned, sizes)) or ALIGNMENT
         idle = {number: parcel for number, parcel in self._parcels.items() if number < self._posted - 1}
         fitting = [number for number, parcel in idle.items() if parcel.numel() >= nbytes]
@@ -176,7 +180,7 @@ class SimulatedTransport(Transport):
 
 
 class SimulatedNetwork(SimulatedTransport, FlatTransport):
-    """A simulated transport between ranks that share no memory: core's own programs for compressed rows run on it."""
+    """A simulated transport between ranks without shared memory; runs core's own programs for compressed rows."""
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         return ()
@@ -188,9 +192,9 @@ class SimulatedNetwork(SimulatedTransport, FlatTransport):
 
 
 class Sizes(NamedTuple):
-    """Of a model, or a part of it: elements of its parameters; bytes of weights and of the optimizer's state.
+    """Sizes of a model or a part of it: elements of parameters, bytes of weights and of optimizer state.
 
-    Weights are parameters and buffers; `own` is this rank's part, `whole` that of all ranks.
+    Weights are parameters and buffers; `own` is this rank's part, `whole` is the sum over all ranks.
     """
 
     parameters: int
@@ -200,7 +204,7 @@ class Sizes(NamedTuple):
     whole_optimizer: int
 
     def plus(self, other: Sizes, times: int) -> Sizes:
-        """With `times` times as much as `other` has."""
+        """These sizes plus `times` times those of `other`."""
         return Sizes(*(own + times * one for own, one in zip(self, other, strict=True)))
 
 
@@ -209,10 +213,10 @@ class OwnerShares:
     """Placements `Owned` and `Blocks`: bytes of parameters by rank of the shard group, and the optimizer's time.
 
     Attributes:
-        bytes: of all parameters, by rank.
+        bytes: bytes of all parameters, by rank.
         imbalance: most work of a rank on owned matrices over the mean; 1 if there are none.
-        slowest: the rank with most work; of equals that with most bytes, then the lowest.
-        optimizer_seconds: the optimizer's predicted time on that rank; on the estimated rank until that is known.
+        slowest: the rank with the most work; ties go to the most bytes, then to the lowest rank.
+        optimizer_seconds: the optimizer's predicted time on that rank; until known, on the estimated rank.
         largest: FQNs of the parameters that the slowest rank owns.
     """
 
@@ -244,17 +248,17 @@ def _owner_shares(model: nn.Module) -> OwnerShares | None:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one iteration of a rank was.
+    """The recording of one iteration of a rank.
 
     Attributes:
-        trace: what it did.
-        sizes: of parameters, buffers and optimizer state.
-        blocks: the same for each repeated block that the trace tells apart; none if it tells none apart.
-        outbox_bytes: of the peak, for gradients that peers of this host read; at most, as it depends on who is ahead.
+        trace: its steps.
+        sizes: sizes of parameters, buffers and optimizer state.
+        blocks: the same for each repeated block that the trace distinguishes; empty if it distinguishes none.
+        outbox_bytes: part of the peak, for gradients that peers of this host read; an upper bound.
         mapped_bytes: memory of other ranks of this host that this rank maps (shared memory).
-        owners: where owned parameters and those in blocks lie, without times; None if there are none.
-        values_read: where data of tensors was asked for.
-        dtypes: of parameters and of the optimizer's state.
+        owners: distribution of owned and blocked parameters, without times; None if there are none.
+        values_read: places that asked for data of tensors.
+        dtypes: dtypes of parameters and of the optimizer's state.
     """
 
     trace: Trace
@@ -270,13 +274,13 @@ class Recording:
 def simulate(
     job: TrainingJob, axes: Mapping[str, int], rank: int, machine: Machine, repeated: str | None = None
 ) -> Recording:
-    """Runs two iterations and records the second, when the order of groups is known and the optimizer has its state.
+    """Runs two iterations and records the second, when the order of groups is known and optimizer state exists.
 
-    Of the machine only matters which ranks share a host, and how they move bytes. With `repeated`, the FQN of a list of
-    blocks, the trace tells the blocks apart.
+    It depends on the machine only in which ranks share a host, and how they move bytes. With `repeated`, the FQN of a
+    list of blocks, the trace distinguishes the blocks.
 
     Raises:
-        EstimateError: for a job that cannot run with fake tensors, saying where and why.
+        EstimateError: if the job cannot run with fake tensors (the message says where and why), or as `_fake_world`.
     """
     fake = FakeTensors()
     observer = Observer(machine.ranks_per_host, fake, repeated)
@@ -292,7 +296,7 @@ def simulate(
 
     with _fake_world(axes, rank) as mesh, fake, stand_ins(stand_in), observer:
         model, optimizer = _run(job, mesh, observer)
-        trace = observer.stop()  # before everything is freed
+        trace = observer.stop()  # before anything is freed
         blocks: list[Sizes] = []
         if repeated is not None and not observer.mixed:
             blocks = [_sizes(block, optimizer) for block in model.get_submodule(repeated).children()]
@@ -310,7 +314,7 @@ def simulate(
 
 
 def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Builds a job and runs two iterations, of which the observer keeps the second."""
+    """Builds a job and runs two iterations; the observer records the second."""
     with users_code("building the model", "the factory runs with tensors that have no data, on 'cpu'", EstimateError):
         model = job.build(mesh)
     observer.adopt(model)
@@ -322,7 +326,7 @@ def _run(job: TrainingJob, mesh: DeviceMesh, observer: Observer) -> tuple[nn.Mod
             batches = [job.inputs() for _ in range(job.policies.accumulate)]
         observer.where.set_phase = "between"
         if recording:
-            # Not before: DTensor finds out shapes in the first step, with fake tensors as large as whole parameters.
+            # Not earlier: in the first step DTensor infers shapes with fake tensors as large as whole parameters.
             observer.start()
         with users_code("an iteration", "it ran with tensors on 'cpu' that have no data", EstimateError):
             job.run(model, optimizer, batches)
@@ -336,7 +340,7 @@ def _states(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
-    """Of most bytes first."""
+    """The dtypes, in order of falling bytes."""
     held: Counter[str] = Counter()
     for one in tensors:
         if one.dim():

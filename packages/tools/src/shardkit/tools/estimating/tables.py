@@ -88,7 +88,7 @@ def _sent(rows: Sequence[TrafficRow]) -> tuple[str, str, str]:
 
 
 class Point(NamedTuple):
-    """One combination of settings, and what it takes; None with the reason where it cannot be estimated."""
+    """One combination of settings and its estimate, or None with the error."""
 
     settings: Mapping[str, str]
     estimate: Estimate | None

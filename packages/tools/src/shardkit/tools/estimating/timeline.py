@@ -1,8 +1,8 @@
-"""Gives a trace the times of a machine: when operators run, when communication runs beside them, who waits for it.
+"""Gives a trace the times of a machine: when operators and communications run, and who waits for them.
 
 There are two kinds of machine. Ranks on a CPU compute themselves: an operator's overhead and its work follow one
-another, and with shared memory the copying of a communication is work of the rank itself, done where it is waited for.
-A device with a queue works behind its host, which only launches; communication runs on streams of its own.
+another, and with shared memory the rank itself copies the data of a communication when it waits for it. A device with a
+queue works behind its host, which only launches; communication runs on separate streams.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from shardkit.tools.machine import Machine
 
 
 class OperatorCosts(Protocol):
-    """Seconds that a device needs for one call of an operator, its launch aside."""
+    """Seconds that a device needs for one call of an operator, without its launch."""
 
     def seconds(self, operator: Operator) -> float:
         """Seconds of one call; 0 for one that only makes views."""
 
 
 class Roofline:
-    """From the machine's description: an operator takes as long as its arithmetic, or its memory traffic if longer."""
+    """Times from the machine's description: the longer of an operator's arithmetic and its memory traffic."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     def seconds(self, operator: Operator) -> float:
+        """As `OperatorCosts`. Raises `MachineError` if the description has no FLOP/s for the dtype."""
         machine, reached = self._machine, self._machine.efficiency
         moving = operator.bytes / (machine.memory_bandwidth * reached.memory)
         if not operator.flops:
@@ -40,7 +41,7 @@ class Roofline:
         return max(moving, operator.flops / (machine.flops_for(operator.dtype or torch.float32) * part))
 
 
-# Ways in which NCCL moves bytes, against Simple over a ring: factors of the latencies to begin, inside a host and
+# Ways in which NCCL moves bytes, relative to Simple over a ring: factors of the start latencies, inside a host and
 # between hosts, and of bandwidth. From NCCL 2.10, src/graph/tuning.cc: baseLat, hwLat and the bandwidths of the
 # protocols. The second of each is LL, for small messages.
 _RINGS = ((1.0, 1.0, 1.0, 1.0), (3.6 / 8.4, 0.47 / 3.4, 2.7 / 9.6, 1 / 4))
@@ -48,12 +49,12 @@ _TREES = ((0.0, 28 / 3.4, 50 / 9.6, 0.9), (4.4 / 8.4, 0.52 / 3.4, 5.0 / 9.6, 0.9
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
-    """Seconds that a communication takes by itself.
+    """Seconds that a communication takes by itself. Raises `MachineError` for a missing link between hosts.
 
-    Every rank receives `(ranks - 1) / ranks` of the bytes over its link inside the host. What comes from other hosts,
-    `(hosts - 1) / hosts` of the bytes, comes once for each host and over the adapters of all its ranks in the group. An
-    all-reduce is a reduce-scatter and an all-gather. NCCL goes round a ring, whose steps add up, or for an all-reduce
-    over a tree, with the protocol that is fastest for so many bytes; gloo's latencies add up as in a tree.
+    Every rank receives `(ranks - 1) / ranks` of the bytes over its link inside the host. `(hosts - 1) / hosts` of the
+    bytes come from other hosts, once for each host and over the adapters of all its ranks in the group. An all-reduce
+    is a reduce-scatter and an all-gather. NCCL uses a ring, whose steps add up, or for an all-reduce a tree, with the
+    protocol that is fastest for the size; gloo's latencies add up as in a tree.
     """
     ranks, hosts = transfer.ranks, transfer.hosts
     if ranks == 1:
@@ -80,7 +81,7 @@ Lane: TypeAlias = Literal["compute", "waiting", "all-gather", "reduction", "all-
 
 
 class Span(NamedTuple):
-    """What a stream does from `begin` to `end`, for a module or a group of parameters."""
+    """A stream's work from `begin` to `end`, for a module or a parameter group."""
 
     lane: Lane
     fqn: str
@@ -95,13 +96,13 @@ class Timeline:
 
     Attributes:
         step: from its beginning to its end.
-        compute: in operators, launches included where they are on the critical path.
-        communication: that communications take by themselves, overlapped or not.
-        exposed: that computation waits for them.
-        exposed_by_fqn: the same, by the group that is waited for.
+        compute: time in operators, including launches on the critical path.
+        communication: time that communications take by themselves, overlapped or not.
+        exposed: time that computation waits for them.
+        exposed_by_fqn: exposed time by the group that is waited for.
         compute_by_fqn: time in operators, by module.
-        spans: what ran on each stream.
-        moments: when each step of the trace was done.
+        spans: work of each stream.
+        moments: completion time of each step of the trace.
     """
 
     step: float
@@ -115,7 +116,7 @@ class Timeline:
 
 
 class _Lanes:
-    """What communicates beside the computation: a lane each for gathers, reductions and all-reduces, as in core."""
+    """Communication beside the computation: a lane each for gathers, reductions and all-reduces, as in core."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -138,7 +139,7 @@ class _Lanes:
             lane = transfer.collective
         follows = lane == "all-reduce" and transfer.of_core and self._machine.device != "cpu"
         if follows:
-            now = self._reduced.get(transfer.fqn, now)  # queued right behind its reduce-scatter
+            now = self._reduced.get(transfer.fqn, now)  # queued directly after its reduce-scatter
         begin = max(self._lanes[lane], now)
         if self._machine.transport == "nccl":
             begin = max(begin, self._groups[transfer.group])
@@ -147,22 +148,23 @@ class _Lanes:
         if lane == "reduction":
             self._reduced[transfer.fqn] = end
         if follows:
-            self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs what it brings
+            self._later = max(self._later, (end, transfer.fqn))  # nothing in backward needs its result
         else:
             self._pending[transfer.about] = end, 0.0, transfer.fqn
 
     def wait(self, number: int, now: float) -> tuple[float, str]:
-        """When the communication's bytes are there, if one waits from `now` on, and whose they are."""
+        """When a wait that starts at `now` ends, and the group it waits for."""
         end, work, fqn = self._pending.pop(number, (now, 0.0, ""))
         return max(end, now) + work, fqn
 
     def settle(self, now: float) -> tuple[float, str]:
-        """The same for the all-reduces that backward has left to its end."""
+        """The same for the all-reduces that backward leaves to its end."""
         (end, fqn), self._later = self._later, (0.0, "")
         return max(end, now), fqn
 
 
 def replay(trace: Trace, machine: Machine, costs: OperatorCosts) -> Timeline:
+    """The times of a trace on a machine. Raises `MachineError` as `transfer_seconds` and `costs`."""
     lanes = _Lanes(machine)
     queued = machine.device != "cpu"
     seconds_of: dict[Operator, float] = {}

@@ -1,7 +1,7 @@
-"""What a simulated rank did in one iteration, in order: operators, and communication with the places it is waited for.
+"""The steps of a simulated rank in one iteration: operators, and communication with the places that wait for it.
 
-The trace knows no times: `timeline.replay` gives it those of a machine. A search makes millions of steps, so they are
-structs, which cost a third of what dataclasses do, and which the collector of cycles passes over.
+The trace has no times: `timeline.replay` adds those of a machine. A search creates millions of steps, so they are
+structs, which cost a third of dataclasses and are not tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 class Neighbourhood(NamedTuple):
-    """A process group as this rank sees it: its ranks and hosts, and which places are other ranks of this host."""
+    """A process group as seen by this rank: its ranks and hosts, and which places are other ranks of this host."""
 
     ranks: int
     hosts: int
@@ -43,7 +43,7 @@ class Neighbourhood(NamedTuple):
 
 @lru_cache(maxsize=256)
 def neighbourhood(group: dist.ProcessGroup, ranks_per_host: int) -> Neighbourhood:
-    """Which ranks of a group share this rank's host, where hosts hold consecutive ranks."""
+    """The neighbourhood of this rank in a group, if hosts hold consecutive ranks."""
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
     hosts = [rank // ranks_per_host for rank in ranks]
     local = {i for i, rank in enumerate(ranks) if hosts[i] == own // ranks_per_host and rank != own}
@@ -51,7 +51,7 @@ def neighbourhood(group: dist.ProcessGroup, ranks_per_host: int) -> Neighbourhoo
 
 
 class TensorSpec(NamedTuple):
-    """All that the time of an operator depends on in a tensor."""
+    """The properties of a tensor that determine the time of an operator."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -60,14 +60,14 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One way that an operator was called.
+    """One distinct call of an operator.
 
     Attributes:
         function: the overload.
-        args, kwargs: as it was called, with a `TensorSpec` in the place of each tensor.
-        dtype: of its first tensor, None if it has none.
-        flops: of matrix products and convolutions, 0 for everything else.
-        bytes: that it reads and writes; 0 for one that only makes views.
+        args, kwargs: its arguments, with a `TensorSpec` in place of each tensor.
+        dtype: dtype of its first tensor, None if it has none.
+        flops: floating-point operations of matrix products and convolutions, 0 for everything else.
+        bytes: bytes read and written; 0 if it only makes views.
         attention: whether it is fused attention, forward or backward.
     """
 
@@ -81,13 +81,13 @@ class Operator:
 
 
 class Operators:
-    """Every operator call that was seen: equal calls are one object."""
+    """All distinct operator calls: equal calls share one object."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Operator] = {}
 
     def of(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
-        """The operator of a call that has returned `out`."""
+        """The operator of a call that returned `out`."""
         specs, named = _spec(args), _spec(kwargs)
         key = function, specs, named
         operator = self._known.get(key)
@@ -102,12 +102,12 @@ class Operators:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    # An expanded tensor is read again and again from the same few bytes.
+    # An expanded tensor is read repeatedly from the same few bytes.
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _spec(value: Any) -> Any:
-    """A hashable picture of arguments."""
+    """A hashable description of arguments."""
     if isinstance(value, torch.Tensor):
         return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ class Ran(msgspec.Struct, frozen=True, gc=False):
 
 
 class Dispatched(msgspec.Struct, frozen=True, gc=False):
-    """An operator on so many DTensors was taken apart; those on plain tensors that it runs come as `Ran`."""
+    """An operator on this many DTensors was dispatched; the operators that it runs on plain tensors follow as `Ran`."""
 
     tensors: int
     fqn: str
@@ -132,18 +132,18 @@ class Dispatched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False):
-    """A communication of this rank began, among so many ranks on so many hosts.
+    """A communication of this rank began, among this many ranks on this many hosts.
 
     Attributes:
-        fqn: the parameter group's label, or the module that ran for communication of the model's own.
+        fqn: the parameter group's label; for the model's own communication, the running module.
         phase: forward, backward, optimizer or between.
-        bytes: of the full tensors that are gathered or reduced.
-        wire_bytes: what this rank sends; `inside` of them to ranks of its own host, the others between hosts.
-        dtype: on the wire.
-        of_core: whether `fully_shard` made it.
-        compressed: whether a `CompressionPolicy` rounds what travels.
+        bytes: bytes of the full tensors that are gathered or reduced.
+        wire_bytes: bytes that this rank sends; `inside` of them to ranks of its own host, the others between hosts.
+        dtype: dtype on the wire.
+        of_core: whether `fully_shard` started it.
+        compressed: whether a `CompressionPolicy` rounds the data.
         group: name of the process group; on a GPU its collectives run one after the other.
-        about: a number that tells it from the others.
+        about: a unique number.
     """
 
     collective: Collective
@@ -162,12 +162,12 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def moved(self) -> int:
-        """`bytes` as they travel: fewer if they are rounded for the way."""
+        """`bytes` as sent: fewer if they are rounded."""
         return self.wire_bytes * self.ranks // max(1, self.ranks - 1) if self.compressed else self.bytes
 
 
 class Awaited(msgspec.Struct, frozen=True, gc=False):
-    """From here on the rank needs what the communication with a number brings."""
+    """From here on the rank needs the result of the communication with a number."""
 
     about: int
     fqn: str
@@ -178,9 +178,9 @@ class Held(msgspec.Struct, eq=False, gc=False):
     """A storage.
 
     Attributes:
-        category: what it turned out to be.
-        block: of parameters, gradients and optimizer state: the repeated block (`repetition`) that they belong to, -1
-            for what is outside of blocks. None for everything else.
+        category: its final category.
+        block: for parameters, gradients and optimizer state, the repeated block (`repetition`) that they belong to, or
+            -1 outside of blocks. None for everything else.
     """
 
     category: Category
@@ -188,7 +188,7 @@ class Held(msgspec.Struct, eq=False, gc=False):
 
 
 class Changed(msgspec.Struct, frozen=True, gc=False):
-    """A storage has `nbytes` from here on: it was allocated, resized, or freed."""
+    """The size of a storage is `nbytes` from here on: it was allocated, resized, or freed."""
 
     about: Held
     nbytes: int
@@ -197,13 +197,13 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Entered(msgspec.Struct, frozen=True, gc=False):
-    """Forward, backward or the optimizer comes to a repeated block; -1 for what is outside of blocks."""
+    """Forward, backward or the optimizer enters a repeated block; -1 outside of blocks."""
 
     block: int
 
 
 def block_of(fqn: str, prefix: str) -> int:
-    """The repeated block that a name is in, if names in blocks begin with `prefix` and a number; -1 for none."""
+    """The repeated block of a name, if names in blocks begin with `prefix` and a number; -1 for none."""
     number = fqn[len(prefix) :].partition(".")[0] if fqn.startswith(prefix) else ""
     return int(number) if number.isdigit() else -1
 
@@ -213,7 +213,7 @@ Step: TypeAlias = Ran | Dispatched | Transfer | Awaited | Changed | Entered
 
 @dataclass
 class Trace:
-    """The steps of one iteration, and what was held with how many bytes before it."""
+    """The steps of one iteration, and the storages held before it with their sizes."""
 
     steps: list[Step] = field(default_factory=list)
     held: list[tuple[Held, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Estimates beside one another: forked processes make them, one for each core."""
+"""Parallel estimates: forked processes make them, one for each core."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 from shardkit.tools.estimating.result import Estimate
 from shardkit.tools.estimating.trace import Trace
 
-# Each has modules and caches of its own, some hundred megabytes, and a search begins with few ways.
+# Each worker has its own modules and caches, some hundred megabytes, and a search starts with few candidates.
 _MOST = 8
 
 _Task = TypeVar("_Task", bound=Hashable)
-# In a forked process: what makes its estimates. It is inherited, as jobs cannot be sent.
+# In a forked process: the function that makes estimates. It is inherited, because jobs cannot be pickled.
 _MAKE: list[Callable[[Any], Estimate]] = []
 
 
 class Workers(Generic[_Task]):
     """Makes estimates without their traces, in this process and in others; a context manager.
 
-    What another process cannot make or send back, for whatever reason, is made here: errors are those of this process.
+    Tasks that another process fails to run or send back are run here, so errors come from this process.
 
     Args:
         make: makes the estimate of a task.
-        alone: whether nothing may run beside it, as where operators are measured.
+        alone: whether nothing may run in parallel, as when operators are measured.
     """
 
     def __init__(self, make: Callable[[_Task], Estimate], *, alone: bool = False) -> None:
@@ -39,7 +39,7 @@ class Workers(Generic[_Task]):
         self._pool: ProcessPoolExecutor | None = None
         count = min(_MOST, len(os.sched_getaffinity(0)))
         if not alone and count > 1:
-            # Forked when the first task comes, before this process runs a backward: autograd's threads do not fork.
+            # Forked at the first task, before this process runs a backward: autograd's threads do not survive a fork.
             self._pool = ProcessPoolExecutor(count, get_context("fork"), _begin, (make,))
 
     def __enter__(self) -> Workers[_Task]:
@@ -50,13 +50,13 @@ class Workers(Generic[_Task]):
             self._pool.shutdown(cancel_futures=True)
 
     def begin(self, tasks: Iterable[_Task]) -> None:
-        """These will be asked for, or may be."""
+        """Starts estimates that may be requested later."""
         for task in tasks:
             if self._pool is not None and task not in self._begun:
                 self._begun[task] = self._pool.submit(_made, task)
 
     def estimate(self, task: _Task) -> Estimate:
-        """The estimate of a task; raises what making it raises."""
+        """The estimate of a task; raises the errors of `make`."""
         if self._pool is not None:
             try:
                 self.begin([task])

@@ -32,7 +32,7 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
 
 '''
 
-# What the code may use, by the module that it is imported from.
+# Names that the code may use, by the module to import them from.
 _NAMES = {
     "torch": ("nn",),
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
@@ -43,7 +43,7 @@ _NAMES = {
 
 
 def code_of(proposal: Proposal) -> str:
-    """A module with a function `shard(model)`, which makes the mesh and shards the model in place."""
+    """A Python module with a function `shard(model)`, which makes the mesh and shards the model in place."""
     candidate, policies = proposal.candidate, proposal.candidate.policies
     names, sizes = zip(*candidate.axes, strict=True)
     lines = [
@@ -52,7 +52,7 @@ def code_of(proposal: Proposal) -> str:
         f"    mesh = init_device_mesh({proposal.estimate.machine.device!r}, {sizes!r}, mesh_dim_names={names!r})",
     ]
     before = ""
-    theirs: list[Callable[..., Any]] = []  # functions of the user's own
+    theirs: list[Callable[..., Any]] = []  # the user's functions
     if policies.checkpoint:
         before += _RECOMPUTE
     if proposal.tensor_parallel is not None and "tp" in names:
@@ -107,7 +107,7 @@ def _keywords(proposal: Proposal) -> list[str]:
 
 
 def _blocks(proposal: Proposal) -> str:
-    """The blocks as an expression: a whole list of the model where they are one, else by name."""
+    """An expression for the blocks: a list of the model if they are all of it, else by name."""
     if proposal.container is None:
         return f"map(model.get_submodule, {list(proposal.blocks)!r})"
     if all(part.isidentifier() for part in proposal.container.split(".") if part):

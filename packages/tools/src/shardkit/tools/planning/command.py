@@ -18,7 +18,7 @@ from shardkit.tools.terminal import grid, print_error, progress, terminal
 
 
 def run(options: SimpleNamespace) -> int:
-    """Runs `shardkit plan`; the exit status is 1 if nothing fits."""
+    """Runs `shardkit plan`; the exit status is 1 if nothing fits. Raises `InputError`, and as `propose`."""
     if not (options.mesh.isascii() and options.mesh.isdigit()):
         raise EstimateError(f"a plan chooses the mesh; expected --world-size as a number, got '{options.mesh}'")
     for name in ("reshard", "prefetch_budget"):

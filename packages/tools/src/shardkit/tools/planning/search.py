@@ -1,4 +1,4 @@
-"""The search: which ways to shard fit a memory limit, and which of them are fastest."""
+"""The search for ways to shard that fit a memory limit, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from shardkit.tools.torch_compat import FakeTensors
 Axes: TypeAlias = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 
-# A module outside of the blocks gets a group of its own if it holds this part of all parameters.
+# A module outside of the blocks gets a separate group if it holds this part of all parameters.
 _LARGE_PART = 0.05
-# How many of the best are tried with replicas, with larger micro-batches, with more prefetching, and cut further.
+# Number of best candidates to try with replicas, larger micro-batches, more prefetching, and tensor parallelism.
 _REPLICATED, _GROWN, _PREFETCHED, _CUT = 3, 6, 3, 2
-# The part of a step that has to be exposed communication, and of the limit that has to be free, to prefetch more.
+# To prefetch more, this part of a step must be exposed communication, and this part of the limit free.
 _EXPOSED, _LEAST_FREE = 0.01, 0.02
-# The largest micro-batch, in smallest ones.
+# The largest micro-batch, as a multiple of the smallest.
 _MOST_TIMES = 8
 _MIB = 2**20
 
@@ -49,7 +49,7 @@ _MIB = 2**20
 class Candidate:
     """One way to shard and run a model: mesh, policies, samples of a micro-batch.
 
-    `apart`: whether large modules outside of the blocks are wrapped beside those that the job names.
+    `apart`: whether large modules outside of the blocks are wrapped in addition to those that the job names.
     """
 
     axes: Axes
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def samplers(self) -> int:
-        """Ranks with samples of their own: those that "tp" joins share theirs."""
+        """Ranks with samples of their own: ranks along "tp" share theirs."""
         return math.prod(size for name, size in self.axes if name != "tp")
 
     def changed(self, **policies: Any) -> Candidate:
@@ -82,7 +82,7 @@ class Candidate:
 
 
 def meshes(world_size: int, machine: Machine) -> list[Axes]:
-    """Sharding over all ranks; and over a few hosts, or one, with replicas: each takes more memory than the last."""
+    """Sharding over all ranks; then over a few hosts or one, with replicas: each takes more memory than the last."""
     found: list[Axes] = [(("dp_shard", world_size),)]
     together = machine.ranks_per_host
     while together < world_size:
@@ -93,13 +93,13 @@ def meshes(world_size: int, machine: Machine) -> list[Axes]:
 
 
 def tensor_parallel_meshes(world_size: int, machine: Machine) -> list[Axes]:
-    """Two, four and eight ranks of a host that share the work on each sample, and sharding over the others."""
+    """Two, four and eight ranks of a host that share the work on each sample, with sharding over the other ranks."""
     together = [size for size in (2, 4, 8) if machine.ranks_per_host % size == 0 and world_size % size == 0]
     return [(("dp_shard", world_size // size), ("tp", size)) for size in together]
 
 
 def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str, ...] | None]:
-    """The model's blocks; and, beside them, each module outside of them that holds a large part of the parameters."""
+    """The model's blocks; and these with each outer module that holds many parameters. Raises `EstimateError`."""
     blocks = [fqn for fqn, _ in blocks_of(model, wrap)]
     inside = {fqn for fqn, _ in model.named_modules() if any(f"{fqn}.".startswith(f"{block}.") for block in blocks)}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -118,20 +118,20 @@ def wrappings(model: nn.Module, wrap: tuple[str, ...] | None) -> list[tuple[str,
 
 
 class NothingFits(EstimateError):
-    """No candidate stays under the limit."""
+    """Raised if no candidate stays under the limit."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A candidate that fits, what it takes, and why it is proposed.
+    """A candidate that fits, its estimate, and the reasons to propose it.
 
     Attributes:
-        estimate: without its trace.
+        estimate: the estimate, without its trace.
         blocks: FQNs of the modules that get a `fully_shard` call of their own, innermost first.
-        container: FQN of the list whose modules, all of them, the blocks are; None if there is none.
+        container: FQN of the list that consists of exactly the blocks; None if there is none.
         sample_seconds: predicted time of a step divided by the samples of all ranks.
         reasons: sentences.
-        tensor_parallel: what cuts the model over an axis "tp", if the mesh has one.
+        tensor_parallel: cuts the model over an axis "tp", if the mesh has one.
     """
 
     candidate: Candidate
@@ -145,7 +145,7 @@ class Proposal:
 
 @dataclass
 class _Search:
-    """Estimates candidates, each once."""
+    """Estimates candidates, each at most once."""
 
     job: TrainingJob
     machine: Machine
@@ -164,7 +164,7 @@ class _Search:
         return estimate_job(job, dict(candidate.axes), self.machine, costs=self.costs)
 
     def attempt(self, candidate: Candidate) -> None:
-        """Estimates one, if that is possible; if not, that is told."""
+        """Estimates a candidate; if that fails, reports why."""
         if candidate in self.known:
             return
         self.progress(len(self.known))
@@ -175,15 +175,15 @@ class _Search:
             self.tell(f"gave up {candidate.describe()}: {error}")
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it stays below the limit; one that cannot be estimated does not."""
+        """Whether a candidate stays below the limit; False if it cannot be estimated."""
         self.attempt(candidate)
         return candidate in self.known and self.known[candidate].reserved_bytes <= self.limit
 
     def too_large(self, grown: Candidate) -> bool:
-        """Whether a micro-batch cannot fit, by what half and a quarter of it took.
+        """Whether a micro-batch cannot fit, judged by the peaks of half and a quarter of it.
 
-        The peak is the largest of sums that each grow in proportion to the samples, so it grows ever faster. A
-        micro-batch of one saves copies that others need; that is what a fiftieth is for.
+        The peak is the largest of sums that each grow in proportion to the samples, so its growth never slows. A
+        micro-batch of one saves copies that others need; a margin of a fiftieth allows for that.
         """
         half, quarter = (replace(grown, micro_batch=grown.micro_batch // part) for part in (2, 4))
         if quarter not in self.known or half not in self.known:
@@ -192,9 +192,9 @@ class _Search:
         return 0.98 * (3 * last - 2 * before) + self.machine.process_bytes > self.limit
 
     def too_few_shards(self, candidate: Candidate, known: Candidate) -> bool:
-        """Whether weights and optimizer state alone take more than the limit, by what they are in a known candidate.
+        """Whether weights and optimizer state alone exceed the limit, judged by their sizes in a known candidate.
 
-        Rank 0 holds no smaller part of any parameter than the others, unless placements say otherwise.
+        Rank 0's part of every parameter is at least as large as other ranks', unless placements differ.
         """
         ranks = dict(candidate.axes)["dp_shard"]
         least = self.known[known].checkpoint.whole // ranks + self.machine.process_bytes
@@ -205,9 +205,9 @@ class _Search:
         return self.known[candidate].timeline.step / samples
 
     def ranked(self) -> list[Candidate]:
-        """Those that fit, fastest first, of equal times (to four digits) the one that reserves least memory.
+        """Candidates that fit, fastest first; for equal times (to four digits), least reserved memory first.
 
-        Of prefetch budgets that come to the same, the smallest.
+        Among prefetch budgets with the same result, the smallest.
         """
         distinct: dict[Any, Candidate] = {}
 
@@ -237,19 +237,19 @@ def propose(
     tell: Callable[[str], None] = lambda _: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Proposal]:
-    """Ways to run a job on so many ranks below `limit` bytes of reserved memory each, fastest per sample first.
+    """Ways to run a job on `world_size` ranks with at most `limit` bytes each, fastest per sample first.
 
-    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch,
-    except that parameters are kept for backward only where the model fits without that; the best of those that fit
-    also with replicas, which take more memory, and with tensor parallelism if the job has a plan for it. The best
-    of all that fit get larger micro-batches as long as they fit, and the best of these more prefetching, by number
-    of groups and by bytes. The smallest micro-batch is the job's own, the largest eight times that, unless told
-    otherwise. `margin` is the part of the limit that stays free, for what estimates miss. `tell` gets what could
-    not be tried, `progress` the number of estimates so far.
+    Every combination of wrapping, reshard policy and recomputation is estimated with the smallest micro-batch;
+    parameters are kept for backward only if the model fits without that. The best that fit are also tried with
+    replicas, which take more memory, and with tensor parallelism if the job has a plan for it. The best of all then get
+    larger micro-batches as long as they fit, and the best of these get more prefetching, by number of groups and by
+    bytes. By default the smallest micro-batch is the job's own and the largest eight times that. `margin` is the part
+    of the limit that stays free, because estimates err. `tell` receives messages about candidates that could not be
+    tried, `progress` the number of estimates so far.
 
     Raises:
-        NothingFits: with the candidate that comes closest.
-        EstimateError: if the job cannot be estimated, or comes sharded.
+        NothingFits: if no candidate fits; names the one that comes closest.
+        EstimateError: if the job cannot be estimated, or its factory shards the model.
     """
     plain = _build(job, machine)
     micro_batch = micro_batch or micro_batch_of(job)
@@ -265,7 +265,7 @@ def propose(
 def _explore(
     search: _Search, world_size: int, wraps: list[tuple[str, ...] | None], micro_batch: int, most_micro_batch: int
 ) -> None:
-    """Attempts, in the order that `propose` tells."""
+    """Attempts candidates in the order that `propose` describes."""
     job = search.job
     first, *other = meshes(world_size, search.machine)
     plain = [
@@ -316,7 +316,7 @@ def _build(job: TrainingJob, machine: Machine) -> nn.Module:
 
 
 def _cut_further(search: _Search, world_size: int) -> None:
-    """Tensor parallelism in the place of some data parallelism, for the best that fit, else for the smallest."""
+    """Replaces some data parallelism by tensor parallelism, for the best that fit, else for the smallest."""
     cut = tensor_parallel_meshes(world_size, search.machine)
     if search.job.tensor_parallel is None or not cut:
         return
@@ -331,7 +331,7 @@ def _cut_further(search: _Search, world_size: int) -> None:
 
 
 def _prefetch_more(search: _Search, candidate: Candidate) -> None:
-    """One group more ahead; and a budget of what the limit leaves, which also decides what stays for backward."""
+    """Gathers one more group ahead; and tries a budget of the remaining bytes, which also decides what is kept."""
     found = search.known[candidate]
     search.attempt(candidate.changed(prefetch_depth=candidate.policies.prefetch_depth + 1))
     free = search.limit - found.reserved_bytes
@@ -364,7 +364,7 @@ def _proposal(search: _Search, candidate: Candidate, plain: nn.Module) -> Propos
 
 
 def _reasons(search: _Search, candidate: Candidate) -> Iterator[str]:
-    """What each choice saves and costs against the candidate that differs in nothing else."""
+    """The savings and costs of each choice, compared with the candidate that differs only in it."""
     found = search.known[candidate]
     line, share = found.timeline, found.reserved_bytes / search.limit
     yield f"takes {show(found.reserved_bytes, 'bytes')}, {share:.0%} of the limit; its peak is {found.peak.place}"

@@ -1,4 +1,4 @@
-"""Profiling: what each rank did, held and waited for, by module."""
+"""Profiling: the work, memory and waits of each rank, by module."""
 
 from shardkit.tools.profiling.session import Profile, profile
 

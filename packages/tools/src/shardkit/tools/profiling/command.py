@@ -17,7 +17,7 @@ from shardkit.tools.terminal import print_error, terminal
 
 
 def run(options: SimpleNamespace) -> int:
-    """Runs the command; returns its exit status, or 2 if it records nothing."""
+    """Runs the command; returns its exit status, or 2 if nothing is recorded. Raises `InputError` and `ReportError`."""
     outputs = (options.out, options.html, options.trace)
     check_targets(*outputs)
     with tempfile.TemporaryDirectory(prefix="shardkit-profile-") as directory:
@@ -48,7 +48,7 @@ def run(options: SimpleNamespace) -> int:
 
 
 def _clear(records: Path) -> None:
-    """Makes the directory, and takes away the records of an earlier run; nothing else."""
+    """Makes the directory, and deletes the records of an earlier run, nothing else. Raises `InputError`."""
     try:
         records.mkdir(parents=True, exist_ok=True)
     except OSError as error:

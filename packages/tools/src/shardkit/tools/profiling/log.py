@@ -1,6 +1,6 @@
-"""What a rank writes down while it is profiled: core's events and a few of our own, each with its time.
+"""The log of a profiled rank: core's events and a few of our own, each with its time.
 
-Writing is all that happens during training; `replay.py` makes sense of the entries afterwards.
+During training entries are only written; `replay.py` interprets them afterwards.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class OptimizerEnded:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """From now on `key` holds so many bytes of a category.
+    """From now on `key` holds this many bytes of a category.
 
-    Categories and their keys: "activations" (a storage that autograd keeps), "gradients" (a parameter with an unsharded
-    gradient); and with an empty key all of this rank's "sharded_parameters", "sharded_gradients", "optimizer" and
-    "other" (buffers), and "resident", which is what the system, or the device's allocator, counts.
+    Categories and their keys: "activations" (a storage that autograd keeps) and "gradients" (a parameter with an
+    unsharded gradient). With an empty key, for the whole rank: "sharded_parameters", "sharded_gradients", "optimizer",
+    "other" (buffers), and "resident", as counted by the system or the device's allocator.
     """
 
     category: str
@@ -57,7 +57,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class GradientsKept:
-    """After a backward: the parameters that still have an unsharded gradient, as no reduction has taken it."""
+    """After a backward: the parameters that still have an unsharded gradient, because no reduction has taken it."""
 
     fqns: tuple[str, ...]
 
@@ -66,7 +66,7 @@ Entry: TypeAlias = Event | OptimizerBegan | OptimizerEnded | Held | GradientsKep
 
 
 def carried(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries that bring about the memory at the end of `entries`; what was resident then is read anew."""
+    """The entries that reproduce the memory at the end of `entries`; resident memory is read again."""
     storage: Counter[tuple[str, events.StorageKind]] = Counter()
     held: dict[tuple[str, int | str], Entry] = {}
     for entry in entries:
@@ -90,11 +90,11 @@ class Whereabouts:
 
     Attributes:
         step: number of the step, from 0.
-        phase: what the rank does.
+        phase: the current phase of the rank.
 
     Args:
-        trains: whether the log holds optimizer steps, after which the next root forward is a new step. If not, every
-            root forward is one.
+        trains: whether the log holds optimizer steps, after which the next root forward starts a new step. If not,
+            every root forward is a step.
     """
 
     def __init__(self, trains: bool) -> None:
@@ -106,11 +106,11 @@ class Whereabouts:
 
     @property
     def module(self) -> str:
-        """The innermost module that has begun and not ended; the phase in brackets where there is none."""
+        """The innermost running module; the phase in brackets if there is none."""
         return self._modules[-1][0] if self._modules else f"({self.phase})"
 
     def follow(self, entry: Entry) -> bool:
-        """Takes the next entry in; True if a new step begins with it."""
+        """Reads the next entry; True if a new step begins with it."""
         if isinstance(entry, ModuleBegan):
             return self._began(entry)
         if isinstance(entry, ModuleEnded):
@@ -136,7 +136,7 @@ class Whereabouts:
             self._border = not self._trains
         place = len(self._modules)
         if entry.phase == "backward":
-            # Below the modules that it contains: one whose output is that of its last part begins backward after it.
+            # Below the modules that contain it: if their outputs are the same, it begins backward after them.
             inside = (
                 index
                 for index, (fqn, phase) in enumerate(self._modules)
@@ -151,7 +151,7 @@ class Whereabouts:
 
 
 def last_complete(entries: Iterable[Entry]) -> int | None:
-    """How many entries there are up to the end of the last optimizer step, with what was counted right after it.
+    """The number of entries up to the end of the last optimizer step, including the counts right after it.
 
     None if there is no such step.
     """

@@ -1,4 +1,4 @@
-"""Memory over time from a log: by category, by module, and what the peak was made of."""
+"""Memory over time from a log: by category, by module, and the composition of the peak."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _OF_KIND: dict[StorageKind, str] = {
     "residual": "communication",
     "gradient": "gradients",
 }
-# A chart cannot show more, and a report should stay small.
+# A chart cannot show more, and reports should stay small.
 _MOST_POINTS = 3000
 
 
 class Memory:
-    """Follows a log. Levels never fall below zero: what was allocated before the recording is not known.
+    """Follows a log. Levels never fall below zero, because allocations before the recording are not known.
 
     Attributes:
-        module_peaks: by module and category, in bytes.
+        module_peaks: peaks by module and category, in bytes.
 
     Args:
-        entries: the whole log, for the names of its modules: a prefetched one's memory comes before its name.
+        entries: the whole log, for the names of its modules: memory of a prefetched module precedes its name.
         where: follows the same log, one entry ahead.
     """
 
@@ -82,7 +82,7 @@ class Memory:
         )
 
     def owner(self, fqn: str) -> str:
-        """The module that a parameter, or a group's label, belongs to: the longest name that it begins with."""
+        """The module of a parameter or of a group's label: the longest module name that it begins with."""
         owner = self._owners.get(fqn)
         if owner is None:
             fits = [
@@ -94,13 +94,13 @@ class Memory:
         return owner
 
     def _release(self, gone: Callable[[str], bool]) -> None:
-        """The unsharded gradients of some parameters are a reduction's, or have become sharded ones."""
+        """Drops the unsharded gradients of some parameters: a reduction has taken them, or they are sharded now."""
         for fqn in [str(key) for category, key in self._held if category == "gradients"]:
             if gone(fqn):
                 self._hold("gradients", fqn, 0)
 
     def _deliver(self, size: int) -> None:
-        """A reduction's result has become sharded gradients, or was added to them: they are counted after backward."""
+        """Counts a reduction's result as new sharded gradients, or as added to existing ones, until backward ends."""
         counted, parameters = (
             self._held.get((category, ""), (0, ""))[0] for category in ("sharded_gradients", "sharded_parameters")
         )
@@ -132,7 +132,7 @@ class Memory:
 
 
 def _thinned(points: list[tuple[float, int]]) -> Series:
-    """At most a few thousand points: of those that fall into one interval the largest and the last."""
+    """At most a few thousand points: from each interval the largest and the last."""
     if len(points) > _MOST_POINTS:
         begin, width = points[0][0], (points[-1][0] - points[0][0]) / (_MOST_POINTS / 2) or 1.0
         kept: dict[int, list[tuple[float, int]]] = {}

@@ -1,8 +1,8 @@
-"""Writes the log of one rank: listens to core, hooks into optimizer steps and saved tensors, reads memory.
+"""Writes the log of one rank: listens to core, hooks optimizer steps and saved tensors, reads memory.
 
-One step is what lies between two root forwards of which the second follows an optimizer step, so accumulation and
-several optimizers make one step. The log starts anew when the warm-up ends, at such a border, and closes after the last
-step that is wanted.
+A step lies between two root forwards, the second of which follows an optimizer step; so accumulation and several
+optimizers make one step. The log restarts at such a border when the warm-up ends, and closes after the last requested
+step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardkit.core.torch_compat import local_of
 from shardkit.tools.profiling.log import STARTED, Entry, GradientsKept, Held, OptimizerBegan, OptimizerEnded, carried
 from shardkit.tools.report.schema import Group
 
-# Entries beyond this many are not kept: some hundred megabytes.
+# At most this many entries are kept: some hundred megabytes.
 _MOST_ENTRIES = 2_000_000
 
 
@@ -42,17 +42,17 @@ class Recorder:
         entries: (seconds of `time.perf_counter`, entry), in order.
         anchor: host time and a timing event that the device had reached then, None on a CPU.
         truncated: whether there were more entries than are kept.
-        full: whether the last wanted step is over.
-        rank, world_size, backend: this rank's place when the recording begins: groups may be gone when it ends.
+        full: whether the last requested step is over.
+        rank, world_size, backend: taken when the recording begins, because groups may be gone when it ends.
         shards: bytes of this rank's part of each parameter, by FQN.
-        owned: those that lie whole on one rank.
+        owned: bytes of those parts that lie whole on one rank.
         holders: the class of the module that holds each parameter, by the parameter's FQN.
-        capacity: bytes of memory that there are, on a CPU for all ranks of the host; 0 if that is not known.
-        seconds: spent in the recorder.
+        capacity: bytes of memory, on a CPU for all ranks of the host; 0 if not known.
+        seconds: time spent in the recorder.
 
     Args:
-        warmup, steps: which steps are written down: `steps` of them (None: until the end) after the first `warmup`.
-        when_full: called at the end of the last wanted step; has to stop the recorder, as is done by default.
+        warmup, steps: the steps to record: `steps` of them (None: until the end) after the first `warmup`.
+        when_full: called at the end of the last requested step; must stop the recorder, as the default does.
 
     Raises:
         ValueError: for a negative `warmup` and for `steps` below 1.
@@ -109,7 +109,7 @@ class Recorder:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self, model: nn.Module | None = None, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Begins to write. What is not handed over is found when it is first used."""
+        """Starts to record. A model or optimizer that is not passed is found at its first use."""
         self._optimizers.update(optimizers)
         if model is not None:
             self._roots.append(weakref.ref(model))
@@ -124,7 +124,7 @@ class Recorder:
         self._count_holdings()
 
     def stop(self) -> bool:
-        """Ends the log; False if it has ended before."""
+        """Ends the log; False if it has already ended."""
         if self._subscription is None:
             return False
         self._subscription.close()
@@ -138,9 +138,9 @@ class Recorder:
         return True
 
     def leave(self) -> None:
-        """Takes the hooks on saved tensors away, on the stack frame that `start` was called on.
+        """Removes the hooks on saved tensors; call it on the stack frame that called `start`.
 
-        Elsewhere hooks of the user may lie above them: they stay then, and do nothing once the log is closed.
+        In other frames the user's hooks may lie above them: then they stay, and do nothing once the log is closed.
         """
         if self.activations:
             self._saved.hooks.__exit__()
@@ -157,12 +157,12 @@ class Recorder:
 
     @property
     def warm(self) -> bool:
-        """Whether the steps that were to be left out are over."""
+        """Whether the warm-up steps are over."""
         return self._steps >= self._warmup
 
     @property
     def overhead(self) -> float:
-        """Seconds that recording has cost: measured inside, and what it costs to call it, by `_costs`."""
+        """Seconds that recording has cost: the time measured inside, and the time of the calls, by `_costs`."""
         outside = len(self.entries) * self._each_event + self._saved.packed * self._each_pack
         return self.seconds + self._saved.seconds + outside
 
@@ -199,7 +199,7 @@ class Recorder:
         self._count_resident()
 
     def _border(self, first: events.ModuleBegan) -> None:
-        """A step is over, and the forward that begins with `first` is the next one's."""
+        """Ends a step; the forward that begins with `first` belongs to the next one."""
         self._stepped = False
         self._steps += 1
         if self._steps == self._warmup:
@@ -241,7 +241,7 @@ class Recorder:
         self._write(OptimizerEnded())
         self._stepped = True
         states = sum(len(one.state) for one in self._optimizers)
-        if states != self._states:  # each optimizer makes its state in its own first step
+        if states != self._states:  # each optimizer creates its state in its own first step
             self._states = states
             self._count_states()
         self._count_resident()
@@ -295,13 +295,13 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _class_of(module: nn.Module) -> str:
-    """The name of its class; that of a sharded module is the one it had before."""
+    """The name of a module's class; for a sharded module, of its original class."""
     own = [cls for cls in type(module).__mro__ if not issubclass(FSDPModule, cls) and not issubclass(cls, FSDPModule)]
     return own[0].__name__
 
 
 def _limits_of_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Bytes of memory that this process's control group, and those around it, may have (version 2 of them)."""
+    """Memory limits, in bytes, of this process's control groups (version 2), innermost first."""
     try:
         path = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
@@ -316,7 +316,7 @@ def _limits_of_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = P
 
 
 class _Residence:
-    """Reads what the process holds: resident memory on a CPU, elsewhere what the allocator has taken of the device."""
+    """Reads the memory of the process: resident memory on a CPU, elsewhere the allocator's reserved memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -329,14 +329,14 @@ class _Residence:
         return int(os.pread(self._file, 64, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def capacity(self) -> int:
-        """Bytes that there are, on a CPU no more than the control group may have; 0 where the device does not say."""
+        """Bytes of memory, on a CPU at most the control group's limit; 0 if the device does not report it."""
         if self._module is not None:
             told = getattr(self._module, "mem_get_info", None)
             return 0 if told is None else int(told(self._device)[1])
         return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"), *_limits_of_control_groups()])
 
     def close(self) -> None:
-        """Gives the file back; once."""
+        """Closes the file; call it once."""
         if self._file >= 0:
             os.close(self._file)
 
@@ -346,7 +346,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def _costs(rounds: int = 200) -> tuple[float, float]:
-    """Seconds to build an event of core and hand it over, and to call a saved-tensor hook; takes about 5 ms."""
+    """Seconds to build and emit an event of core, and to call a saved-tensor hook; takes about 5 ms."""
 
     def seconds(work: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -363,10 +363,10 @@ def _costs(rounds: int = 200) -> tuple[float, float]:
 
 
 class _SavedTensors:
-    """Counts what autograd saves on the thread that enters `hooks`, the parameters of `roots` left out.
+    """Counts tensors that autograd saves on the thread that enters `hooks`, except parameters of `roots`.
 
     Args:
-        write: what each storage is told to.
+        write: called with the key and bytes of each storage.
         active: whether to count at all.
     """
 
@@ -386,15 +386,15 @@ class _SavedTensors:
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def stop(self) -> None:
-        """Stops counting. The hooks on saved tensors stay until they are left, and do nothing."""
+        """Stops counting. The hooks on saved tensors stay until `leave`, and do nothing."""
         self.active = False
         for hook in self._gradient_hooks:
             hook.remove()
 
     def enter_module(self, fqn: str) -> None:
-        """The module's forward begins: its parameters, unsharded before anything is saved in it, are not to be counted.
+        """Call when the module's forward begins: its unsharded parameters must not be counted.
 
-        They are looked up when something is saved; a forward without grad saves nothing.
+        They are looked up when a tensor is saved; a forward without grad saves none.
         """
         if fqn not in self._known:
             self._unknown.add(fqn)
@@ -403,7 +403,7 @@ class _SavedTensors:
         self._unknown.discard(fqn)
 
     def end_backward(self) -> None:
-        """A backward is over: tells which unsharded gradients are still there."""
+        """Call at the end of a backward: reports which unsharded gradients still exist."""
         if self.active:
             there = ((name, reference()) for name, reference in self._unsharded.items())
             self._write(GradientsKept(tuple(name for name, one in there if one is not None and one.grad is not None)))
@@ -455,7 +455,7 @@ class _SavedTensors:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What holds the memory of a tensor of another class; None for subclasses without memory that can be told."""
+    """The tensor that holds the memory of a subclass; None for subclasses whose memory cannot be determined."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor if type(tensor) is nn.Parameter else None

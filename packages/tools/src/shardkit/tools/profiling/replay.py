@@ -1,4 +1,4 @@
-"""From a recorder's log to the record of its rank."""
+"""Converts a recorder's log to the record of its rank."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from shardkit.tools.report.schema import (
     Wait,
 )
 
-# Who was idle for less was not waiting: the end had come before.
+# A shorter idle time is not a wait: the operation had already ended.
 _IDLE = 20e-6
 _PARTS = ("forward", "backward", "optimizer", "exposed", "blocked", "launch")
 
 
 class Replay:
-    """Goes through a log once.
+    """Reads a log once.
 
     Attributes:
-        operations: those that have ended, in the order of their start.
+        operations: finished operations, in the order of their start.
         waits, spans: in the order of their end.
         groups: the process groups of the operations, which refer to them by index.
         prefetches: hits and misses, by module.
-        memory: has followed the whole log.
+        memory: the memory over the whole log.
 
     Args:
         trains: whether the log holds optimizer steps (see `Whereabouts`).
-        groups: what the recorder has written down about each process group.
-        anchor: a time of the host, and a timing event that the device had reached then; None on a CPU.
+        groups: the recorder's data about each process group.
+        anchor: a host time, and a timing event that the device had reached then; None on a CPU.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Replay:
 
     def _finished(self, time: float, event: events.GatherFinished) -> None:
         under_way = self._under_way[FINISHED[type(event)], event.fqn]
-        if under_way:  # else it was started before the recording
+        if under_way:  # else it started before the recording
             one = under_way.pop(0)
             one.end = time
             self.operations.append(one)
@@ -170,7 +170,7 @@ class Replay:
                     one.end_seen = True
 
     def _wait_started(self, time: float, event: events.WaitStarted) -> None:
-        """It is for the oldest operation under way that fits."""
+        """The wait is for the oldest matching operation in flight."""
         fits = [one for kind in CARRIED.get(event.operation, ()) for one in self._under_way[kind, event.fqn]]
         self._waiting.append((min(fits, key=lambda one: one.start, default=None), time))
 
@@ -185,7 +185,7 @@ class Replay:
         self._seconds["blocked"][self._where.step] += blocked
         where = self._where
         if event.span is not None:
-            # The compute stream stood still, for the newest operation that the lane has carried for this group.
+            # The compute stream waited for the newest operation of this group on the lane.
             kinds = CARRIED.get(event.operation, ())
             carried = (one for one in reversed(self.operations) if one.fqn == event.fqn and one.kind in kinds)
             target, began = next(carried, None), time
@@ -240,10 +240,10 @@ class Replay:
 
 
 def record_of(recorder: Recorder) -> RankRecord:
-    """What a recorder that has stopped makes known. Not collective.
+    """The record of a stopped recorder. Not collective.
 
-    What comes after the last optimizer step is left out: it is no whole step. There are no steps if the recording ended
-    within its warm-up, or before a root's forward had ended.
+    Entries after the last optimizer step are dropped, because they are not a whole step. There are no steps if the
+    recording ended within its warm-up, or before a root's forward had ended.
     """
     entries = recorder.entries
     complete = last_complete(entry for _, entry in entries)

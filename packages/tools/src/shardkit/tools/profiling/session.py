@@ -1,11 +1,11 @@
-"""Who records: `profile`, a context manager; or the environment (`SHARDKIT_PROFILE`), whatever the script does.
+"""Starts recordings: by `profile`, a context manager, or by the environment (`SHARDKIT_PROFILE`), for any script.
 
 Core calls `start` in each process at its first `fully_shard`, through the entry point group `shardkit.observers`. When
-the wanted steps are over, or the process ends before, the rank writes its record into the directory.
+the requested steps are over, or the process ends earlier, the rank writes its record into the directory.
 
-    SHARDKIT_PROFILE_WARMUP    steps to leave out first (default 1)
+    SHARDKIT_PROFILE_WARMUP    steps to skip first (default 1)
     SHARDKIT_PROFILE_STEPS     steps to record after that (default 10)
-    SHARDKIT_PROFILE_ACTIVATIONS    0: what autograd saves is not counted, which costs less
+    SHARDKIT_PROFILE_ACTIVATIONS    0: do not count tensors that autograd saves, which costs less
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ACTIVATIONS = "SHARDKIT_PROFILE_ACTIVATIONS"
 
 
 class Profile:
-    """What `profile` returns; a context manager, to be entered once.
+    """The result of `profile`; a context manager that can be entered once.
 
     Attributes:
-        report: the report, on rank 0, once the block has ended; None before, on other ranks, and after an exception in
-            the block.
+        report: the report, on rank 0, after the block; None before, on other ranks, and after an exception in the
+            block.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._recorder.stop()
         self._recorder.leave()
-        if error is not None:  # the other ranks may be anywhere: nothing collective
+        if error is not None:  # other ranks may be anywhere, so nothing collective may run
             return
         records = _records_on_rank_0(self._recorder)
         if records:
@@ -78,23 +78,23 @@ def profile(
     steps: int | None = 50,
     activations: bool = True,
 ) -> Profile:
-    """A context manager around a training loop that records what its steps did and waited for.
+    """A context manager around a training loop that records the work and waits of its steps.
 
-    Every rank enters and leaves it; leaving is collective over the default process group, unless by an exception.
-    Rank 0 gets what all ranks have recorded.
+    Every rank must enter and leave it. Leaving is collective over the default process group, unless an exception ends
+    the block. Rank 0 receives the records of all ranks.
 
     Args:
         model: the sharded model, the root of its iterations.
-        optimizer: what steps it, one or several; found by themselves at their first step where left out.
-        path: rank 0 writes the report there as JSON.
-        warmup: steps to leave out first. The first iteration of a model is slower: it plans, and learns the order.
-        steps: how many to record after that; None for all up to the end of the block.
-        activations: whether to count what autograd saves for backward.
+        optimizer: the optimizer or optimizers of the model; if omitted, they are found at their first step.
+        path: rank 0 writes the report to this file as JSON.
+        warmup: steps to skip first. The first iteration of a model is slower: it plans, and learns the order.
+        steps: number of steps to record after that; None for all up to the end of the block.
+        activations: whether to count tensors that autograd saves for backward.
 
     Raises:
         ValueError: for a negative `warmup` or `steps` below 1.
-        RuntimeError: on leaving, on every rank, if the log of one cannot be read. What fails after that (merging the
-            records, writing `path`) is raised on rank 0 alone, while the others go on.
+        RuntimeError: on leaving, on every rank, if the log of any rank cannot be read. Later errors (merging the
+            records, writing `path`) are raised only on rank 0, while the others continue.
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     recorder = Recorder(_device_of(model), warmup, steps, activations=activations)
@@ -102,7 +102,7 @@ def profile(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: the device of its mesh, or of its parameters."""
+    """The device on which the model computes: that of its mesh, or of its parameters."""
     first = next(model.parameters(), None)
     if isinstance(first, DTensor) and first.device_mesh.device_type != "cpu":
         kind = first.device_mesh.device_type
@@ -111,7 +111,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _records_on_rank_0(recorder: Recorder) -> list[RankRecord]:
-    """The records of all ranks on rank 0, nothing on the others; raises on all of them if one has no record."""
+    """The records of all ranks on rank 0, none on the others; raises on all ranks if one has no record."""
     own, failed = None, None
     try:
         own = record_of(recorder)
@@ -127,22 +127,22 @@ def _records_on_rank_0(recorder: Recorder) -> list[RankRecord]:
     assert own is not None
     if world_size == 1:
         return [own]
-    # A log has megabytes, so only one rank gets those of all.
+    # A log takes megabytes, so only one rank receives all of them.
     found: list[RankRecord | None] | None = [None] * world_size if dist.get_rank() == 0 else None
     dist.gather_object(own, found, dst=0)
     return [one for one in found or [] if one is not None]
 
 
 def start() -> None:
-    """Begins to record this process as the environment says.
+    """Starts recording this process according to the environment.
 
     Raises:
-        ValueError: for a setting that is no number, or out of range.
+        ValueError: if a setting is not a number, or out of range.
     """
     directory, process = Path(os.environ[TARGET]), os.getpid()
 
     def end() -> None:
-        """Closes the log and writes the record, once; does nothing in a process that was forked."""
+        """Closes the log and writes the record, once; does nothing in a forked process."""
         if os.getpid() != process or not recorder.stop():
             return
         try:

@@ -1,4 +1,4 @@
-"""Reports: their schema, and everything that is made from them."""
+"""Reports: their schema, and everything made from them."""
 
 from shardkit.tools.report.files import ReportError, read_report, write_report
 from shardkit.tools.report.schema import Report

@@ -30,7 +30,7 @@ from shardkit.tools.terminal import grid, terminal
 
 
 def run(options: SimpleNamespace) -> int:
-    """Runs `shardkit report`; the exit status is 1 if a limit is broken."""
+    """Runs `shardkit report`; the exit status is 1 if a limit is broken. Raises `InputError` and `ReportError`."""
     check_targets(options.html, options.trace, options.json)
     limits = [parse_limit(text) for text in options.fail_on]
     reports = [read_report(path) for path in options.reports]
@@ -68,7 +68,7 @@ _ROWS = 12
 
 
 def print_report(report: Report) -> None:
-    """Prints the figures of a run, its ranks, what it waited for most, its memory, and the estimate if there is one."""
+    """Prints the figures of a run, its ranks, its longest waits, its memory, and the estimate if there is one."""
     console = terminal()
     console.print(title_of(report))
     console.print(shlex.join(report.run.command), style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Reports as files, the records of ranks that they are made from, and estimates to stand beside them."""
+"""Report files, the records of ranks that they are made from, and estimates to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECORD_SCHEMA, _RECORD_VERSION = "shardkit.record", 1
 
 
 class ReportError(InputError):
-    """A file that is no report this version can read; the text says why and what to do."""
+    """A file that is not a report for this version; the message says why and what to do."""
 
 
 class _Head(msgspec.Struct):
@@ -24,7 +24,7 @@ class _Head(msgspec.Struct):
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes a report as JSON. Raises `OSError` where the file system refuses."""
+    """Writes a report as JSON. Raises `OSError` if the file system refuses."""
     write_text(path, json_text(report))
 
 
@@ -32,7 +32,7 @@ def read_report(path: Path) -> Report:
     """The report in a file.
 
     Raises:
-        ReportError: the file cannot be read, is cut short, is no report, or one of another version.
+        ReportError: if the file cannot be read, is truncated, or is not a report of this version.
     """
     head = read_json(path, _Head, "a report of `shardkit profile`", ReportError)
     if head.schema != SCHEMA:
@@ -48,9 +48,9 @@ def read_report(path: Path) -> Report:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank leaves behind, before the ranks are merged.
+    """The record that one rank writes, before the ranks are merged.
 
-    Times are those of `time.perf_counter`; `wall` is what `time.time` was ahead of it.
+    Times are those of `time.perf_counter`; `wall` is the difference of `time.time` to it.
     """
 
     run: Run
@@ -62,7 +62,7 @@ class RankRecord:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file is the record of a rank, of any version."""
+    """Whether a file is a rank's record, of any version."""
     try:
         return read_json(path, _Head, "a record of a rank", ReportError).schema == _RECORD_SCHEMA
     except ReportError:
@@ -70,7 +70,7 @@ def is_record(path: Path) -> bool:
 
 
 def write_record(record: RankRecord, directory: Path) -> None:
-    """Writes `rank-<rank>.json` into the directory, which is made if need be."""
+    """Writes `rank-<rank>.json` into the directory, which is created if missing. Raises `OSError`."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / f"rank-{record.rank.rank}.json", json_text(record))
 
@@ -79,7 +79,7 @@ def read_records(directory: Path) -> list[RankRecord]:
     """The records of a run, by rank.
 
     Raises:
-        ReportError: there are none, or one of them cannot be used.
+        ReportError: if there are none, or one of them cannot be used.
     """
     records = []
     for path in directory.glob("rank-*.json"):
@@ -115,7 +115,7 @@ class _Timeline(msgspec.Struct):
 
 
 class _Predicted(msgspec.Struct):
-    """What of an estimate has a counterpart in a report."""
+    """The parts of an estimate that have a counterpart in a report."""
 
     kind: Literal["estimate"]
     schema: Literal[1]
@@ -127,10 +127,10 @@ class _Predicted(msgspec.Struct):
 
 
 def read_estimate(path: Path) -> Estimate:
-    """What `shardkit estimate --json` predicted, per step and for the rank that was estimated.
+    """The prediction of `shardkit estimate --json`, per step and for the estimated rank.
 
     Raises:
-        ReportError: the file cannot be read, or is no estimate of this version.
+        ReportError: if the file cannot be read, or is not an estimate of this version.
     """
     found = read_json(path, _Predicted, "one estimate of `shardkit estimate --json`", ReportError)
     collectives = [row for row in found.traffic if row.of_core]

@@ -1,4 +1,4 @@
-"""The figures of a run that fit on one line each: what runs are compared by and what limits are set on."""
+"""Figures of a run that fit on one line each, to compare runs and to set limits on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit.tools.report.schema import Operation, Rank, Report
 
 
 def meetings(ranks: list[Rank]) -> dict[tuple[int, str, int], dict[int, Operation]]:
-    """Each collective, by group, kind and number, as all ranks saw it: their operations by rank."""
+    """Each collective, by group, kind and number, with the operations of all ranks that saw it, by rank."""
     found: dict[tuple[int, str, int], dict[int, Operation]] = defaultdict(dict)
     for rank in ranks:
         for one in rank.operations:
@@ -24,12 +24,12 @@ def meetings(ranks: list[Rank]) -> dict[tuple[int, str, int], dict[int, Operatio
 
 
 def waited_for_ranks(one: Operation, last_start: float) -> float:
-    """The seconds of an operation's wait that lie before the last rank's start: skew, which no bandwidth can help."""
+    """Seconds of an operation's wait before the last rank started: skew, which no bandwidth can reduce."""
     return max(0.0, min(one.blocked, last_start - (one.end - one.exposed)))
 
 
 def skew_by_rank(report: Report) -> dict[int, float]:
-    """Seconds a step that each rank waited for ranks that came later."""
+    """Seconds per step that each rank waited for later ranks."""
     skew = {rank.rank: 0.0 for rank in report.ranks}
     for meeting in meetings(report.ranks).values():
         last_start = max(one.start for one in meeting.values())
@@ -59,7 +59,7 @@ def times_last(report: Report) -> Counter[int]:
 
 @dataclass(frozen=True)
 class Owner:
-    """What lies whole on a rank (placement `Owned`), and the seconds that the rank's optimizer takes a step."""
+    """A rank's whole parameters (placement `Owned`), and the seconds per step of its optimizer."""
 
     rank: int
     owned: dict[str, int]
@@ -71,7 +71,7 @@ class Owner:
 
 
 def owners(report: Report) -> list[Owner]:
-    """Every rank, with what it owns, largest first; none where nothing is owned."""
+    """All ranks and what they own, largest first; empty if nothing is owned."""
     found = [
         Owner(
             rank.rank,
@@ -85,7 +85,7 @@ def owners(report: Report) -> list[Owner]:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run; less is better for all of them."""
+    """A figure of a run; smaller is better for all of them."""
 
     name: str
     unit: Unit
@@ -94,7 +94,7 @@ class Measure:
 
 
 def step_time(report: Report) -> float:
-    """Seconds of a step: the median over the steps, of the rank that took longest in each; 0 without steps."""
+    """Seconds of a step: the median over steps of the slowest rank's time in each; 0 without steps."""
     times = _step_times(report)
     return statistics.median(times) if times else 0.0
 
@@ -105,15 +105,15 @@ def _step_times(report: Report) -> list[float]:
 
 
 def share_of_step(report: Report, seconds: float) -> float:
-    """`seconds`, a mean over the steps, as a share of the mean step; of the rank that took longest in each.
+    """`seconds`, a mean over the steps, as a share of the mean step; each step counts with its slowest rank.
 
-    Not of `step_time`, the median: the one slow step in which the seconds were lost counts in both means.
+    Not of `step_time`, the median: a single slow step that lost the seconds counts in both means.
     """
     return seconds / max(_mean(_step_times(report)), 1e-9)
 
 
 def exposed_by_rank(report: Report) -> dict[int, float]:
-    """Seconds a step that each rank spent waiting for communication, and on local work for what had arrived."""
+    """Seconds per step that each rank spent waiting for communication, and on local work with arrived data."""
     return {rank.rank: _mean([step.exposed for step in rank.steps]) for rank in report.ranks}
 
 
@@ -122,9 +122,9 @@ def _exposed(report: Report) -> float:
 
 
 def memory_in_use(report: Report) -> tuple[int, int]:
-    """Bytes resident (or reserved) at most and bytes that there are, of the fullest device, or host if ranks share it.
+    """Most resident (or reserved) bytes and total bytes of the fullest device, or host if ranks share it.
 
-    There are 0 if no rank knows how many.
+    The total is 0 if no rank knows it.
     """
     places: dict[object, list[Rank]] = defaultdict(list)
     for rank in report.ranks:
@@ -135,7 +135,7 @@ def memory_in_use(report: Report) -> tuple[int, int]:
 
 
 def _most(of_rank: Callable[[Rank], float]) -> Callable[[Report], float]:
-    """Of the rank that has most."""
+    """The value of the rank that has most."""
     return lambda report: max(map(of_rank, report.ranks))
 
 
@@ -211,7 +211,7 @@ _LIMIT = re.compile(r"\s*(\w+)\s*(>=|>)\s*(\+?)\s*(.+)")
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit: `kind` says what `amount` is: "relative" (a share), "more" or "absolute" (in the measure's unit)."""
+    """One limit: `kind` is the meaning of `amount`: "relative" (a share), "more" or "absolute" (the measure's unit)."""
 
     text: str
     measure: Measure
@@ -224,7 +224,7 @@ class Limit:
         return self.kind != "absolute"
 
     def violation(self, report: Report, base: Report | None) -> str | None:
-        """Why `report` breaks the limit, None if it does not. `base` is the run to compare with."""
+        """The reason why `report` breaks the limit, None if it does not. `base` is the run to compare with."""
         value = self.measure.of(report)
         bound = self.amount
         if self.needs_base:
@@ -241,7 +241,7 @@ def parse_limit(text: str) -> Limit:
     """The limit that `text` describes.
 
     Raises:
-        InputError: with the part that cannot be read and what may stand there.
+        InputError: with the part that cannot be read and the accepted forms.
     """
     match = _LIMIT.fullmatch(text)
     if match is None:

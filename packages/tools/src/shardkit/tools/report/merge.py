@@ -1,4 +1,4 @@
-"""From the records of the ranks to the report of the run: one clock, one list of groups, collectives side by side."""
+"""Merges the records of the ranks to the report of the run: one clock, one list of groups, matched collectives."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shardkit.tools.report.files import RankRecord
 from shardkit.tools.report.measures import meetings, waited_for_ranks
 from shardkit.tools.report.schema import SCHEMA, VERSION, Collective, Estimate, Group, Operation, Rank, Report, Run
 
-# Others may end on a rank that needs nothing of the one that starts last.
+# Others may end on a rank that needs nothing from the last one to start.
 _KINDS = ("all-gather", "all-reduce")
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """How the times of records become those of one clock.
+    """Offsets that convert the times of records to one clock.
 
     Attributes:
-        ahead: what to add to the times of each record, in their order.
+        ahead: the offset to add to the times of each record, in their order.
         several_hosts: whether wall clocks were needed.
-        moved: by how many seconds the farthest of them was moved.
-        room: by how many seconds two clocks may still disagree; infinite if collectives do not tell of all of them.
-        contradicted: whether no clocks agree with all collectives, as one runs at another speed, or was set; none is
-            moved then.
+        moved: the largest correction of a clock, in seconds.
+        room: the seconds by which two clocks may still differ; infinite if collectives do not connect all of them.
+        contradicted: whether no offsets agree with all collectives, because a clock runs at another speed or was set;
+            then none is corrected.
     """
 
     ahead: list[float]
@@ -40,7 +40,7 @@ class Clocks:
 
 
 def common_clock(records: Sequence[RankRecord]) -> Clocks:
-    """The clock of all records: the host's own where there is one host."""
+    """The common clock of all records: the host's own if there is one host."""
     hosts = [record.rank.place.boot.partition("/")[0] for record in records]  # containers of a host share its clock
     if len(set(hosts)) == 1:
         return Clocks([0.0] * len(records))
@@ -64,10 +64,10 @@ def common_clock(records: Sequence[RankRecord]) -> Clocks:
 
 
 def _closed(most: dict[tuple[str, str], float], hosts: Sequence[str]) -> dict[tuple[str, str], float] | None:
-    """The bounds for all pairs, by way of other hosts where that is less; None if they contradict each other.
+    """Bounds for all pairs, through other hosts where that is tighter; None if they contradict each other.
 
-    These are shortest paths (Floyd-Warshall). Whatever holds against the hosts that are placed then leaves room for the
-    next one.
+    These are shortest paths (Floyd-Warshall). An offset that satisfies all hosts placed so far then leaves a possible
+    one for the next host.
     """
     closed = {pair: 0.0 if pair[0] == pair[1] else most.get(pair, math.inf) for pair in product(hosts, hosts)}
     for via in hosts:
@@ -83,7 +83,7 @@ def _most_ahead(
 ) -> dict[tuple[str, str], float]:
     """By pairs of hosts: how far the second's wall clock may be moved ahead of the first's, in seconds.
 
-    Something ends on the first when all ranks have started it, those of the second among them.
+    An operation ends on the first host after all ranks have started it, including those of the second.
     """
     found: dict[tuple[str, tuple[int, ...], str, int], list[tuple[str, Operation]]] = defaultdict(list)
     for host, record in zip(hosts, records, strict=True):
@@ -93,7 +93,7 @@ def _most_ahead(
                 found[group.name, tuple(group.ranks), one.kind, one.number].append((host, one))
     most: dict[tuple[str, str], float] = defaultdict(lambda: math.inf)
     for meeting in found.values():
-        if not all(one.wire_bytes for _, one in meeting):  # nobody waits for a rank that has nothing to send
+        if not all(one.wire_bytes for _, one in meeting):  # nobody waits for a rank that sends nothing
             continue
         starts: dict[str, float] = defaultdict(lambda: -math.inf)
         ends: dict[str, float] = defaultdict(lambda: math.inf)
@@ -107,7 +107,7 @@ def _most_ahead(
     return dict(most)
 
 
-# Ranks that start a collective within this many seconds of each other came at the same time.
+# Ranks whose starts differ by at most this many seconds came at the same time.
 _TOGETHER = 1e-4
 
 
@@ -135,7 +135,7 @@ def merge(records: Sequence[RankRecord], command: list[str] | None = None, estim
 
 
 def _common_groups(records: Sequence[RankRecord]) -> tuple[list[Group], list[dict[int, int]]]:
-    """Every group once, and for each record the index that each of its groups has among them."""
+    """Each group once, and for each record the new index of each of its groups."""
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     indices = [
         {
@@ -151,7 +151,7 @@ _TIMES = ("begin", "end", "start", "peak_time", "times")
 
 
 def _moved(value: Any, by: float, groups: dict[int, int]) -> Any:
-    """A rank, or a part of one, with its times moved by so many seconds, and with the report's indices of groups."""
+    """A rank, or part of one, with its times shifted by `by` seconds and with the report's indices of groups."""
     if isinstance(value, list):
         return [_moved(one, by, groups) for one in value]
     if isinstance(value, dict):
@@ -205,7 +205,7 @@ def _collective(meetings: list[dict[int, Operation]], size: int, steps: int) -> 
             skewed[rank] += waited_for_ranks(one, last_start)
             if one.waited_by:
                 waited_by[one.waited_by] += one.exposed
-            # How long the data was on its way, on each rank that can tell.
+            # The transfer time of the data, on each rank that knows it.
             if one.moving > 0:
                 seconds.append(one.moving)
             elif one.end_seen and one.end > last_start:

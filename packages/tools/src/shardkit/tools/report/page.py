@@ -1,7 +1,7 @@
-"""A report as one HTML page that needs nothing else: charts, filters and data are inside.
+"""A report as one self-contained HTML page with charts, filters and data.
 
-The charts are drawn by uPlot (MIT licence, in `assets/`). All data is embedded as JSON in which no character can end
-the element that holds it, and the page puts it in place as text.
+The charts are drawn by uPlot (MIT licence, in `assets/`). All data is embedded as JSON without characters that could
+end its element, and the page inserts it as text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_POINTS = 1500
 
 
 def view_of(report: Report) -> dict[str, Any]:
-    """A JSON-able summary. Of many ranks those that are shown one by one are chosen evenly, the notes say so."""
+    """A JSON-able summary. If there are many ranks, evenly chosen ones are shown, and the notes say so."""
     shown, notes, last = report.ranks, list(report.notes), len(report.ranks) - 1
     if len(shown) > _MOST_RANKS:
         shown = [report.ranks[index * last // (_MOST_RANKS - 1)] for index in range(_MOST_RANKS)]
@@ -92,7 +92,7 @@ def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, str]]:
 
 
 def owner_rows(everyone: list[Owner]) -> list[dict[str, str]]:
-    """What each rank owns, and how long its optimizer takes, against the mean of all ranks."""
+    """The parameters that each rank owns and its optimizer time, compared with the mean of all ranks."""
     bytes_mean = statistics.fmean(one.bytes for one in everyone) if everyone else 0.0
     seconds_mean = statistics.fmean(one.optimizer for one in everyone) if everyone else 0.0
     return [
@@ -129,14 +129,14 @@ def collective_rows(report: Report) -> list[dict[str, str]]:
 
 
 def prediction_rows(report: Report) -> list[dict[str, Any]]:
-    """What was predicted, beside what was measured; none without an estimate."""
+    """Predictions beside measurements; empty without an estimate."""
     estimate = report.estimate
     if estimate is None:
         return []
     at_peak = max(report.ranks, key=lambda rank: rank.memory.peak).memory.peak_categories
     figures = [(one.name, one.unit, getattr(estimate, one.name, None), one.of(report)) for one in MEASURES]
     for name, size in estimate.categories.items():
-        if name in CATEGORIES:  # inputs are predicted, and not measured
+        if name in CATEGORIES:  # inputs are predicted, but not measured
             figures.append((f"at the peak: {name}", "bytes", size, at_peak[name]))
     return [
         {
@@ -155,7 +155,7 @@ def prediction_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
-    """Seconds a step that each module of each rank waited, by phase."""
+    """Seconds per step that each module of each rank waited, by phase."""
     met = meetings(report.ranks).items()
     last_starts = {key: max(one.start for one in meeting.values()) for key, meeting in met}
     sums: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -175,7 +175,7 @@ def _exposed_rows(report: Report, shown: list[Rank]) -> list[dict[str, Any]]:
 
 
 def _module_rows(report: Report) -> list[dict[str, str]]:
-    """Every module once: prefetches of the first rank, peaks of the rank that had most."""
+    """Each module once: prefetches of the first rank, peaks of the rank with the most memory."""
     found: dict[str, list[ModuleOfRank]] = defaultdict(list)
     for rank in report.ranks:
         for module in rank.modules:
@@ -212,7 +212,7 @@ def _memory_view(rank: Rank) -> dict[str, Any]:
 
 
 def _modules_over_time(memory: MemoryOfRank, times: list[float]) -> dict[str, list[int]]:
-    """Those modules that hold most, and the sum of the others."""
+    """The modules that hold most, and the sum of the others."""
     by_peak = sorted(memory.modules, key=lambda name: -max(memory.modules[name].values, default=0))
     found = {name: _levels(memory.modules[name], times) for name in by_peak[:_MOST_MODULES]}
     rest = [_levels(memory.modules[name], times) for name in by_peak[_MOST_MODULES:]]
@@ -222,7 +222,7 @@ def _modules_over_time(memory: MemoryOfRank, times: list[float]) -> dict[str, li
 
 
 def _times(memory: MemoryOfRank) -> list[float]:
-    """Moments at which some level changes; where there are too many, every so many of them, and always the peak."""
+    """Times at which a level changes; if there are too many, a selection that includes the peak."""
     times = sorted(
         {time for series in memory.categories.values() for time in series.times} | set(memory.resident.times)
     )
@@ -231,7 +231,7 @@ def _times(memory: MemoryOfRank) -> list[float]:
 
 
 def _levels(series: Series, times: list[float]) -> list[int]:
-    """The level at each of `times`, 0 before the first that is known."""
+    """The level at each of `times`, 0 before the first known one."""
     positions = (bisect.bisect_right(series.times, time) for time in times)
     return [series.values[position - 1] if position else 0 for position in positions]
 
@@ -256,22 +256,22 @@ def _asset(name: str) -> str:
 
 
 _THREADS = ("steps", "modules", "all-gather", "reduce-scatter", "all-reduce", "waiting")
-# Slices of one thread must not overlap, and several gathers may be under way: each takes a free thread of its kind.
+# Slices of one thread must not overlap, and several gathers may be in flight: each uses a free thread of its kind.
 _AT_ONCE = 8
 
 
 def trace_json(report: Report) -> str:
-    """The trace as JSON text; times in microseconds, as the format wants them."""
+    """The trace as JSON text; times in microseconds, as the format requires."""
     events = [event for rank in report.ranks for event in _of_rank(rank)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
 def _of_rank(rank: Rank) -> Iterator[dict[str, Any]]:
     pid = rank.rank
-    taken: dict[str, list[float]] = {kind: [] for kind in _THREADS}  # until when each thread is
+    taken: dict[str, list[float]] = {kind: [] for kind in _THREADS}  # end time of the last slice of each thread
 
     def piece(kind: str, name: str, begin: float, end: float, **about: Any) -> dict[str, Any]:
-        """A slice, on a thread of its kind that is free; slices of modules and steps nest, and share theirs."""
+        """A slice, on a free thread of its kind; slices of modules and steps nest, and share one."""
         until = taken[kind]
         free = (number for number, then in enumerate(until) if then <= begin)
         number = min(0 if kind in ("steps", "modules") else next(free, len(until)), _AT_ONCE - 1)

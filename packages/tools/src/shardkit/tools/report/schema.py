@@ -1,6 +1,6 @@
-"""What a report holds: version 1 of the schema, as dataclasses. docs/how-to/profile.md describes the JSON.
+"""The contents of a report: version 1 of the schema, as dataclasses. docs/how-to/profile.md describes the JSON.
 
-All times are in seconds since the recording began on the rank that began first, all sizes in bytes.
+All times are in seconds since the recording began on the first rank to begin, all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how the run was recorded.
+    """The environment of the recorded run.
 
-    `clock`: "host" when all ranks read one clock, "wall" when their hosts' clocks were compared. `missing_ranks` left
-    no record. `activations`: whether what autograd saves was counted.
+    `clock`: "host" if all ranks read one clock, "wall" if their hosts' clocks were compared. `missing_ranks` left no
+    record. `activations`: whether tensors saved by autograd were counted.
     """
 
     created: str
@@ -64,7 +64,7 @@ class Group:
 class PlaceOfRank:
     """The process of a rank.
 
-    `boot` tells hosts apart and restarts of one; after a "/" containers of a host that have processes of their own.
+    `boot` identifies a host and its boot; after a "/" follows the container, if it has a process namespace.
     """
 
     host: str
@@ -85,8 +85,8 @@ class PlaceOfRank:
 class Step:
     """One step: from a root forward to the next one that follows an optimizer step.
 
-    `forward`, `backward` and `optimizer` are what their parts took, `exposed` what of the step was spent waiting for
-    communication and on local work for what had arrived, `blocked` the idle part of that, `launch` the host's work to
+    `forward`, `backward` and `optimizer` are the times of the parts. `exposed` is the time spent waiting for
+    communication and on local work with arrived data; `blocked` is the idle part of it. `launch` is the host's time to
     start communication.
     """
 
@@ -103,11 +103,11 @@ class Step:
 
 @dataclass
 class Operation:
-    """One collective as one rank saw it; written as the rank's log is read, and not changed after that.
+    """One collective as seen by one rank; created while the rank's log is read, and constant after that.
 
-    `number` counts the collectives of its kind on its group, alike on all ranks. `end` is when the rank saw that it was
-    done, on a CPU as late as it needed it; `end_seen` says that it was waiting at that moment, so that `end` is the
-    true end. `moving` is the local work that moved the data (shared memory), 0 where the network did. `waited_by` is
+    `number` counts the collectives of its kind on its group, equally on all ranks. `end` is when the rank saw that it
+    was done, on a CPU possibly only when it needed the result; `end_seen` says that it was waiting then, so that `end`
+    is the true end. `moving` is local work that moved the data (shared memory), 0 if the network did. `waited_by` is
     the module that waited.
     """
 
@@ -134,7 +134,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that belongs to no collective: for peers to read this rank's shards ("release"), for set-up."""
+    """A wait without a collective: for peers to read this rank's shards ("release"), or for set-up."""
 
     operation: str
     fqn: str
@@ -158,7 +158,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ModuleOfRank:
-    """A sharded module on one rank: how often it found its parameters prefetched, and its peaks of memory.
+    """A sharded module on one rank: how often its parameters had been prefetched, and its peaks of memory.
 
     `holders` are the classes of the modules that hold its parameters, such as "Linear".
     """
@@ -175,7 +175,7 @@ class ModuleOfRank:
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over time: `values[i]` from `times[i]` on."""
+    """A quantity over time: `values[i]` from `times[i]` on. Raises ValueError unless both have one length."""
 
     times: list[float]
     values: list[int]
@@ -187,12 +187,12 @@ class Series:
 
 @dataclass(frozen=True)
 class MemoryOfRank:
-    """Memory over time. `categories` are counted tensors by `CATEGORIES`; `resident` is what the system counts.
+    """Memory over time. `categories` are counted tensors by `CATEGORIES`; `resident` is counted by the system.
 
-    `modules` is what comes and goes with each sharded module: its unsharded parameters, gradients on their way,
-    communication buffers, and what autograd saved in its forward; names in brackets are outside of modules.
-    `peak` is the largest sum of the categories, at `peak_time`, in module `peak_module` and its `peak_phase`;
-    `peak_categories` is what it was made of.
+    `modules` is memory that comes and goes with each sharded module: its unsharded parameters, gradients in flight,
+    communication buffers, and tensors saved in its forward; names in brackets are outside of modules. `peak` is the
+    largest sum of the categories, at `peak_time`, in module `peak_module` and its `peak_phase`, composed of
+    `peak_categories`. Raises ValueError for missing categories.
     """
 
     categories: dict[str, Series]
@@ -213,7 +213,7 @@ class MemoryOfRank:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What recording cost this rank: `seconds` of the recorded time, `share` of it (0 to 1), entries written."""
+    """The cost of recording on this rank: `seconds`, their `share` of the recorded time (0 to 1), entries written."""
 
     seconds: float
     share: float
@@ -222,10 +222,10 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Rank:
-    """Everything about one rank. `shard_bytes` are its shards by group label.
+    """All data of one rank. `shard_bytes` are the bytes of its shards by group label.
 
     `owned` are bytes of parameters on `Owned` placements by FQN, 0 for those of other owners. `capacity` is the memory
-    of the rank's device, on a CPU that of its host, which the host's ranks share; 0 if it is not known.
+    of the rank's device, or on a CPU of its host, which its ranks share; 0 if not known.
     """
 
     rank: int
@@ -249,11 +249,11 @@ class Rank:
 class Collective:
     """All operations of one kind, FQN, phase and group, over all steps and ranks.
 
-    `count` is how many there were on each rank. `exposed` is seconds a step, of the rank that waited longest, and
-    `exposed_by_skew` what of it was spent before the last rank had come. `skew` is the mean time from the first rank's
-    start to the last one's; `last` counts how often each rank came last by more than a tenth of a millisecond.
-    `algorithm_bandwidth` is bytes per second from the last rank's start to the end, `bus_bandwidth` what that means per
-    link (times (n-1)/n, for all-reduce 2(n-1)/n); both are null when no rank saw the end come.
+    `count` is their number on each rank. `exposed` is in seconds per step, of the rank that waited longest;
+    `exposed_by_skew` is the part of it before the last rank came. `skew` is the mean time from the first rank's start
+    to the last one's; `last` counts how often each rank came last by more than a tenth of a millisecond.
+    `algorithm_bandwidth` is in bytes per second from the last rank's start to the end; `bus_bandwidth` is that per link
+    (times (n-1)/n, for all-reduce 2(n-1)/n). Both are null if no rank saw the end.
     """
 
     kind: CollectiveKind
@@ -277,7 +277,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was predicted for the same run, to stand beside what was measured. Null: not predicted."""
+    """The prediction for the same run, to compare with the measurement. Null: not predicted."""
 
     source: str
     peak_memory: int | None
@@ -291,7 +291,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Report:
-    """A run: what each rank recorded and what they make together. `notes` are things that a reader should know."""
+    """A run: records of all ranks and figures over them; `notes` are for the reader. Raises ValueError if invalid."""
 
     schema: str
     version: int

@@ -1,4 +1,4 @@
-"""Hangs: when a collective waits too long, every rank that can says where it is, and one says who is missing."""
+"""Hangs: when a collective waits too long, the ranks report where they are, and one says who is missing."""
 
 WATCH = "SHARDKIT_WATCH"
 WATCH_SECONDS = "SHARDKIT_WATCH_SECONDS"

@@ -1,4 +1,4 @@
-"""What ranks say about themselves when an alarm is raised, and from that who is missing."""
+"""Statements of ranks after an alarm, and the verdict on who is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROCESS_STATES = {
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process. `started` tells it from a later process of the same number."""
+    """A rank's process. `started` distinguishes it from a later process with the same number."""
 
     place: PlaceOfRank
     started: str
@@ -32,7 +32,7 @@ class Process:
         return Process(PlaceOfRank.of_this_process(), _stat(os.getpid())[1])
 
     def condition(self) -> str:
-        """What can be seen of the process from here."""
+        """The condition of the process as visible from here."""
         who = f"process {self.place.pid} on {self.place.host}"
         if self.place.boot != PlaceOfRank.of_this_process().boot:
             return f"{who} does not answer: it has ended, is stopped, or cannot be reached"
@@ -43,7 +43,7 @@ class Process:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and time of start of a process; empty if there is none."""
+    """State and start time of a process; empty if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -52,9 +52,9 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 class Kind(NamedTuple):
-    """Collectives that count together: of one kind, on one process group with these global ranks.
+    """Collectives that are counted together: of one kind, on one process group with these global ranks.
 
-    Several groups may have the same ranks, so `group` is its name: empty for a wait for no collective.
+    Several groups may have the same ranks, so `group` is a name; it is empty for a wait without a collective.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """What a rank waits for. `number` counts the collectives of its kind, -1 for no collective."""
+    """The target of a rank's wait. `number` counts the collectives of its kind; it is -1 without a collective."""
 
     operation: str
     fqn: str
@@ -82,14 +82,14 @@ class Started:
     last: list[str]
 
     def label(self, number: int) -> str | None:
-        """The label of number `number`, None if it has not been started or is forgotten."""
+        """The label of collective `number`, None if it has not been started or is forgotten."""
         index = number - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
 @dataclass(frozen=True)
 class Statement:
-    """Where a rank is: `stack` are the frames of its main thread, innermost last; `failure` the error it is raising."""
+    """Where a rank is: `stack` is its main thread's frames, innermost last; `failure` is the error it is raising."""
 
     rank: int
     step: int
@@ -102,7 +102,7 @@ class Statement:
 
 
 _OUTSIDE = {"other": "outside of forward, backward and optimizer"}
-# Lines of these say how a rank waits, not what for.
+# Lines of these files show how a rank waits, not why.
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python3", "/shardkit/", "<frozen")
 
 
@@ -110,8 +110,8 @@ def verdict(statements: Mapping[int, Statement], silent: Mapping[int, str]) -> s
     """The report of an alarm.
 
     Args:
-        statements: what ranks said, by rank.
-        silent: what can be seen of the ranks that said nothing.
+        statements: the statements of ranks, by rank.
+        silent: the visible condition of the ranks without a statement.
     """
     lines = []
     wait = _longest_wait(statements)
@@ -125,14 +125,14 @@ def verdict(statements: Mapping[int, Statement], silent: Mapping[int, str]) -> s
     for rank in everyone:
         said = statements.get(rank)
         lines.append(f"  rank {rank}: {_whereabouts(said) if said is not None else silent[rank]}")
-        if said is not None and said.stack:  # the innermost line that is of no library, else the innermost of all
+        if said is not None and said.stack:  # the innermost line outside of libraries, else the innermost of all
             own = [frame for frame in said.stack if not any(part in frame for part in _LIBRARIES)]
             lines.append(f"    at {(own or said.stack)[-1]}")
     return "\n".join(lines)
 
 
 def _longest_wait(statements: Mapping[int, Statement]) -> tuple[int, WaitingFor] | None:
-    """The wait to explain: of a collective rather than anything else, of most ranks, and then the longest."""
+    """The wait to explain: a collective rather than anything else, then the most ranks, then the longest."""
     waits = [(rank, said.waiting) for rank, said in statements.items() if said.waiting is not None]
     shared = Counter((wait.kind, wait.fqn, wait.number) for _, wait in waits)
     return max(
@@ -177,9 +177,9 @@ def _absence(said: Statement, wait: WaitingFor) -> str | None:
 
 
 def _first_differences(statements: Mapping[int, Statement]) -> list[str]:
-    """Where ranks began to run different collectives on the same group, if what they remember reaches back so far.
+    """Where ranks began to run different collectives on the same group, as far as they remember.
 
-    Two ranks that meet in different groups of one size may exchange their bytes without noticing, and hang later.
+    Two ranks that meet in different groups of one size may exchange their bytes unnoticed, and hang later.
     """
     lines = []
     everywhere = [(rank, started) for rank, said in statements.items() for started in said.started]

@@ -1,11 +1,11 @@
-"""The thread that watches: raises an alarm for a wait that takes too long, answers others' alarms, tells the verdict.
+"""The watching thread: raises an alarm for a wait that takes too long, answers alarms, writes the verdict.
 
-All ranks share a store. Alarm number `n` is a key in it; whoever sees it puts what there is to say about its own rank
-beside it, waits a moment for the others, and reads what they said. The lowest rank that said something writes the
-verdict. A rank that has died, is stopped, or cannot reach the store says nothing, and is told by that.
+All ranks share a store. Alarm number `n` is a key in it. A rank that sees the key adds a statement about itself, waits
+a moment for the others, and reads their statements. The lowest rank with a statement writes the verdict. A rank that
+has died, is stopped, or cannot reach the store makes no statement, which identifies it.
 
-The thread has a connection of its own to the store, so a main thread that is stuck in it does not matter. When the
-store itself is gone (it lives in rank 0's process unless torchrun holds it), the rank tells what it knows of itself.
+The thread has its own connection to the store, so a main thread that is stuck in the store does not matter. If the
+store is gone (it lives in rank 0's process unless torchrun holds it), the rank reports what it knows of itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _FRAMES = 100
 
 
 class Witness:
-    """Listens on the threads that emit; asked by the watcher's thread. A lock keeps the two apart.
+    """Listens on the emitting threads and is queried by the watcher's thread; a lock separates the two.
 
     Args:
-        failed: called, on the thread that is about to raise, when a wait fails.
+        failed: called on the thread that is about to raise, when a wait fails.
     """
 
     def __init__(self, rank: int, failed: Callable[[events.WaitFailed], None]) -> None:
@@ -68,7 +68,7 @@ class Witness:
             elif isinstance(event, events.Launched) and event.span is not None:
                 self._queued.append((time.monotonic(), event, self._newest))
             elif type(event) is events.WaitStarted:
-                # The oldest under way that fits; a release is of no collective.
+                # The oldest matching operation in flight; a release belongs to no collective.
                 kinds = CARRIED.get(event.operation, ())
                 under_way = (self._open[kind, event.fqn][0] for kind in kinds if self._open[kind, event.fqn])
                 self._waits.append((time.monotonic(), event, next(under_way, None)))
@@ -98,7 +98,7 @@ class Witness:
     # -- what the watcher asks -----------------------------------------------------------------------------------------
 
     def waiting(self) -> WaitingFor | None:
-        """The innermost wait, or on a device the oldest communication that it has not got through; None if none."""
+        """The innermost wait, or on a device the oldest unfinished communication; None if there is none."""
         with self._lock:
             while self._queued and self._queued[0][1].span is not None and self._queued[0][1].span.done:
                 self._queued.popleft()
@@ -126,7 +126,7 @@ class Witness:
             )
 
 
-# How long the others may take to answer: they look at the store a few times a second.
+# Seconds for other ranks to answer: they look at the store a few times a second.
 _GRACE = 2.0
 _SLOWEST_LOOK = 0.5
 
@@ -135,7 +135,7 @@ class Watcher:
     """One rank's watcher. `begin` starts its thread, which ends with the process or with `end`.
 
     Args:
-        store: a connection that nobody else uses.
+        store: a connection without other users.
         limit: seconds that a wait may take.
     """
 
@@ -160,7 +160,7 @@ class Watcher:
         self._thread.start()
 
     def end(self) -> None:
-        """Stops watching; a thread that is stuck in the store is left to itself."""
+        """Stops watching; a thread that is stuck in the store is abandoned."""
         self._ended = True
         self._wake.set()
         self._thread.join(_GRACE)
@@ -168,7 +168,7 @@ class Watcher:
     # -- the main thread -----------------------------------------------------------------------------------------------
 
     def _wait_failed(self, event: events.WaitFailed) -> None:
-        """Holds the error up until it has been reported: the process may end by it."""
+        """Delays the error until it has been reported, because it may end the process."""
         self._told.clear()
         self._failure = event.error
         self._wake.set()
@@ -208,12 +208,12 @@ class Watcher:
         return waiting is not None and waiting.seconds > self._limit and time.monotonic() > self._quiet_until
 
     def _be_quiet(self, statement: Statement) -> None:
-        """One hang, one report: the next one is due when the wait has become twice as long."""
+        """One report for each hang: the next one is due when the wait has become twice as long."""
         waited = statement.waiting.seconds if statement.waiting is not None else 0.0
         self._quiet_until = time.monotonic() + max(self._limit, waited)
 
     def _conclude(self, number: int) -> None:
-        """Reads what was said; the lowest of those who said something writes the verdict."""
+        """Reads the statements; the lowest rank with a statement writes the verdict."""
         statements: dict[int, Statement] = {}
         silent: dict[int, str] = {}
         for rank in range(self._world_size):
@@ -231,7 +231,7 @@ class Watcher:
         return msgspec.json.decode(self._store.get(key), type=kind) if self._store.check([key]) else None
 
     def _tell_alone(self, error: Exception) -> None:
-        """The store cannot be reached: this rank's own story, once a hang or failure."""
+        """Call if the store cannot be reached: reports this rank alone, once for each hang or failure."""
         failure, self._failure = self._failure, None
         if failure is not None or self._too_long():
             statement = self.witness.statement(failure)
@@ -247,10 +247,10 @@ class Watcher:
 
 
 def start() -> None:
-    """Begins to watch this process. Does nothing without a process group of several ranks.
+    """Starts watching this process. Does nothing without a process group of several ranks.
 
     Raises:
-        ValueError: for a limit that is no positive number.
+        ValueError: if the limit is not a positive number.
     """
     text = os.environ.get(WATCH_SECONDS, "60")
     try:
@@ -264,7 +264,7 @@ def start() -> None:
     store = own_store_connection("shardkit_watch")
     watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), limit)
     watcher.begin()
-    atexit.register(watcher.end)  # before the interpreter goes, under a thread that is in the store
+    atexit.register(watcher.end)  # before the interpreter ends while this thread is in the store
     hear = watcher.witness.hear
     events.subscribe(hear)
     register_optimizer_step_pre_hook(lambda *_: hear(OptimizerBegan()))
