@@ -145,20 +145,26 @@ def test_every_optimizer_of_pytorch_optimizer_is_right_or_refused() -> None:
     assert len(others) > 80
 
 
-def _of_heavyball(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, str]:
+def _of_heavyball(rank: int, world_size: int, names: tuple[str, ...], alone: tuple[str, ...]) -> dict[str, str]:
     heavyball = pytest.importorskip("heavyball")
     heavyball.utils.compile_mode = None
     kinds: dict[str, Make] = {name: _with_lr(getattr(heavyball, name)) for name in names}
-    for name in ("PSGDKron", "PSGDPRO"):
+    for name in alone:
         kinds[f"{name} alone"] = lambda parameters, name=name: getattr(heavyball, name)(parameters, multi_tensor=False)
     return _outcomes(rank, world_size, kinds)
 
 
-@pytest.mark.slow  # importing heavyball on two ranks takes as long as the 40 optimizers above
+def test_psgd_on_all_matrices_at_once_is_refused_and_on_each_alone_is_right() -> None:
+    found = run_ranks(2, _of_heavyball, ("PSGDKron",), ("PSGDKron",), timeout=60)[0]
+    assert found["PSGDKron"] == "refused", found
+    assert found["PSGDKron alone"] in ("same", "random"), found
+
+
+@pytest.mark.slow  # a minute with the others; the test above has the kind that is used most
 def test_heavyballs_psgd_on_all_matrices_at_once_is_refused() -> None:
     joined = ("LATHER", "PSGDKron", "PSGDPRO", "QSGD", "PSGDLRA")
     names = ("AdamW", "LaProp", "Muon", "SOAP", "Scion", *joined)
-    found = run_ranks(2, _of_heavyball, names, timeout=200)[0]
+    found = run_ranks(2, _of_heavyball, names, ("PSGDKron", "PSGDPRO"), timeout=200)[0]
     assert {name for name, one in found.items() if one == "refused"} == set(joined), found
     assert {one for name, one in found.items() if name not in joined} <= {"same", "random"}, found
     assert [found[name] for name in ("AdamW", "LaProp", "SOAP")] == ["same"] * 3, found
