@@ -115,9 +115,9 @@ class Twin:
         self.plain.__dict__.update(user_attributes(parameter))
         self.had_gradient = False
         self._pairs: dict[str, tuple[Any, Any]] = {}
-        self._lent: dict[str, Any] = {}
+        self._plain_state: dict[str, Any] = {}
         self._of_state: list[Any] = []  # the contents of both views when they last agreed
-        self._of_lent: list[Any] = []
+        self._of_plain: list[Any] = []
 
     def take_gradient(self) -> None:
         """Gives the twin the gradient of the parameter.
@@ -138,31 +138,32 @@ class Twin:
             )
         self.plain.grad = local_of(gradient)
 
-    def lend_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def state_for_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The same state with plain tensors: that of the last step, if nobody has changed it since."""
         if _contents(state) != self._of_state:
             part = part_of_state(state, self.parameter)  # bitsandbytes loads without hooks
             state.clear()
             state.update(part)
-            lent = {}
+            plain_state = {}
             for key, value in state.items():
                 pair = self._pairs.get(key)
                 if pair is None or pair[0] is not value:
                     pair = self._pairs[key] = value, local_of(value) if isinstance(value, DTensor) else value
-                lent[key] = pair[1]
-            for key in join_parts(optimizer, lent, self.local):
-                parts = parts_of(key, lent[key], self.parameter) or {}  # over the same memory, even if it was cast
+                plain_state[key] = pair[1]
+            for key in join_parts(optimizer, plain_state, self.local):
+                # Over the same memory, even if it was cast.
+                parts = parts_of(key, plain_state[key], self.parameter) or {}
                 state.update(parts)
-                self._pairs[key] = parts, lent[key]
-            self._note(state, lent)
-        return self._lent
+                self._pairs[key] = parts, plain_state[key]
+            self._note(state, plain_state)
+        return self._plain_state
 
-    def take_state(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
+    def take_state(self, state: dict[str, Any], plain_state: dict[str, Any]) -> None:
         """Copies values that the step has added, replaced or removed back to `state`."""
-        if lent is self._lent and _contents(lent) == self._of_lent:
+        if plain_state is self._plain_state and _contents(plain_state) == self._of_plain:
             return
         keys: set[str] = set()
-        for key, value in lent.items():
+        for key, value in plain_state.items():
             pair = self._pairs.get(key)
             if pair is None or pair[1] is not value:
                 pair = self._pairs[key] = parts_of(key, value, self.parameter) or self._whole(key, value), value
@@ -171,10 +172,10 @@ class Twin:
             keys |= entries.keys()
         for key in state.keys() - keys:
             del state[key]
-        self._note(state, lent)
+        self._note(state, plain_state)
 
-    def _note(self, state: dict[str, Any], lent: dict[str, Any]) -> None:
-        self._lent, self._of_state, self._of_lent = lent, _contents(state), _contents(lent)
+    def _note(self, state: dict[str, Any], plain_state: dict[str, Any]) -> None:
+        self._plain_state, self._of_state, self._of_plain = plain_state, _contents(state), _contents(plain_state)
 
     def _whole(self, key: str, value: Any) -> Any:
         if is_laid_out_by_block(key):
@@ -211,17 +212,17 @@ class ShardSteps:
         self._state = optimizer.state
         used: dict[int, Twin] = {}
         self._by_block = steps_by_block(optimizer)
-        lent: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        plain_state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
             group["params"] = [self.seen_by(optimizer, parameter, used) for parameter in params]
         for key, state in self._state.items():
             twin = used.get(id(key))
             if twin is None:
-                lent[key] = state
+                plain_state[key] = state
             elif state:
-                lent[twin.plain] = twin.lend_state(optimizer, state)
+                plain_state[twin.plain] = twin.state_for_step(optimizer, state)
         self._twins = used
-        optimizer.state = lent
+        optimizer.state = plain_state
         carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])
 
     def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
@@ -261,9 +262,9 @@ class ShardSteps:
         """Step post-hook: restores the parameters, with the new state."""
         if self._params is None:
             return
-        lent, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state
+        plain_state, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state
         twins = {id(twin.plain): twin for twin in self._twins.values()}
-        for key, state in lent.items():
+        for key, state in plain_state.items():
             twin = twins.get(id(key))
             if twin is None:
                 self._state[key] = state

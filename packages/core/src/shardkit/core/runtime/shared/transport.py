@@ -154,8 +154,8 @@ class GatherBinding:
         self.sources = list(sources)
         self.flats = list(flats)
         self._addresses = [source.data_ptr() for source in sources]
-        lent = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
-        self.table = Table(plan.label, sources) if lent else None
+        in_shared_memory = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
+        self.table = Table(plan.label, sources) if in_shared_memory else None
         self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
         self._peers: list[list[torch.Tensor] | None] = []
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
