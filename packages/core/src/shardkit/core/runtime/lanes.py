@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -281,6 +281,11 @@ class StreamLane:
 
     A program that yields `NEXT_STAGE` continues on the lane `following`. Tensors that it has read until then may be
     dropped after `wait_for_stage` of its ticket.
+
+    Note [Graphs]: while a CUDA graph is captured, a stream belongs to it once it has waited for an event of it. Memory
+    that was allocated earlier on that stream does not belong to the graph, and others would get it between two replays.
+    So a lane joins the graph before it allocates. Its programs are waited for in any case, so the captured stream gets
+    the lane back. A replay does not repeat a gather from before the capture; waiting for one in a capture is an error.
     """
 
     has_streams: bool = True
@@ -290,6 +295,7 @@ class StreamLane:
         self.device = device
         self._priority = priority
         self._module: Any = torch.get_device_module(device)
+        self.is_captured: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
 
     @functools.cached_property
     def stream(self) -> Any:
@@ -363,8 +369,15 @@ class StreamLane:
         return self.current_stream().record_event()
 
     def owning_memory(self) -> contextlib.AbstractContextManager[Any]:
+        if self.is_captured() and not self._is_in_graph:
+            self.wait_event(self.current_event())
         manager: contextlib.AbstractContextManager[Any] = self._module.stream(self.stream)
         return manager
+
+    @property
+    def _is_in_graph(self) -> bool:
+        with self._module.stream(self.stream):
+            return self.is_captured()
 
 
 class _Stage(NamedTuple):
@@ -385,6 +398,7 @@ class StreamTicket:
         self.finished: Any = stages[-1].finished
         self._stages = stages
         self._has_inputs = True
+        self._captured = lane.is_captured()
 
     def wait_for_stage(self) -> None:
         """Makes the current stream wait for the first stage, and drops the tensors that the program was given to read.
@@ -398,7 +412,16 @@ class StreamTicket:
         self._has_inputs = False
 
     def wait(self) -> None:
-        """Makes the current stream wait for the whole program. Each stream that reads its results must call this."""
+        """Makes the current stream wait for the whole program. Every stream that reads its results must call this.
+
+        Raises:
+            RuntimeError: if a CUDA graph is captured now, and was not when the program started.
+        """
+        if not self._captured and self._lane.is_captured():
+            raise RuntimeError(
+                f"{self._label}: {self._lane.name} was started before the capture of the CUDA graph that uses it, so "
+                "replays would not run it again; reshard all modules and end the step before the capture begins"
+            )
         stream = self._lane.current_stream()
         if stream in self._waited_on:
             return
