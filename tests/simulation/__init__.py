@@ -1,7 +1,8 @@
-"""The engine on a simulated device with streams, without a GPU: a timeline, and a checker of races and lifetimes.
+"""The engine on a simulated device with streams, without a GPU: a timeline, checkers of races and of captures.
 
     python -m tests.simulation timeline [--json FILE] [--only TEXT]
     python -m tests.simulation races [--engine stock] [--only TEXT]
+    python -m tests.simulation captures [--engine stock] [--only TEXT]
 
 `device.py` (with `device.cpp`, which it compiles at first use) is the device: `torch.device("sim")`, whose kernels run
 on the CPU and report what they access, on which stream. Stock's engine and ours run on it unchanged; `training.py` says
@@ -12,6 +13,9 @@ costs; add a row there. A row has forward+backward of stock's first and later st
 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of all that took time.
 
 The checker (`races.py`) keeps vector clocks; `configurations.py` has what it runs, `faults.py` what it must find.
+
+`capture.py` has the rules of CUDA graphs: it captures a step, replays it and compares with eager steps. `addresses.py`
+notes where unsharded parameters lie.
 """
 
 import os

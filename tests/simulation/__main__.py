@@ -1,14 +1,16 @@
-"""`python -m tests.simulation races|timeline`."""
+"""`python -m tests.simulation races|captures|timeline`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.simulation.configurations import CONFIGURATIONS, check
+from tests.simulation.capture import MORE, NOT_CAPTURED, check_capture
+from tests.simulation.configurations import CONFIGURATIONS, Configuration, check
 from tests.simulation.scenarios import COMPARISONS, Measured, measure
 from tests.simulation.training import ENGINES
 
@@ -37,12 +39,16 @@ def _timeline(pattern: str, path: Path | None) -> None:
         path.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def _races(pattern: str, engine: str) -> int:
+def _races(configuration: Configuration, engine: str) -> list[str]:
+    return list(check(configuration, engine).findings)
+
+
+def _check_all(checks: Callable[[Configuration, str], list[str]], given: list[Configuration], engine: str) -> int:
     total = 0
-    for configuration in CONFIGURATIONS:
-        if pattern not in configuration.name or (engine == "stock" and not configuration.on_stock):
+    for configuration in given:
+        if engine == "stock" and not configuration.on_stock:
             continue
-        findings = check(configuration, engine).findings
+        findings = checks(configuration, engine)
         total += len(findings)
         print(f"{configuration.name:<50} {len(findings) or 'no'} findings", flush=True)
         for finding in findings:
@@ -56,12 +62,17 @@ def main() -> int:
     timeline = tools.add_parser("timeline", help="stock's and our times and memory, one row a scenario")
     timeline.add_argument("--json", type=Path, metavar="FILE", help="write every step's figures, too")
     races = tools.add_parser("races", help="races, and memory that is used while it is another's")
-    races.add_argument("--engine", choices=list(ENGINES), default="ours")
-    for tool in (timeline, races):
+    captures = tools.add_parser("captures", help="what breaks the capture of a training step as a CUDA graph")
+    for tool in (races, captures):
+        tool.add_argument("--engine", choices=list(ENGINES), default="ours")
+    for tool in (timeline, races, captures):
         tool.add_argument("--only", default="", metavar="TEXT", help="only those whose name contains it")
     given = parser.parse_args()
     if given.tool == "races":
-        return _races(given.only, given.engine)
+        return _check_all(_races, [one for one in CONFIGURATIONS if given.only in one.name], given.engine)
+    if given.tool == "captures":
+        chosen = [one for one in (*MORE, *CONFIGURATIONS) if given.only in one.name and one.name not in NOT_CAPTURED]
+        return _check_all(check_capture, chosen, given.engine)
     _timeline(given.only, given.json)
     return 0
 

@@ -13,9 +13,13 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <mutex>
 #include <type_traits>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 extern "C" {  // of Python.h, which need not be installed
@@ -38,6 +42,8 @@ struct Callbacks {
   void (*host_waits)(int64_t event, int64_t stream);  // for the event if it is > 0, else for the stream; -1: a kernel does
   void (*used_by)(void* at, int64_t stream);  // record_stream
   double (*elapsed)(int64_t begin, int64_t end);
+  void (*queried)(int64_t event, int64_t stream);  // whether an event, or a stream if that is 0, is done
+  int64_t (*graph)(int64_t stream);  // the graph that captures what is queued on a stream now; 0: none does
 };
 Callbacks* callbacks = nullptr;  // taken away before the interpreter ends
 
@@ -65,6 +71,74 @@ std::atomic<int64_t> next_stream{1}, next_event{1};
 std::mutex pinned_lock;
 std::unordered_set<const void*> pinned_memory;
 
+// Blocks of one stream, as torch's caching allocator has them: the smallest that fits, split, and merged when it is free.
+struct Pool {
+  std::map<char*, std::pair<size_t, bool>> blocks;  // size, and whether it is in use
+  std::unordered_map<char*, size_t> segments;       // what malloc gave
+
+  char* take(size_t bytes) {
+    constexpr size_t least = 512, small = 1 << 20, segment = 2 << 20;
+    bytes = (bytes + least - 1) / least * least;
+    auto best = blocks.end();
+    for (auto block = blocks.begin(); block != blocks.end(); ++block) {
+      auto [size, used] = block->second;
+      if (!used && size >= bytes && (best == blocks.end() || size < best->second.first)) best = block;
+    }
+    if (best == blocks.end()) {
+      size_t size = bytes <= small ? segment : (bytes + segment - 1) / segment * segment;
+      auto* at = static_cast<char*>(std::malloc(size));
+      TORCH_CHECK(at, "out of memory");
+      segments[at] = size;
+      best = blocks.emplace(at, std::pair(size, false)).first;
+    }
+    auto& [at, block] = *best;
+    if (block.first > bytes) blocks.emplace(at + bytes, std::pair(block.first - bytes, false));
+    block = {bytes, true};
+    return at;
+  }
+  void merge_next(std::map<char*, std::pair<size_t, bool>>::iterator block) {
+    auto next = std::next(block);
+    if (next == blocks.end() || next->second.second || block->second.second || segments.count(next->first)) return;
+    block->second.first += next->second.first;
+    blocks.erase(next);
+  }
+  void give(char* at) {
+    auto block = blocks.find(at);
+    block->second.second = false;
+    merge_next(block);
+    if (block != blocks.begin()) merge_next(std::prev(block));
+  }
+  void trim() {
+    for (auto segment = segments.begin(); segment != segments.end();) {
+      auto block = blocks.find(segment->first);
+      bool unused = !block->second.second && block->second.first == segment->second;
+      if (unused) {
+        std::free(segment->first);
+        blocks.erase(block);
+      }
+      segment = unused ? segments.erase(segment) : std::next(segment);
+    }
+  }
+};
+std::mutex pools_lock;
+std::map<std::pair<int64_t, int64_t>, Pool> pools;  // by graph, whose private pool it is, and stream
+std::unordered_map<void*, Pool*> pool_of;
+
+char* take_from_pool(size_t bytes) {
+  std::pair key(call(&Callbacks::graph, current_stream), current_stream);
+  std::lock_guard<std::mutex> guard(pools_lock);
+  auto& pool = pools[key];
+  auto* at = pool.take(bytes);
+  pool_of[at] = &pool;
+  return at;
+}
+
+void give_to_pool(void* at) {
+  std::lock_guard<std::mutex> guard(pools_lock);
+  pool_of.at(at)->give(static_cast<char*>(at));
+  pool_of.erase(at);
+}
+
 struct Allocator final : c10::Allocator {
   explicit Allocator(bool pinned) : pinned(pinned) {}
   bool pinned;
@@ -72,7 +146,7 @@ struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto device = pinned ? c10::Device(c10::kCPU) : c10::Device(kDevice, 0);
     if (bytes == 0) return {nullptr, nullptr, raw_deleter(), device};
-    void* at = std::malloc(bytes);
+    void* at = pinned ? std::malloc(bytes) : take_from_pool(bytes);
     TORCH_CHECK(at, "out of memory");
     std::memset(at, 0x7f, bytes);  // large numbers in every floating dtype: nobody takes them for data
     if (pinned) {
@@ -84,12 +158,13 @@ struct Allocator final : c10::Allocator {
   }
   static void release(void* at) {
     if (!at) return;
+    bool pinned;
     {
       std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned_memory.erase(at);
+      pinned = pinned_memory.erase(at);
     }
     call(&Callbacks::freed, at);
-    std::free(at);
+    pinned ? std::free(at) : give_to_pool(at);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -152,8 +227,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     call(&Callbacks::host_waits, 0, stream.id());
   }
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryEvent(void* event) const override {
+    if (event) call(&Callbacks::queried, id_of(event), 0);
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    call(&Callbacks::queried, 0, stream.id());
+    return true;
+  }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (data.get()) call(&Callbacks::used_by, data.get(), stream.id());
@@ -228,6 +309,23 @@ c10::IValue moved_argument(const c10::IValue& value, bool written, const std::st
   return value;
 }
 
+// What a graph runs again: the kernels that were queued while it captured, over the memory that they had then.
+std::map<int64_t, std::vector<std::function<void()>>> graphs;
+
+// Has the graph that captures now, if one does, run an operator again, on copies of its arguments.
+void capture_operator(
+    int64_t graph, const c10::OperatorHandle& op, torch::jit::Stack given, std::vector<std::vector<at::Tensor>> results) {
+  graphs[graph].push_back([op, given = std::move(given), results = std::move(results)] {
+    auto stack = given;
+    op.callBoxed(&stack);
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i].empty()) continue;
+      auto again = stack[i].isTensor() ? std::vector<at::Tensor>{stack[i].toTensor()} : stack[i].toTensorVector();
+      for (size_t j = 0; j < again.size(); ++j) if (results[i][j].numel()) results[i][j].copy_(again[j]);
+    }
+  });
+}
+
 // Runs any operator on CPU tensors over the same memory. What it returns anew is copied to the device.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -243,6 +341,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const auto* alias = schema.arguments()[i].alias_info();
     moved.push_back(moved_argument(given[i], alias && alias->isWrite(), name, accesses));
   }
+  auto graph = call(&Callbacks::graph, current_stream);
+  auto captured = graph ? moved : torch::jit::Stack();
+  std::vector<std::vector<at::Tensor>> results(schema.returns().size());
   op.callBoxed(&moved);
   bool to_host = false;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
@@ -253,15 +354,20 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       stack->push_back(given[source]);
     } else if (moved[i].isTensor()) {
       stack->push_back(from_cpu(moved[i].toTensor(), accesses));
+      if (stack->back().toTensor().defined()) results[i].push_back(on_cpu(stack->back().toTensor(), name));
     } else if (moved[i].isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : moved[i].toTensorVector()) list.push_back(from_cpu(tensor, accesses));
+      for (const at::Tensor& tensor : moved[i].toTensorVector()) {
+        list.push_back(from_cpu(tensor, accesses));
+        results[i].push_back(on_cpu(list.get(list.size() - 1), name));
+      }
       stack->push_back(list);
     } else {
       stack->push_back(moved[i]);
       to_host = true;
     }
   }
+  if (graph) capture_operator(graph, op, std::move(captured), std::move(results));
   accesses.report(name);
   if (to_host) call(&Callbacks::host_waits, -1, current_stream);  // a number that the host computes with
 }
@@ -282,7 +388,11 @@ at::Tensor empty_strided(
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
-  on_cpu(to, "copy_").copy_(on_cpu(from, "copy_"));
+  auto source = on_cpu(from, "copy_"), target = on_cpu(to, "copy_");
+  target.copy_(source);
+  if (auto graph = call(&Callbacks::graph, current_stream)) {
+    graphs[graph].push_back([source, target] { target.copy_(source); });
+  }
   Accesses accesses;
   accesses.add(from, false);
   accesses.add(to, true);
@@ -333,6 +443,17 @@ void simulation_start(Callbacks* given) {
   }();
   (void)registered;
   callbacks = given;
+}
+void simulation_replay(int64_t graph) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  for (const auto& kernel : graphs[graph]) kernel();
+}
+void simulation_end() {  // of one simulation: nothing runs again, and what nobody uses goes back to the system
+  graphs.clear();
+  std::lock_guard<std::mutex> guard(pools_lock);
+  for (auto& [key, pool] : pools) pool.trim();
 }
 int64_t simulation_stream() { return current_stream; }
 void simulation_set_stream(int64_t stream) { current_stream = stream; }

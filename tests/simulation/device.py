@@ -89,6 +89,16 @@ class Observer:
         """Milliseconds between two events."""
         return 0.0
 
+    def queried(self, event: int, stream: int) -> None:
+        """The host asks whether `event` is done, or all of `stream` if `event` is 0."""
+
+    def graph(self, stream: int) -> int:
+        """The graph that captures what is queued on `stream` now: a positive number, or 0.
+
+        What is allocated on that stream comes from a private pool of the graph, and `replay` runs its kernels again.
+        """
+        return 0
+
 
 class Memory:
     """Every allocation, by address."""
@@ -116,6 +126,11 @@ class Memory:
             allocation.died = self.clock
             del self._starts[bisect.bisect_left(self._starts, at)]
         return allocation
+
+    @property
+    def live(self) -> list[Allocation]:
+        """What is allocated now."""
+        return list(self._live.values())
 
     def find(self, at: int) -> Allocation | None:
         index = bisect.bisect_right(self._starts, at) - 1
@@ -185,6 +200,12 @@ class Simulation:
     def elapsed(self, begin: int, end: int) -> float:
         return self.observer.elapsed(begin, end)
 
+    def queried(self, event: int, stream: int) -> None:
+        self.observer.queried(event, stream)
+
+    def graph(self, stream: int) -> int:
+        return self.observer.graph(stream)
+
 
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 _SIGNATURES: dict[str, Any] = {
@@ -198,6 +219,8 @@ _SIGNATURES: dict[str, Any] = {
     "host_waits": ctypes.CFUNCTYPE(None, _I, _I),
     "used_by": ctypes.CFUNCTYPE(None, _P, _I),
     "elapsed": ctypes.CFUNCTYPE(_F, _I, _I),
+    "queried": ctypes.CFUNCTYPE(None, _I, _I),
+    "graph": ctypes.CFUNCTYPE(_I, _I),
 }
 
 
@@ -217,12 +240,12 @@ def _callback(name: str) -> Any:
     def call(*args: Any) -> Any:
         simulation = _Process.simulation
         if simulation is None:
-            return 0.0
+            return 0
         try:
             return getattr(simulation, name)(*args)
         except Exception as error:  # noqa: BLE001 - an exception cannot pass through C++: `simulate` raises it
             simulation.errors.append(error)
-            return 0.0
+            return 0
 
     return _SIGNATURES[name](call)
 
@@ -249,6 +272,11 @@ def _build() -> Path:
 def current_stream() -> int:
     """The number of this thread's current stream."""
     return int(_Process.library.simulation_stream())
+
+
+def replay(graph: int) -> None:
+    """Runs again what a graph has captured."""
+    _Process.library.simulation_replay(graph)
 
 
 class Stream(torch.Stream):
@@ -285,6 +313,10 @@ def _synchronize() -> None:
         _Process.simulation.host_waits(0, -1)
 
 
+def _captures() -> bool:
+    return _Process.simulation is not None and _Process.simulation.graph(current_stream()) > 0
+
+
 def _device_module() -> ModuleType:
     module: Any = ModuleType("torch.sim")
     module.Stream, module.Event, module.stream = Stream, Event, _entered
@@ -292,6 +324,7 @@ def _device_module() -> ModuleType:
     module.default_stream = lambda device=None: _stream_of(0)
     module.set_stream = lambda stream: _Process.library.simulation_set_stream(stream.stream_id)
     module.synchronize = lambda device=None: _synchronize()
+    module.is_current_stream_capturing = _captures
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
@@ -309,6 +342,7 @@ def install() -> None:
     library = ctypes.CDLL(str(_build()))
     library.simulation_stream.restype = ctypes.c_int64
     library.simulation_set_stream.argtypes = [ctypes.c_int64]
+    library.simulation_replay.argtypes = [ctypes.c_int64]
     callbacks = _Callbacks(*(_callback(name) for name in _SIGNATURES))
     _Process.callbacks = callbacks
     _Process.library = library
@@ -408,6 +442,7 @@ def simulate(observer: Observer, world: int, *, coalescing: bool = True) -> Iter
             yield simulation
     finally:
         _Process.simulation = None
+        _Process.library.simulation_end()
         dist.destroy_process_group()
     if simulation.errors:
         raise simulation.errors[0]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.simulation.device import Access, Allocation, Observer
 
-_OURS = ("device.py", "races.py", "faults.py")
+_OURS = ("device.py", "races.py", "faults.py", "capture.py")
 _LOOKED_THROUGH = ("<", sys.prefix, torch.__path__[0], *(str(Path(__file__).with_name(name)) for name in _OURS))
 _ENGINE = "/shardkit/"
 
@@ -130,7 +130,7 @@ class Checker(Observer):
 
     def waits(self, stream: int, event: int) -> None:
         if self._kept(calling_site()):
-            _join(self._known(stream), self._events.get(event, {}))
+            join(self._known(stream), self._events.get(event, {}))
 
     def host_waits(self, event: int, stream: int) -> None:
         if event > 0:
@@ -139,7 +139,7 @@ class Checker(Observer):
             sources = list(self._streams.values()) if stream < 0 else [self._known(stream)]
         if event < 0 or self._kept(calling_site()):
             for source in sources:
-                _join(self._host, source)
+                join(self._host, source)
 
     def computed(self, stream: int, cost: float, what: str) -> None:
         self._module = what
@@ -149,7 +149,7 @@ class Checker(Observer):
     def allocated(self, allocation: Allocation) -> None:
         stream = allocation.stream
         known = self._known(stream)
-        _join(known, self._host)
+        join(known, self._host)
         pool = self._pools.setdefault(stream, {})
         earlier = [past for past in pool.values() if not allocation.pinned and not _is_after(known, stream, past)]
         allocation.notes["life"] = life = _Life(known[stream], str(calling_site()), earlier)
@@ -182,7 +182,7 @@ class Checker(Observer):
         if len(self.findings) >= self._limit:
             return
         known = self._known(stream)
-        _join(known, self._host)
+        join(known, self._host)
         known[stream] += 1
         place = f"{name} on stream {stream} at {calling_site()}, {self._module}"
         for access in sorted(accesses, key=lambda one: one.write):  # a kernel reads before it writes
@@ -228,7 +228,8 @@ def _is_after(known: Known, stream: int, past: _Past) -> bool:
     return past.stream in (stream, -1) or known.get(past.stream, 0) >= past.time
 
 
-def _join(known: Known, more: Known) -> None:
+def join(known: Known, more: Known) -> None:
+    """What happened before is `more`, too."""
     for stream, time in more.items():
         if known.get(stream, 0) < time:
             known[stream] = time

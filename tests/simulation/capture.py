@@ -1,0 +1,258 @@
+"""The rules of CUDA's stream capture, and replays of what was captured.
+
+A graph is one that `torch.cuda.graph` would capture: a stream belongs to it from where it waits for an event of the
+graph. While it captures, a stream must not wait for what the graph does not know, the host must not ask how far the
+device is, and no kernel may run beside the graph. At its end the first stream must come after all that is captured. Its
+memory is its own (`device.cpp`, `Pool`); what else it uses must stay where it is, and be brought up to date by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.simulation.configurations import Configuration, configuration, optimize
+from tests.simulation.device import Access, Allocation, Observer, Stream, replay
+from tests.simulation.races import Known, Site, calling_site, join
+from tests.simulation.training import Run, started
+
+WARM_UP = 3
+REPLAYS = 3
+AFTER = 2
+
+
+class Captures(Observer):
+    """Captures graphs and collects `findings`.
+
+    `drops` decides which waits are left out, by the line that asks for them: planted faults.
+    """
+
+    def __init__(self, drops: Callable[[Site], bool] = lambda site: False) -> None:
+        self.findings: dict[str, None] = {}  # in order, each once
+        self._drops = drops
+        self._graph = 0  # the newest one
+        self._capturing = False
+        self._streams: dict[int, Known] = {}  # of the graph: what each of them comes after
+        self._last: dict[int, str] = {}  # what was queued on them last
+        self._events: dict[int, tuple[int, Known]] = {}  # of which graph, and what comes before
+        self._static: set[int] = set()  # allocations, by when they were made
+        self._read: dict[int, tuple[Allocation, str]] = {}  # by address, what was there before the graph
+        self._dropped = False
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def capture(self, static: Sequence[torch.Tensor]) -> Iterator[int]:
+        """Captures the block on a stream of its own; yields the number of its graph, for `replay`.
+
+        As on a GPU the block computes nothing: what it writes is put back. `static`: tensors that replays read as they
+        are then, such as shards and inputs.
+        """
+        module = torch.get_device_module("sim")
+        module.synchronize()
+        memory = self.simulation.memory
+        found = (memory.find(one.data_ptr()) for one in static if one.numel())
+        self._static = {allocation.born for allocation in found if allocation is not None}
+        before = [(one, ctypes.string_at(one.at, one.nbytes)) for one in memory.live]
+        origin = Stream()
+        with module.stream(origin):
+            self._begin(origin.stream_id)
+            try:
+                yield self._graph
+            finally:
+                self._end(origin.stream_id)
+        for allocation, content in before:
+            if allocation.died is None:
+                ctypes.memmove(allocation.at, content, allocation.nbytes)
+
+    def drop(self) -> None:
+        """There are no more replays."""
+        self._dropped = True
+
+    def _begin(self, origin: int) -> None:
+        self._graph += 1
+        self._capturing = True
+        self._streams = {origin: {origin: 0}}
+        self._read.clear()
+
+    def _end(self, origin: int) -> None:
+        known = self._streams[origin]
+        for stream, its in self._streams.items():
+            if any(known.get(other, 0) < time for other, time in its.items()):
+                self._find(f"stream {stream} is never waited for: {self._last[stream]}")
+        for allocation, place in self._read.values():
+            if allocation.notes.get("written by") != self._graph and allocation.born not in self._static:
+                self._find(f"read, and no replay writes it: {allocation.nbytes} bytes, {place}")
+        self._capturing = False
+        self._streams = {}
+
+    def graph(self, stream: int) -> int:
+        return self._graph if stream in self._streams else 0
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def recorded(self, event: int, stream: int) -> None:
+        self._events[event] = self.graph(stream), dict(self._streams.get(stream, {}))
+
+    def waits(self, stream: int, event: int) -> None:
+        site = calling_site()
+        if site.in_engine and self._drops(site):
+            return
+        graph, known = self._events.get(event, (0, {}))
+        if graph and not (self._capturing and graph == self._graph):
+            self._find(f"stream {stream} waits for an event of a graph that has ended")
+        elif graph and not stream:
+            self._find("the default stream waits for an event of the graph, and cannot be captured")
+        elif graph:
+            join(self._streams.setdefault(stream, {stream: 0}), known)
+            self._last[stream] = f"a wait at {site}"
+        elif stream in self._streams:
+            self._find(f"stream {stream} waits for an event from outside of the graph")
+
+    def host_waits(self, event: int, stream: int) -> None:
+        self._asked("the host waits", event)
+
+    def queried(self, event: int, stream: int) -> None:
+        self._asked("the host asks whether something is done", event)
+
+    def elapsed(self, begin: int, end: int) -> float:
+        self._asked("the host asks how long something took", begin)
+        return 0.0
+
+    def _asked(self, what: str, event: int) -> None:
+        if self._capturing:
+            self._find(f"{what} during a capture")
+        elif self._events.get(event, (0, {}))[0]:
+            self._find(f"{what}, for an event of a graph")
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def allocated(self, allocation: Allocation) -> None:
+        allocation.notes["graph"] = 0 if allocation.pinned else self.graph(allocation.stream)
+
+    def freed(self, allocation: Allocation) -> None:
+        if not allocation.notes.get("graph") and allocation.notes.get("used by") == self._graph and not self._dropped:
+            self._find(f"freed, and replays use it: {allocation.nbytes} bytes")
+
+    def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
+        if not self._capturing:
+            return
+        if stream not in self._streams:
+            self._find(f"{name} on stream {stream} is not captured")
+            return
+        self._streams[stream][stream] += 1
+        self._last[stream] = f"{name} at {calling_site()}"
+        for access in sorted(accesses, key=lambda one: one.write):  # a kernel reads before it writes
+            allocation = access.allocation
+            allocation.notes["used by"] = self._graph
+            if access.write:
+                allocation.notes["written by"] = self._graph
+            elif allocation.notes.get("written by") != self._graph:
+                self._read.setdefault(allocation.at, (allocation, f"{name} at {calling_site()}"))
+
+    def collective(self, name: str, stream: int, group: dist.ProcessGroup, accesses: Sequence[Access]) -> None:
+        self.ran(name, stream, accesses)
+
+    def _find(self, what: str) -> None:
+        self.findings[f"{what}, at {calling_site()}"] = None
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def check_capture(
+    configuration: Configuration, engine: str = "ours", captures: Captures | None = None, *, whole: bool = True
+) -> list[str]:
+    """Findings of a captured step, and whether its replays train as eager steps do, bit for bit."""
+    captures = captures or Captures()
+    eager, replayed = train(configuration, engine), train(configuration, engine, captures, whole=whole)
+    same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(eager, replayed, strict=True))
+    return [*captures.findings, *([] if same else ["replays do not train as eager steps do"])]
+
+
+def train(
+    configuration: Configuration, engine: str = "ours", captures: Captures | None = None, *, whole: bool = True
+) -> list[torch.Tensor]:
+    """The shards after some eager steps, a few replays of a captured one, and eager steps again.
+
+    Without `captures` all steps are eager. `whole`: the optimizer's step is in the graph, too; else it is eager, and
+    gradients stay where they are between replays.
+    """
+    with started(configuration.scenario, engine, captures or Captures(), lambda: 0.0) as run:
+        params = list(run.model.parameters())  # the sharded ones: later some may stay unsharded
+        _fill(params)
+        run.optimizer = torch.optim.SGD([param for param in params if param.requires_grad], lr=0.001, momentum=0.9)
+        for _ in range(WARM_UP):
+            _step(run)
+        if captures is None:
+            for _ in range(REPLAYS):
+                _step(run)
+        else:
+            with captures.capture(_kept(params, run.optimizer)) as graph:
+                _step(run) if whole else run.scenario.step(run)
+            for _ in range(REPLAYS):
+                replay(graph)
+                if not whole:
+                    run.optimizer.step()
+            run.optimizer.zero_grad()
+            captures.drop()
+        for _ in range(AFTER):
+            _step(run)
+        return [_local(param).cpu().clone() for param in params]
+
+
+def _keep_storage(model: Any) -> None:
+    model.set_keep_unsharded_storage(True)
+
+
+def _stay_unsharded(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+MORE = [
+    configuration("memory kept for ever", prepare=_keep_storage, on_stock=False),
+    # Stock does not gather again what is older than the optimizer's step.
+    configuration("unsharded after backward", prepare=_stay_unsharded, on_stock=False),
+]
+
+_ON_THE_HOST = "the host waits during a capture"
+NOT_CAPTURED = {
+    "CPU offload": _ON_THE_HOST,
+    "CPU offload, bf16": _ON_THE_HOST,
+    "CPU offload, accumulation": _ON_THE_HOST,
+    "CPU offload, gradients add up": _ON_THE_HOST,
+    "CPU offload, not pinned": _ON_THE_HOST,
+    "HSDP, cast between micro-batches": "freed, and replays use it",  # the shards that are cast
+    "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
+}
+"""What cannot be captured as it is, and a finding that says why."""
+
+
+def _fill(params: list[nn.Parameter]) -> None:
+    """Other numbers in each parameter, which training changes."""
+    with torch.no_grad():
+        for place, param in enumerate(params):
+            _local(param).fill_(0.001 + 0.0001 * place)
+
+
+def _step(run: Run) -> None:
+    run.scenario.step(run)
+    if "stepped" not in run.kept:
+        optimize(run)
+
+
+def _kept(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What a step reads that earlier ones have left: the shards, and the optimizer's state."""
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [_local(tensor) for tensor in (*params, *state) if isinstance(tensor, torch.Tensor)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()

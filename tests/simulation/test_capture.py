@@ -1,0 +1,267 @@
+"""A training step is captured as a CUDA graph by CUDA's rules, and its replays train as eager steps do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from shardkit.core.runtime.lanes import StreamLane
+from tests.simulation.addresses import addresses
+from tests.simulation.capture import MORE, NOT_CAPTURED, Captures, check_capture
+from tests.simulation.configurations import CONFIGURATIONS
+from tests.simulation.device import Stream, replay, simulate
+from tests.simulation.training import started, whole_step
+
+EVERY = {one.name: one for one in (*MORE, *CONFIGURATIONS)}
+CAPTURED = [name for name in EVERY if name not in NOT_CAPTURED]
+BY_DAY = ["plain", "bf16, packed", "HSDP", "accumulation", "reshard_after_forward=2", "unshard by hand"]
+
+TAKES_TURNS = "some modules skipped"  # others each step
+
+
+def captured(name: str, engine: str, whole: bool = True) -> list[str]:
+    """Runs in the process that has the device, as all that is not a test here."""
+    return check_capture(EVERY[name], engine, whole=whole)
+
+
+@pytest.mark.daily(name=[*BY_DAY, "memory kept for ever", "unsharded after backward", "prefetch budget"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
+    found = on_device(captured, name, "ours")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["plain", "HSDP", "unsharded after backward"])
+def test_forward_and_backward_are_captured_without_the_optimizer(name: str, on_device: Callable[..., Any]) -> None:
+    found = on_device(captured, name, "ours", False)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.daily(name=["plain", "unshard by hand"])
+@pytest.mark.parametrize("name", [name for name in CAPTURED if EVERY[name].on_stock])
+def test_stocks_step_is_captured(name: str, on_device: Callable[..., Any]) -> None:
+    """The rules are not stricter than CUDA's: torch captures a step of stock's engine in its own tests, on GPUs."""
+    found = on_device(captured, name, "stock")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.daily(name=["CPU offload", "optimizer on another stream"])
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_cannot_be_captured_is_found_out(name: str, on_device: Callable[..., Any]) -> None:
+    assert any(NOT_CAPTURED[name] in finding for finding in on_device(captured, name, "ours"))
+
+
+def places(name: str) -> list[Any]:
+    configuration = EVERY[name]
+    return addresses(replace(configuration, scenario=replace(configuration.scenario, steps=6)))
+
+
+@pytest.mark.daily(name=[*BY_DAY, "prefetch budget"])
+@pytest.mark.parametrize("name", [name for name in EVERY if name != TAKES_TURNS])
+def test_unsharded_parameters_lie_where_they_lay(name: str, on_device: Callable[..., Any]) -> None:
+    """From the third step on, without a graph: until then the order is learnt, and storages are made."""
+    *_, third, fourth, fifth, sixth = on_device(places, name)
+    assert len(sixth) >= 10
+    assert sixth == fifth == fourth == third
+
+
+def test_parameters_that_lie_elsewhere_are_noticed(on_device: Callable[..., Any]) -> None:
+    *_, fifth, sixth = on_device(places, TAKES_TURNS)
+    assert sixth != fifth
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+def without_joining() -> list[str]:
+    with mock.patch.object(StreamLane, "_is_in_graph", True):
+        return check_capture(EVERY["unshard by hand"])
+
+
+def without_waiting(function: str) -> list[str]:
+    return check_capture(EVERY["plain"], captures=Captures(lambda site: function in site.functions))
+
+
+def test_a_lane_that_allocates_before_it_joins_is_found_out(on_device: Callable[..., Any]) -> None:
+    assert any("freed, and replays use it" in finding for finding in on_device(without_joining))
+
+
+def test_a_lane_that_is_not_waited_for_is_found_out(on_device: Callable[..., Any]) -> None:
+    assert any("is never waited for" in finding for finding in on_device(without_waiting, "StreamTicket.wait"))
+
+
+def gathered_before() -> str:
+    captures = Captures()
+    with started(EVERY["plain"].scenario, "ours", captures, lambda: 0.0) as run:
+        whole_step(run)
+        run.model.blocks[1].unshard()
+        with pytest.raises(RuntimeError) as raised, captures.capture([]):
+            whole_step(run)
+        captures.drop()
+    return str(raised.value)
+
+
+def test_what_was_gathered_before_the_capture_is_refused(on_device: Callable[..., Any]) -> None:
+    """Replays would compute with the parameters of that time."""
+    assert on_device(gathered_before).startswith(
+        "blocks.1: all-gather was started before the capture of the CUDA graph that uses it"
+    )
+
+
+# -- the rules themselves ----------------------------------------------------------------------------------------------
+
+
+def _findings(program: Callable[[Any, Captures, torch.Tensor], None]) -> list[str]:
+    """What is found as `program` runs, which is given the device's module and a static tensor."""
+    captures = Captures()
+    with simulate(captures, 2):
+        x = torch.zeros(8, device="sim")
+        program(torch.get_device_module("sim"), captures, x)
+        captures.drop()
+    return [finding.partition(", at ")[0] for finding in captures.findings]
+
+
+def event_from_outside() -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        event = module.current_stream().record_event()
+        with captures.capture([x]):
+            module.current_stream().wait_event(event)
+
+    return _findings(program)
+
+
+def event_of_a_graph() -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        with captures.capture([x]):
+            event = module.current_stream().record_event()
+        module.current_stream().wait_event(event)
+        event.synchronize()
+
+    return _findings(program)
+
+
+def default_stream() -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        with captures.capture([x]):
+            module.default_stream().wait_stream(module.current_stream())
+
+    return _findings(program)
+
+
+def host(ask: str) -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        begin, end = (torch.Event(device="sim", enable_timing=True) for _ in range(2))
+        with captures.capture([x]):
+            begin.record()
+            end.record()
+            asked: dict[str, Callable[[], Any]] = {
+                "synchronize": end.synchronize,
+                "number": x[0].item,
+                "query": end.query,
+                "elapsed": lambda: begin.elapsed_time(end),
+            }
+            asked[ask]()
+
+    return _findings(program)
+
+
+def fork(joins: bool, joined: bool, works: bool = True) -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        side = Stream()
+        with captures.capture([x]):
+            main = module.current_stream()
+            if joins:
+                side.wait_stream(main)
+            with module.stream(side):
+                if works:
+                    x.add_(1)
+            if joined:
+                main.wait_stream(side)
+
+    return _findings(program)
+
+
+def memory(static: bool, stays: bool) -> list[str]:
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        y = torch.ones(8, device="sim")
+        with captures.capture([x, y] if static else [x]):
+            x.add_(y)
+            if not stays:
+                y.untyped_storage().resize_(0)
+        captures.drop()
+
+    return _findings(program)
+
+
+def replays() -> list[float]:
+    """What a graph frees is used again within it, and by nobody outside; the capture itself computes nothing."""
+    seen: list[float] = []
+
+    def program(module: Any, captures: Captures, x: torch.Tensor) -> None:
+        with captures.capture([x]) as graph:
+            at = (x + 1).data_ptr()
+            y = x + 2
+            assert y.data_ptr() == at
+            x.add_(y)
+            del y
+        assert x[0].item() == 0
+        others = [torch.full((8,), 5.0, device="sim") for _ in range(8)]
+        replay(graph)
+        replay(graph)
+        seen.extend([x[0].item(), *(other.sum().item() for other in others)])
+
+    assert not _findings(program)
+    return seen
+
+
+def test_a_captured_stream_waits_only_for_what_the_graph_knows(on_device: Callable[..., Any]) -> None:
+    (found,) = on_device(event_from_outside)
+    assert found.endswith("waits for an event from outside of the graph")
+
+
+def test_events_of_a_graph_are_of_no_use_outside(on_device: Callable[..., Any]) -> None:
+    waits, synchronizes = on_device(event_of_a_graph)
+    assert waits == "stream 0 waits for an event of a graph that has ended"
+    assert synchronizes == "the host waits, for an event of a graph"
+
+
+def test_the_default_stream_cannot_be_captured(on_device: Callable[..., Any]) -> None:
+    assert on_device(default_stream) == [
+        "the default stream waits for an event of the graph, and cannot be captured",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        ("synchronize", "the host waits"),
+        ("number", "the host waits"),
+        ("query", "the host asks whether something is done"),
+        ("elapsed", "the host asks how long something took"),
+    ],
+)
+def test_the_host_asks_for_nothing(ask: str, what: str, on_device: Callable[..., Any]) -> None:
+    assert f"{what} during a capture" in on_device(host, ask)
+
+
+def test_streams_join_and_are_joined(on_device: Callable[..., Any]) -> None:
+    assert on_device(fork, True, True) == []
+    (found,) = on_device(fork, True, False)
+    assert "is never waited for: aten::add" in found
+    assert on_device(fork, True, False, False) == []  # which waits and runs nothing
+    (found,) = on_device(fork, False, False)
+    assert found.endswith("is not captured")
+
+
+def test_memory_of_replays_stays_and_is_brought_up_to_date(on_device: Callable[..., Any]) -> None:
+    assert on_device(memory, True, True) == []
+    assert on_device(memory, True, False) == ["freed, and replays use it: 32 bytes"]
+    (found,) = on_device(memory, False, True)
+    assert found.startswith("read, and no replay writes it: 32 bytes")
+
+
+def test_replays_run_over_memory_of_their_own(on_device: Callable[..., Any]) -> None:
+    assert on_device(replays) == [6.0, *[40.0] * 8]
