@@ -171,3 +171,42 @@ def _offloaded(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_offload(world_size: int) -> None:
     run_on_gpus(world_size, _offloaded)
+
+
+def _captured(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Two models see the same inputs; the second trains by replays of one step."""
+    mesh = rank_mesh((world_size,))
+    models = [_layers(shardkit, mesh, **options) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), capturable=True) for model in models]
+    x = _inputs(mesh, rank, 0)
+    losses = [torch.zeros((), device="cuda") for _ in models]
+
+    def step(place: int) -> None:
+        loss = models[place](x).square().mean()
+        loss.backward()
+        losses[place].copy_(loss.detach())
+        optimizers[place].step()
+        optimizers[place].zero_grad()
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for place in (0, 1) * 3:
+            step(place)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        step(1)
+    for number in range(1, 6):
+        x.copy_(_inputs(mesh, rank, number))
+        step(0)
+        graph.replay() if number < 5 else step(1)
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for eager, replayed in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(replayed.to_local(), eager.to_local(), rtol=1e-5, atol=1e-7)
+
+
+@needs_gpu
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_replays_of_a_captured_step_train_as_eager_steps(world_size: int, reshard_after_forward: bool) -> None:
+    run_on_gpus(world_size, _captured, {"reshard_after_forward": reshard_after_forward})
