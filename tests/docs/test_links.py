@@ -1,0 +1,83 @@
+"""Links lead to files and headings of a clone; those to pages that only the site has say so."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_blocks import PAGES as ALL
+from tests.packaging.workspace import ROOT
+
+sys.path.insert(0, str(ROOT / "website"))
+
+import api_reference
+
+REFERENCE = ROOT / "docs" / "reference"
+# Pages that `website/build.py` generates, so that no clone contains them, and that other pages link to.
+GENERATED = {REFERENCE / name for name in ("api/core.md", "api/tp_adapter.md", "commands.md", "errors.md")}
+PAGES = [page for page in ALL if page not in GENERATED and page.parent != REFERENCE / "api"]
+
+_FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def _prose(page: Path) -> str:
+    """A page without blocks of code."""
+    return _FENCE.sub("", page.read_text())
+
+
+def _links(page: Path) -> Iterator[tuple[str, str]]:
+    """Relative links of a page, each with the line that it is in."""
+    for line in _prose(page).splitlines():
+        for link in _LINK.finditer(_CODE.sub("code", line)):
+            if not re.match(r"[a-z]+:", link["target"]):
+                yield link["target"], line
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def problems(page: Path) -> Iterator[str]:
+    """Why links of a page lead nowhere in a clone."""
+    for target, line in _links(page):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if path in GENERATED:
+            if "on the site" not in line:
+                yield f"{target} is generated; say in its line that it is on the site"
+        elif not path.exists() or path.parent == REFERENCE / "api":
+            yield f"{target} is not in the repository"
+        elif anchor and anchor not in _anchors(path):
+            yield f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve_in_a_clone(page: Path):
+    assert list(problems(page)) == []
+
+
+def test_generated_pages_are_generated_and_linked_to():
+    generated = {REFERENCE / "api" / name for name in api_reference.pages()}
+    assert generated | {REFERENCE / "commands.md", REFERENCE / "errors.md"} >= GENERATED
+    assert {(page.parent / target).resolve() for page in PAGES for target, _ in _links(page)} >= GENERATED
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    generated = REFERENCE / "errors.md"
+    page.write_text(
+        "# Its own *heading*\n[a](missing.md), [b](#its-own-heading), [c](#other), `[d](code.md)`, [e](https://host/)\n"
+        f"[f]({generated})\n[g]({generated}), on the site\n```\n[h](block.md)\n```\n![i](image.png)\n"
+    )
+    assert list(problems(page)) == [
+        "missing.md is not in the repository",
+        "#other: there is no such heading",
+        f"{generated} is generated; say in its line that it is on the site",
+        "image.png is not in the repository",
+    ]
