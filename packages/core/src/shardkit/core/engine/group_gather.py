@@ -229,13 +229,15 @@ class GroupGather:
         Raises:
             ValueError: on every rank of the shard group.
         """
-        group = self.mesh.shard_group
         uneven = [
             (param, [(item.layout.numel, str(item.dtype)) for item in items_of])
             for param, items_of in zip(self.params, items, strict=True)
             if param.subclass is not None and param.layout.padded_numel != param.layout.numel
         ]
-        if not uneven or group is None or self._through.gather is None:
+        if not uneven:
+            return
+        group = self.mesh.shard_group
+        if group is None or self._through.gather is None:
             return
         if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
             return

@@ -125,8 +125,8 @@ def _set_names(states: list[RootedState], root: nn.Module) -> None:
             for param in group.params:
                 for slot in param.slots:
                     holder = slot.module()
-                    if holder is not None and id(holder) in names:
-                        path = names[id(holder)]
+                    path = None if holder is None else names.get(id(holder))
+                    if path is not None:
                         param.fqn = f"{path}.{slot.name}" if path else slot.name
                         break
             group.label = state.fqn if group is state.groups[0] else f"{state.fqn}: {group.params[0].fqn}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -415,8 +416,8 @@ def plan_gather(items: Sequence[GatherItem], transport: Transport, label: str, r
     transport = transport.for_gather(items)
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
-    direct = [i for i, item in enumerate(items) if _goes_direct(item.layout, item.dtype.itemsize, transport)]
-    packed = [i for i in range(len(items)) if i not in set(direct)]
+    goes_direct = [_goes_direct(item.layout, item.dtype.itemsize, transport) for item in items]
+    direct, packed = _parted(goes_direct)
     packed_dtypes = {items[i].dtype for i in packed}
     mixed = len(packed_dtypes) > 1
     packed_dtype = packed_dtypes.pop() if len(packed_dtypes) == 1 else torch.uint8
@@ -453,12 +454,8 @@ def plan_reduce(
     layouts = [item.layout for item in items]
     _check_world(layouts, transport, label)
     wire_dtype = _wire_dtype(transport, grad_dtype, reduce_dtype)
-    direct = [
-        i
-        for i, layout in enumerate(layouts)
-        if _reduces_direct(layout, wire_dtype, grad_dtype == wire_dtype, transport)
-    ]
-    packed = [i for i in range(len(items)) if i not in set(direct)]
+    as_is = grad_dtype == wire_dtype
+    direct, packed = _parted([_reduces_direct(layout, wire_dtype, as_is, transport) for layout in layouts])
     packing = pack(layouts, packed, [1] * len(items), padded=transport.padded, aligned=False) if packed else None
     sizes, places = _output_order(layouts, direct, packed, packing, rank, padded=transport.padded)
     return ReducePlan(
@@ -491,6 +488,11 @@ def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: tor
     `reduce_dtype` on the wire.
     """
     return grad_dtype if transport.sums_locally and grad_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
+
+
+def _parted(direct: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """The indices of what goes direct, and of what does not."""
+    return [i for i, one in enumerate(direct) if one], [i for i, one in enumerate(direct) if not one]
 
 
 def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: str) -> None:
@@ -554,8 +556,9 @@ def _output_order(
     ragged = packing is not None and packing.ragged
     for i in (*direct, *packed):
         layout = layouts[i]
-        used = layout.local_numel(rank)
-        places[i] = (len(sizes), layout.local_shape(rank))
+        shape = layout.local_shape(rank)
+        used = math.prod(shape)
+        places[i] = (len(sizes), shape)
         sizes.append(used)
         if padded and layout.padded_local_numel > used and not (ragged and i in packed):
             sizes.append(layout.padded_local_numel - used)
