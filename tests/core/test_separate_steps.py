@@ -154,13 +154,11 @@ def _of_heavyball(rank: int, world_size: int, names: tuple[str, ...], alone: tup
     return _outcomes(rank, world_size, kinds)
 
 
-def test_psgd_on_all_matrices_at_once_is_refused_and_on_each_alone_is_right() -> None:
-    found = run_ranks(2, _of_heavyball, ("PSGDKron",), ("PSGDKron",), timeout=60)[0]
-    assert found["PSGDKron"] == "refused", found
-    assert found["PSGDKron alone"] in ("same", "random"), found
+def test_psgd_on_all_matrices_at_once_is_refused() -> None:
+    assert run_ranks(2, _of_heavyball, ("PSGDKron",), (), timeout=120) == [{"PSGDKron": "refused"}] * 2
 
 
-@pytest.mark.slow  # a minute with the others; the test above has the kind that is used most
+@pytest.mark.slow  # ten optimizers, most of them slow; the test above has the most common kind
 def test_heavyballs_psgd_on_all_matrices_at_once_is_refused() -> None:
     joined = ("LATHER", "PSGDKron", "PSGDPRO", "QSGD", "PSGDLRA")
     names = ("AdamW", "LaProp", "Muon", "SOAP", "Scion", *joined)
