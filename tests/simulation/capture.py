@@ -49,8 +49,8 @@ class Captures(Observer):
     # -- graphs --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def capture(self, static: Sequence[torch.Tensor]) -> Iterator[int]:
-        """Captures the block on a stream of its own; yields the number of its graph, for `replay`.
+    def capture(self, static: Sequence[torch.Tensor], origin: Any = None) -> Iterator[int]:
+        """Captures the block on the stream `origin`, or one of its own; yields the number of its graph, for `replay`.
 
         As on a GPU the block computes nothing: what it writes is put back. `static`: tensors that replays read as they
         are then, such as shards and inputs.
@@ -61,7 +61,7 @@ class Captures(Observer):
         found = (memory.find(one.data_ptr()) for one in static if one.numel())
         self._static = {allocation.born for allocation in found if allocation is not None}
         before = [(one, ctypes.string_at(one.at, one.nbytes)) for one in memory.live]
-        origin = Stream()
+        origin = origin or Stream()
         with module.stream(origin):
             self._begin(origin.stream_id)
             try:
@@ -189,13 +189,12 @@ def train(
         params = list(run.model.parameters())  # the sharded ones: later some may stay unsharded
         _fill(params)
         run.optimizer = torch.optim.SGD([param for param in params if param.requires_grad], lr=0.001, momentum=0.9)
-        for _ in range(WARM_UP):
-            _step(run)
         if captures is None:
-            for _ in range(REPLAYS):
+            for _ in range(WARM_UP + REPLAYS):
                 _step(run)
         else:
-            with captures.capture(_kept(params, run.optimizer)) as graph:
+            side = _warmed_up(run)
+            with captures.capture(_kept(params, run.optimizer), side) as graph:
                 _step(run) if whole else run.scenario.step(run)
             for _ in range(REPLAYS):
                 replay(graph)
@@ -240,6 +239,18 @@ def _fill(params: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for place, param in enumerate(params):
             _local(param).fill_(0.001 + 0.0001 * place)
+
+
+def _warmed_up(run: Run) -> Any:
+    """Takes eager steps on a stream; returns it, for the capture."""
+    module = torch.get_device_module("sim")
+    main, side = module.current_stream(), Stream()
+    side.wait_stream(main)
+    with module.stream(side):
+        for _ in range(WARM_UP):
+            _step(run)
+    main.wait_stream(side)
+    return side
 
 
 def _step(run: Run) -> None:
