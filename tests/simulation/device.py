@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,10 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 @dataclass
 class Allocation:
-    """A block of device memory or of pinned host memory, from the allocator's `allocate` to its `free`."""
+    """A block of device memory or of pinned host memory, from the allocator's `allocate` to its `free`.
+
+    `pool` was active on the thread that asked for it.
+    """
 
     at: int
     nbytes: int
@@ -44,6 +48,7 @@ class Allocation:
     stream: int
     born: int
     died: int | None = None
+    pool: MemPool | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,10 +115,10 @@ class Memory:
         self._starts: list[int] = []
         self._live: dict[int, Allocation] = {}
 
-    def add(self, at: int, nbytes: int, pinned: bool, stream: int) -> Allocation:
+    def add(self, at: int, nbytes: int, pinned: bool, stream: int, pool: MemPool | None) -> Allocation:
         self.clock += 1
         self.has_pinned = self.has_pinned or pinned
-        allocation = Allocation(at, nbytes, pinned, stream, self.clock)
+        allocation = Allocation(at, nbytes, pinned, stream, self.clock, pool=pool)
         bisect.insort(self._starts, at)
         self._live[at] = allocation
         self.all.append(allocation)
@@ -167,9 +172,10 @@ class Simulation:
         self.errors: list[BaseException] = []
         self.in_collective = False
         self.declared = 0  # > 0: kernels belong to a computation whose cost is declared
+        self.registered: list[tuple[Any, MemPool, bool]] = []  # a backend, its pool, whether as windows
 
     def allocated(self, at: int, nbytes: int, pinned: int) -> None:
-        self.observer.allocated(self.memory.add(at, nbytes, bool(pinned), current_stream()))
+        self.observer.allocated(self.memory.add(at, nbytes, bool(pinned), current_stream(), _active.pool))
 
     def freed(self, at: int) -> None:
         allocation = self.memory.remove(at)
@@ -308,6 +314,35 @@ def _entered(stream: Any) -> Iterator[None]:
         _Process.library.simulation_set_stream(before)
 
 
+class MemPool:
+    """A pool of the simulated allocator, which only notes what is allocated while it is active."""
+
+    def __init__(self, allocator: object = None) -> None:
+        self.allocator = allocator
+
+
+class _Active(threading.local):
+    pool: MemPool | None = None
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def _use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    before, _active.pool = _active.pool, pool
+    try:
+        yield
+    finally:
+        _active.pool = before
+
+
+def _register_mem_pool(backend: Any, pool: MemPool, symm: bool = False) -> None:
+    assert pool.allocator == backend.mem_allocator
+    assert _Process.simulation is not None
+    _Process.simulation.registered.append((backend, pool, symm))
+
+
 def _synchronize() -> None:
     if _Process.simulation is not None:
         _Process.simulation.host_waits(0, -1)
@@ -320,6 +355,7 @@ def _captures() -> bool:
 def _device_module() -> ModuleType:
     module: Any = ModuleType("torch.sim")
     module.Stream, module.Event, module.stream = Stream, Event, _entered
+    module.MemPool, module.use_mem_pool = MemPool, _use_mem_pool
     module.current_stream = lambda device=None: _stream_of(current_stream())
     module.default_stream = lambda device=None: _stream_of(0)
     module.set_stream = lambda stream: _Process.library.simulation_set_stream(stream.stream_id)
@@ -434,6 +470,8 @@ def simulate(observer: Observer, world: int, *, coalescing: bool = True) -> Iter
     """
     install()
     FakeProcessGroup.supports_coalescing = coalescing
+    FakeProcessGroup.mem_allocator = property(lambda backend: "the network's")
+    FakeProcessGroup.register_mem_pool = _register_mem_pool
     simulation = Simulation(observer)
     dist.init_process_group("sim:fake,cpu:fake", store=FakeStore(), rank=0, world_size=world)
     _Process.simulation = observer.simulation = simulation
