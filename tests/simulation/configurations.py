@@ -219,6 +219,12 @@ def _separate_group(model: Any) -> None:
     model.set_separate_reduce_scatter_group(True)
 
 
+def registered(model: Any) -> None:
+    """What is communicated lies in a pool of the process group."""
+    for module in (model, *model.blocks):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+
+
 class _AllGather(ours.AllGather):
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -287,6 +293,8 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("explicit lists", prepare=two_ahead),
     configuration("3 input buffers", prepare=three_buffers),
     configuration("3 input buffers, bf16", prepare=three_buffers, mixed=True),
+    configuration("registered memory", prepare=registered, on_stock=False),
+    configuration("registered memory, HSDP, packed", prepare=registered, replicas=2, coalescing=False, on_stock=False),
     configuration("CPU offload", offload={}),
     configuration("CPU offload, bf16", offload={}, mixed=True),
     configuration("CPU offload, accumulation", offload={}, step=accumulating),

@@ -172,7 +172,7 @@ class Simulation:
         self.errors: list[BaseException] = []
         self.in_collective = False
         self.declared = 0  # > 0: kernels belong to a computation whose cost is declared
-        self.registered: list[tuple[Any, MemPool, bool]] = []  # a backend, its pool, whether as windows
+        self.registered: list[tuple[Any, MemPool]] = []  # a backend and its pool
 
     def allocated(self, at: int, nbytes: int, pinned: int) -> None:
         self.observer.allocated(self.memory.add(at, nbytes, bool(pinned), current_stream(), _active.pool))
@@ -337,10 +337,10 @@ def _use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
         _active.pool = before
 
 
-def _register_mem_pool(backend: Any, pool: MemPool, symm: bool = False) -> None:
+def _register_mem_pool(backend: Any, pool: MemPool) -> None:
     assert pool.allocator == backend.mem_allocator
     assert _Process.simulation is not None
-    _Process.simulation.registered.append((backend, pool, symm))
+    _Process.simulation.registered.append((backend, pool))
 
 
 def _synchronize() -> None:

@@ -375,16 +375,32 @@ class FSDPModule(StockFSDPModule):
         return [group for group in self._groups() if group.mesh.shard_group is not None]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Sets whether communication buffers come from the process group's own allocator, if its backend has one."""
-        for group in self._groups():
-            shard = group.mesh.shard_group if enable else None
-            group.communication = group.communication.with_buffers_of(shard, group.label)
+        """Sets whether the memory that this module communicates is registered with its process group.
+
+        Unsharded parameters, packed buffers and reduced gradients are then allocated in a pool of the shard group. NCCL
+        may transfer them without copies of its own. Nothing else changes: gathers and reductions in place stay in
+        place. Gradients that autograd makes are not in the pool, and the pool is not registered with the groups over
+        which HSDP all-reduces.
+
+        A change takes effect at the next gather, which is then collective on the host as well.
+
+        Raises:
+            ValueError: if the backend has no allocator (gloo), or custom communication or compression is set.
+        """
+        for group in self._sharded_groups():
+            shard = group.mesh.shard_group
+            assert shard is not None
+            group.communication = group.communication.in_registered_memory(enable, shard, group.device, group.label)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Allocates communication buffers in memory that is registered with the network.
+        """Does the same as `set_allocate_memory_from_process_group_for_comm(True)`.
+
+        The memory is registered, but not as symmetric windows: NCCL would then rely on all ranks reusing the pool in
+        the same order, and nothing checks that.
 
         Raises:
             NotImplementedError: for a backend other than NCCL.
+            ValueError: as there.
         """
         if backend != "NCCL":
             raise NotImplementedError(f"symmetric memory is supported for NCCL, got {backend!r}")

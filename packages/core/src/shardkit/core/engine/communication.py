@@ -9,11 +9,9 @@ import torch.distributed as dist
 
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.choice import Transports, choose_transports
-from shardkit.core.runtime.custom import ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter
+from shardkit.core.runtime.memory import require_memory
 
 __all__ = ["Communication"]
-
-_OURS = (ProcessGroupAllocatedAllGather, ProcessGroupAllocatedReduceScatter)
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,14 @@ class Communication:
         all_gather: custom communication, with its own buffers; None for ours.
         reduce_scatter: likewise.
         reduce_group: process group for reductions, with the ranks of the shard group. None: the shard group itself.
+        registered: whether communicated memory is registered with the process group (runtime/memory.py).
     """
 
     compression: CompressionPolicy | None = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     reduce_group: dist.ProcessGroup | None = None
+    registered: bool = False
 
     def gathering_through(self, comm: AllGather, label: str) -> Communication:
         """Sends gathers through `comm` and its buffers."""
@@ -46,25 +46,24 @@ class Communication:
         """Runs reductions on `group`; None: on the shard group."""
         return replace(self, reduce_group=group)
 
-    def with_buffers_of(self, group: dist.ProcessGroup | None, label: str) -> Communication:
-        """Takes communication buffers from the allocator of `group`; None: from ours again.
+    def in_registered_memory(
+        self, enable: bool, group: dist.ProcessGroup, device: torch.device, label: str
+    ) -> Communication:
+        """Sets whether memory that the shard group `group` communicates is registered with it.
 
         Raises:
             ValueError: if custom communication is set, or the process group has no allocator.
         """
         for comm in (self.all_gather, self.reduce_scatter):
-            if comm is not None and not isinstance(comm, _OURS):
+            if comm is not None:
                 raise ValueError(
                     f"group '{label}' has custom communication ({type(comm).__name__}), which brings its own buffers"
                 )
-        if group is None:
-            return replace(self, all_gather=None, reduce_scatter=None)
-        self._refuse_compression("buffers of the process group", label)
-        return replace(
-            self,
-            all_gather=ProcessGroupAllocatedAllGather(group),
-            reduce_scatter=ProcessGroupAllocatedReduceScatter(group),
-        )
+        if enable:
+            self._refuse_compression("memory of the process group", label)
+            if group.size() > 1:
+                require_memory(group, device, label)
+        return replace(self, registered=enable)
 
     def _refuse_compression(self, name: str, label: str) -> None:
         if self.compression is not None:
@@ -76,5 +75,12 @@ class Communication:
     def transports(self, group: dist.ProcessGroup | None, device: torch.device, label: str) -> Transports:
         """The transports over the shard group `group` (collective over it the first time: its ranks meet)."""
         return choose_transports(
-            group, self.reduce_group, device, self.all_gather, self.reduce_scatter, self.compression, label
+            group,
+            self.reduce_group,
+            device,
+            self.all_gather,
+            self.reduce_scatter,
+            self.compression,
+            self.registered,
+            label,
         )

@@ -6,6 +6,7 @@ functions at the end of this file loop over a group, without a call for each par
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from itertools import repeat
 from operator import contains, is_
@@ -180,17 +181,17 @@ class GroupGather:
             if items != self._items:
                 self._check_wire_sizes(items)
                 self._plan, self._buffer_bytes, self._items = None, None, items
-        lane = self.context.gathers
+        if not any(self._items):
+            return None
+        lane, transport = self.context.gathers, self._through.gather
         flat_sources = [source for each in sources for source in each]
         if self._offloaded:
             flat_sources = self.context.on_device(flat_sources)
         with lane.owning_memory():
-            for param, items_of in zip(self.params, self._items, strict=True):
-                param.allocate(items_of)
+            with contextlib.nullcontext() if transport is None else transport.registered_memory():
+                for param, items_of in zip(self.params, self._items, strict=True):
+                    param.allocate(items_of)
             targets = [target for param in self.params for target in param.targets]
-            if not targets:
-                return None
-            transport = self._through.gather
             if transport is not None and self._plan is None:
                 self._plan = self._plan_sharded(transport)
             if self._plan is not None:
@@ -254,8 +255,9 @@ class GroupGather:
         lane = self.context.gathers
         plan = self._plan_kept()
         with lane.owning_memory():
-            for param in self.params:
-                param.allocate([])
+            with plan.transport.registered_memory():
+                for param in self.params:
+                    param.allocate([])
             sources = [part for param in self.params for part in param.kept]
             targets = [flat for param in self.params for flat in param.flats]
             program = plan.transport.gather(plan, sources, targets)
@@ -267,7 +269,8 @@ class GroupGather:
         assert smaller is not None
         if self._kept_plan is None:
             items = [item for param in self.params for item in param.kept_items(smaller.size)]
-            self._kept_plan = plan_gather(items, transport_for(smaller.group, self.device), self.label, smaller.rank)
+            transport = transport_for(smaller.group, self.device, self._communication.registered)
+            self._kept_plan = plan_gather(items, transport, self.label, smaller.rank)
             self._buffer_bytes = None
         return self._kept_plan
 

@@ -20,6 +20,7 @@ from shardkit.core import torch_compat
 from shardkit.core.policies import AllGather, CompressionPolicy, ReduceScatter
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.custom import CustomTransport
+from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of, possible
@@ -33,7 +34,8 @@ StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 _stand_in: StandIn | None = None
 
 # A transport holds its group, so the cache must not hold the transport; the plans that use it do.
-_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, weakref.ref[Transport]]]
+_Key: TypeAlias = tuple[torch.device, bool]
+_cache: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, weakref.ref[Transport]]]
 _cache = weakref.WeakKeyDictionary()
 
 
@@ -57,6 +59,7 @@ def choose_transports(
     all_gather: AllGather | None,
     reduce_scatter: ReduceScatter | None,
     compression: CompressionPolicy | None,
+    registered: bool,
     label: str,
 ) -> Transports:
     """The transports over the shard group `group`, None without one; `label` is the parameter group's.
@@ -73,7 +76,7 @@ def choose_transports(
         if comm is not None:
             return CustomTransport(group, device, all_gather, reduce_scatter)
         try:
-            chosen = transport_for(group, device)
+            chosen = transport_for(group, device, registered)
         except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
             raise RuntimeError(f"{label}: set-up failed (meeting the other ranks of its group): {error}") from error
         return chosen if compression is None or rounding is None else chosen.compressing(compression)
@@ -85,22 +88,22 @@ def choose_transports(
     )
 
 
-def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bool = False) -> Transport:
     """The transport of `group` for tensors on `device`; the same object as long as it is in use.
 
     gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not. A backend that coalesces
     (NCCL) runs collectives in place. Any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
-    plain collectives on packed buffers. With gloo on CPU, collective over `group` the first time, because the ranks
-    meet.
+    plain collectives on packed buffers. Ask `require_memory` before `registered`. With gloo on CPU, and with
+    `registered`, collective over `group` the first time, because the ranks meet.
     """
     if _stand_in is not None:
         return _stand_in(group, device)
-    by_device = _cache.setdefault(group, {})
-    reference = by_device.get(device)
+    by_kind = _cache.setdefault(group, {})
+    reference = by_kind.get((device, registered))
     transport = reference() if reference is not None else None
     if transport is None:
-        transport = _make_transport(group, device)
-        by_device[device] = weakref.ref(transport)
+        transport = _make_transport(group, device, registered)
+        by_kind[device, registered] = weakref.ref(transport)
     return transport
 
 
@@ -113,12 +116,14 @@ def _is_gloo(backend: Any, device: torch.device) -> bool:
     return backend is not None and device.type == "cpu" and backend.name() == "gloo"
 
 
-def _make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def _make_transport(group: dist.ProcessGroup, device: torch.device, registered: bool) -> Transport:
     backend = torch_compat.backend_of(group, device)
     if _is_gloo(backend, device):
         neighbours = neighbours_of(group) if group.size() > 1 else None
         return PairwiseTransport(group, device) if neighbours is None else SharedTransport(group, device, neighbours)
-    return C10dTransport(group, device, direct=bool(getattr(backend, "supports_coalescing", False)))
+    memory = RegisteredMemory.of(group, device) if registered else None
+    direct = bool(getattr(backend, "supports_coalescing", False))
+    return C10dTransport(group, device, direct=direct, memory=memory)
 
 
 @contextlib.contextmanager

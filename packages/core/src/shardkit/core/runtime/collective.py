@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from shardkit.core import events, torch_compat
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.transport import CompressedTransport
 from shardkit.core.runtime.lanes import Program, hold
+from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
 from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
@@ -71,7 +73,8 @@ class C10dTransport(FlatTransport):
     """All-gather and reduce-scatter of flat buffers with equal, padded slots.
 
     With `direct` (a backend that coalesces, NCCL) a list of buffers runs in place in one launch. Without it each call
-    receives one buffer and uses the plain collectives, which every backend has.
+    receives one buffer and uses the plain collectives, which every backend has. With `memory`, unsharded parameters,
+    packed buffers and outputs lie there (runtime/memory.py, Note [Registered memory]).
 
     Raises `NotImplementedError` for a call with several buffers if `direct` is false.
     """
@@ -80,11 +83,17 @@ class C10dTransport(FlatTransport):
     padded = True
     sums_locally = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, direct: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, direct: bool, memory: RegisteredMemory | None = None
+    ) -> None:
         super().__init__(group, device)
         self.direct = direct
+        self._memory = memory
         # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
         self._async = device.type == "cpu"
+
+    def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._memory is None else self._memory.active()
 
     def all_gather(self, buffers: Sequence[torch.Tensor], slots: Sequence[Slots], tag: int) -> Sequence[dist.Work]:
         outputs = list(buffers)

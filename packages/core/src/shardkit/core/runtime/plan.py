@@ -131,13 +131,19 @@ class Transport(ABC):
         wrong one.
         """
 
+    def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Memory that is allocated inside is registered with the network, if the user asked for that."""
+        return contextlib.nullcontext()
+
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """A 1-D buffer for the packed items of a gather."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        with self.registered_memory():
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         """A 1-D buffer for the packed gradients of a reduction, or for its output."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        with self.registered_memory():
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     def gather_buffer_bytes(self, plan: GatherPlan) -> int:
         """Bytes that a running gather of `plan` takes besides the unsharded tensors."""
