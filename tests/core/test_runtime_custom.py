@@ -6,14 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.core.runtime.custom import (
-    CustomTransport,
-    PlainAllGather,
-    PlainReduceScatter,
-    ProcessGroupAllocatedAllGather,
-    ProcessGroupAllocatedReduceScatter,
-)
-from shardkit.core.runtime.plan import Mean
+from shardkit.core.runtime.custom import CustomTransport, PlainAllGather, PlainReduceScatter
 from tests.core.runtime_cases import (
     BF16,
     CASES,
@@ -134,24 +127,3 @@ def _wrong_buffers(rank: int, world_size: int) -> None:
 
 def test_wrong_buffers_are_refused_with_label_seen_and_expected() -> None:
     run_ranks(2, _wrong_buffers)
-
-
-def _group_allocation(rank: int, world_size: int) -> None:
-    group = _group()
-    comms = ProcessGroupAllocatedAllGather(group), ProcessGroupAllocatedReduceScatter(group)
-    over = CustomTransport(group, CPU, *comms)
-    plan = gather_plan(CASES["small"], over)
-    reduction = reduce_plan(CASES["small"], over, F32, F32)
-    with pytest.raises(ValueError, match=r"cannot allocate memory on cpu"):
-        plan.transport.gather(plan, [torch.ones(i.layout.local_shape(rank)) for i in plan.items], flats_for(plan))
-    with pytest.raises(ValueError, match=r"cannot allocate memory on cpu"):
-        reduction.transport.reduce(
-            reduction,
-            [torch.ones(i.layout.shape) for i in reduction.items],
-            torch.empty(reduction.output_numel),
-            Mean(),
-        )
-
-
-def test_a_backend_without_an_allocator_is_refused() -> None:
-    run_ranks(2, _group_allocation)

@@ -1,8 +1,7 @@
-"""User-supplied communication, and two ready-made ones whose buffers come from the process group's allocator."""
+"""User-supplied communication."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,27 +75,6 @@ class _PlainAllocation:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _GroupAllocation:
-    """Memory from the process group's own allocator, which its backend has registered with the network.
-
-    Raises `ValueError` from `allocate` if the backend has no allocator for the device.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D tensor of `prod(size)` elements."""
-        backend = torch_compat.backend_of(self._group, device)
-        if backend is None or not backend.supports_tensor_alloc(device):
-            raise ValueError(
-                f"process group {self._group.group_name!r} ({self._group.name()}) cannot allocate memory on {device}; "
-                "use a backend with a memory allocator, such as NCCL, or leave allocation to torch"
-            )
-        tensor: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-        return tensor
-
-
 class PlainAllGather(_PlainAllocation, AllGather):
     """c10d's all-gather on torch's memory."""
 
@@ -126,11 +104,3 @@ class PlainReduceScatter(_PlainAllocation, ReduceScatter):
     ) -> dist.Work | None:
         work: dist.Work | None = torch_compat.reduce_scatter_flat(output_tensor, input_tensor, op, group, async_op)
         return work
-
-
-class ProcessGroupAllocatedAllGather(_GroupAllocation, PlainAllGather):
-    """c10d's all-gather on memory from the process group's own allocator."""
-
-
-class ProcessGroupAllocatedReduceScatter(_GroupAllocation, PlainReduceScatter):
-    """c10d's reduce-scatter on memory from the process group's own allocator."""
