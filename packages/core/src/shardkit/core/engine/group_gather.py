@@ -1,13 +1,8 @@
-"""How the parameters of a group are gathered: transports, plans, sources and targets of a gather, and its waits.
-
-Also which form of the parameters the modules hold. A step asks for that several times for each parameter, so the
-functions at the end of this file loop over a group, without a call for each parameter.
-"""
+"""How the parameters of a group are gathered: transports, plans, sources and targets of a gather, and its waits."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from itertools import repeat
 from operator import contains, is_
 
@@ -28,7 +23,7 @@ from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_g
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import local_of, version_of
 
-__all__ = ["GroupGather", "register_sharded", "register_unsharded"]
+__all__ = ["GroupGather"]
 
 
 class GroupGather:
@@ -323,43 +318,3 @@ class _Columns:
             and not any(map(contains, self.attributes, repeat(HOOK)))
             and [*map(version_of, self.written_to)] == self.versions
         )
-
-
-def register_unsharded(params: Iterable[FSDPParam]) -> bool:
-    """After a gather: registers the unsharded parameters, creating them if needed; returns whether any was."""
-    made = False
-    for param in params:
-        unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
-        if unsharded is None or param.subclass is not None:
-            before, unsharded = unsharded, param.make_unsharded(requires_grad)
-            made = made or unsharded is not before
-        if unsharded.requires_grad != requires_grad:
-            unsharded.requires_grad_(requires_grad)
-        param.gathered_requires_grad = requires_grad
-        for slot in param.slots:
-            if slot.plain:
-                if (module := slot.module()) is not None:
-                    module._parameters[slot.name] = unsharded
-            else:
-                slot.set(unsharded)
-    return made
-
-
-def register_sharded(params: Iterable[FSDPParam]) -> None:
-    """Registers the sharded parameters; keeps what the user did to the unsharded ones in between.
-
-    This means `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
-    `refresh` adopts or refuses).
-    """
-    for param in params:
-        unsharded, sharded = param.unsharded_param, param.sharded_param
-        for slot in param.slots:
-            module = slot.module()
-            if module is not None and module._parameters.get(slot.name) is unsharded:
-                if slot.plain:
-                    module._parameters[slot.name] = sharded
-                else:
-                    slot.set(sharded)
-        if unsharded is not None and unsharded.requires_grad != param.gathered_requires_grad:
-            sharded.requires_grad_(unsharded.requires_grad)
-            param.gathered_requires_grad = unsharded.requires_grad
