@@ -146,6 +146,21 @@ def _narrow_gradients(rank: int, world_size: int, kind: str, name: str) -> None:
             assert torch.equal(seen, summed(chunks, F32, None, None))
 
 
+def _errors_before_narrow_gradients(rank: int, world_size: int, kind: str) -> None:
+    policy = CompressionPolicy(reduce="bf16", error_feedback=True)
+    case, used, fresh = CASES["small"], _over(kind, policy), _over(kind, policy)
+    for dtype in (F32, BF16):
+        run_reduce(reduce_plan(case, used, dtype, F32), _terms(case, dtype, rank), None, None)
+    assert not used.residuals
+    seen, expected = (run_reduce(reduce_plan(case, one, F32, F32), _terms(case, F32, rank)) for one in (used, fresh))
+    assert all(map(torch.equal, seen, expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_not_rounded_drop_the_errors_of_earlier_ones(kind: str) -> None:
+    run_ranks(2, _errors_before_narrow_gradients, kind)
+
+
 @pytest.mark.parametrize("name", ["int8", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_gradients_that_are_summed_in_fp32_travel_as_bf16(kind: str, name: str) -> None:

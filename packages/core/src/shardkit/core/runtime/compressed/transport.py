@@ -116,13 +116,13 @@ class CompressedTransport(Transport):
     def for_reduction(
         self, items: Sequence[ReduceItem], wire_dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> Transport:
-        """Itself also where nothing is rounded, if the collective below would send wider elements than are given."""
+        """Itself, even if nothing is rounded, where the collective below would send wider elements than are given."""
         formats = [format_of(self.policy.reduce, self.policy.block, item.layout, wire_dtype) for item in items]
         widened = not self._over.sums_locally and wire_dtype.itemsize < reduce_dtype.itemsize
-        if widened or not all(form.lossless for form in formats):
-            return self
-        self._forget({item.fqn for item in items})  # their errors are not fed back
-        return self._over
+        lossless = all(form.lossless for form in formats)
+        if lossless:
+            self._forget({item.fqn for item in items})  # their errors are not fed back
+        return self._over if lossless and not widened else self
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
         return self._over.gather_buffer(numel, dtype, label)
