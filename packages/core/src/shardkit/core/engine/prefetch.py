@@ -14,7 +14,6 @@ With a budget, all groups count, including the root's and those in explicit list
 and whether forward frees groups that backward will need. It counts unsharded memory, and packed buffers during their
 gather. A group is in use from the beginning of its module's forward, or backward, until its end, and while the user
 holds it (`module.unshard()`). `residency.py` has the arithmetic.
-the user holds it (`module.unshard()`). `residency.py` has the arithmetic.
 """
 
 from __future__ import annotations
