@@ -34,7 +34,7 @@ class Constant(Transport):
             flat.fill_(1)
         yield ()
 
-    def reduce(self, plan: Any, grads: list[torch.Tensor], output: torch.Tensor, **how: Any) -> Program:
+    def reduce(self, plan: Any, grads: list[torch.Tensor], output: torch.Tensor, mean: Any) -> Program:
         output.fill_(1)
         yield ()
 

@@ -524,7 +524,7 @@ def _meets_nobody(rank: int, world_size: int, directory: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as meeting:
-        choose_transports(groups[0], None, CPU, None, None, None, "blocks.0")
+        choose_transports(groups[0], None, CPU, None, None, None, False, "blocks.0")
     with pytest.raises(RuntimeError) as comparing:
         model(torch.ones(1, 2))
     Path(directory, "said").write_text(f"{meeting.value}\n{comparing.value}")
