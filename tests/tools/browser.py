@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -126,5 +128,7 @@ def browser() -> Iterator[Page]:
         finally:
             os.close(from_us)
             os.close(to_us)
+            helpers = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             process.wait(10)
+            psutil.wait_procs(helpers, timeout=10)  # they write to the profile until they end
