@@ -102,7 +102,7 @@ def run(
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.processes}"]
         command = [python, *(launcher if block.processes is not None else []), str(script)]
     # Only what is installed may be found, never the checkout that the caller happens to stand in.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "stock_exit")}
     environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         command,
