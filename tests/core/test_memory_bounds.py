@@ -125,6 +125,30 @@ def test_at_most_depth_plus_one_groups(world_size: int, depth: int) -> None:
     run_ranks(world_size, _bounds, depth)
 
 
+def _bounds_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
+    """Three forwards, then their backwards, as a pipeline runs them: none gathers for the passes of another one."""
+    model = _chain(depth)
+    order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
+    with Meter() as meter:
+        for iteration in range(3):
+            model.set_is_last_backward(False)
+            losses = [model(torch.randn(2, WIDTH, requires_grad=True)).square().sum() for _ in range(3)]
+            for number in ((0, 1, 2), (2, 0, 1), (1, 2, 0))[iteration]:
+                meter.start_phase()
+                losses[number].backward()
+                assert sorted(meter.hits + meter.misses, reverse=True) == order
+                assert meter.peak_bytes == (depth + 1) * BLOCK_BYTES
+                assert meter.hits[depth == 0 :] == order[BLOCKS - len(meter.hits) + (depth == 0) :]
+            model.set_is_last_backward(True)
+            (model(torch.randn(2, WIDTH)).sum() * 0).backward()
+            assert meter.block_bytes == meter.root_bytes == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_bound_of_micro_batches(depth: int) -> None:
+    run_ranks(2, _bounds_of_micro_batches, depth)
+
+
 def _bounds_without_grad(rank: int, world_size: int) -> None:
     for depth in (0, 1, 2):
         model = _chain(depth)

@@ -176,6 +176,47 @@ def test_two_backwards_over_one_graph(way: str) -> None:
     run_ranks(2, _backward_twice, way)
 
 
+# Which of four forwards each backward is over, in order.
+BACKWARDS = {
+    "first in, first out": [(0,), (1,), (2,), (3,)],
+    "last in, first out": [(3,), (2,), (1,), (0,)],
+    "together": [(1,), (0, 3), (2,)],
+    "all but one": [(0, 2, 3), (1,)],
+}
+
+
+def _micro_batches(rank: int, world_size: int, kind: str, way: str, plan: str, depth: int, inputs: bool) -> None:
+    """All forwards come first. With `inputs`, backward is seen to leave each root, as in later stages of pipelines."""
+    twins = _twins(rank, world_size, kind, way)
+    twins.sharded.set_prefetch_depth(depth)
+
+    def losses(model: nn.Module, rank: int) -> list[Tensor]:
+        outputs = [model(batch(rank + 7 * number, 8, WIDTH).requires_grad_(inputs)) for number in range(4)]
+        return [output.square().mean() + aux for output, aux in outputs]
+
+    for _ in range(2):
+        mine = losses(twins.sharded, rank)
+        theirs = [losses(twins.whole, other) for other in range(world_size)]
+        for together in BACKWARDS[plan]:
+            twins.sharded.set_is_last_backward(together == BACKWARDS[plan][-1])
+            sum(mine[number] for number in together).backward()
+            for one in theirs:
+                (sum(one[number] for number in together) / world_size).backward()
+        twins.check_gradients()
+        twins.update()
+        twins.check_parameters()
+
+
+@pytest.mark.daily(kind=["networked"], depth=[1])
+@pytest.mark.parametrize("inputs", [False, True], ids=["tokens", "hidden states"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("plan", BACKWARDS)
+@pytest.mark.parametrize("kind", MESHES)
+def test_backwards_of_micro_batches(kind: str, plan: str, depth: int, inputs: bool) -> None:
+    for way in ("attribute", "global"):
+        run_ranks(2, _micro_batches, kind, way, plan, depth, inputs)
+
+
 # -- outputs that their user changes in place --------------------------------------------------------------------------
 
 

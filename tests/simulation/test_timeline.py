@@ -25,11 +25,6 @@ STOCK = {
     "HSDP, slow between hosts, 3 buffers": (84, 200),
 }
 
-# Goals that the engine misses, and why.
-LOST = {
-    ("backward", "pipeline stages"): "the backward of the first micro-batch enters the passes of the last one, none of "
-    "which it leaves, so its first block waits for the gathers of all blocks of its stage"
-}
 # The rows of docs/explanation/streams.md, and the scenarios that they show, each without and with copies.
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "streams.md"
 ON_PAGE = {
@@ -118,15 +113,6 @@ def test_bf16_gradients_that_travel_as_bf16_cost_less_between_hosts(on_device: C
 NAMES = [one.name for one in COMPARISONS]
 
 
-def _goals() -> list[Any]:
-    lost = {key: pytest.mark.xfail(strict=True, reason=why) for key, why in LOST.items()}
-    return [
-        pytest.param(goal, one.name, marks=lost.get((goal, one.name), ()))
-        for goal in ("forward", "backward", "memory")
-        for one in COMPARISONS
-    ]
-
-
 def _small_bytes(name: str) -> int:
     """Bytes, in float32, of the parameters that a group gathers through a buffer; of the group that has most."""
     (comparison,) = (one for one in COMPARISONS if one.name == name)
@@ -135,7 +121,8 @@ def _small_bytes(name: str) -> int:
 
 
 @pytest.mark.daily(name=[name for name in NAMES if f"{name}, copies" not in NAMES])
-@pytest.mark.parametrize(("goal", "name"), _goals())
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("goal", ["forward", "backward", "memory"])
 def test_ours_takes_no_more_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
     """Every step, the first too; strictly less time where copies cost theirs."""
     stock, ours = (on_device(measured, name, engine) for engine in ("stock", "ours"))

@@ -49,6 +49,7 @@ __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
     "base_of",
+    "current_backward",
     "flattened_axis",
     "grad_dtype_of",
     "gradient_hooks",
@@ -260,9 +261,14 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def current_backward() -> int:
+    """Autograd's number of the backward that this thread is running (an inner one has its own), -1 if it runs none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,4 +1,11 @@
-"""The order in which the states of one root run: recorded by each forward, used by the next one and by backward."""
+"""The order in which the states of one root run: recorded by each forward, used by the next one and by backward.
+
+Note [Several forwards, one backward]
+A pipeline runs the forwards of several micro-batches before the first backward, which visits the passes of the first
+micro-batch only. The passes of the other forwards are set aside until this backward ends. Otherwise it would enter
+them, leave none of them, and so gather all groups at once. Autograd says which nodes a backward will execute. A forward
+is set aside if backward leaves none of its passes, although it could be seen leaving one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from shardkit.core.engine.param_group import FSDPParamGroup
-from shardkit.core.torch_compat import runs_in_this_backward
+from shardkit.core.torch_compat import current_backward, runs_in_this_backward
 
 __all__ = ["Order", "Pass", "ScheduledState"]
 
@@ -49,11 +56,13 @@ class Pass(NamedTuple):
         state: index of the state in the list of the order.
         began: autograd's sequence number when it began; its nodes have this number or higher ones.
         leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
+        forward: number of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
     """
 
     state: int
     began: int
     leaving: weakref.ReferenceType[Any] | None
+    forward: int = 0
 
     def will_be_left(self) -> bool:
         """Whether the current backward will call us when it leaves this pass."""
@@ -67,7 +76,8 @@ class Order:
     Attributes:
         in_backward: whether a backward of these states is running; forwards within it are recomputations.
         is_steady: whether the last two forwards ran in the same order.
-        passes: the forwards that backward will visit, in the order in which they ended.
+        passes: the forwards that backward will visit, in the order in which they ended. During a backward, those that
+            another backward will visit are set aside.
         changes: number of changes of the order of forward, and of that of backward.
         dropped: number of passes that backward has visited, or never will.
     """
@@ -77,6 +87,10 @@ class Order:
         self.in_backward = False
         self.is_steady = False
         self.passes: list[Pass] = []
+        self._set_aside: list[Pass] = []
+        self._sorted_for = -1  # `current_backward` when passes were last set aside
+        self._staying: set[int] = set()  # states that the running backward has entered and will not be seen leaving
+        self._forwards = 0
         self.changes = {False: 0, True: 0}  # by whether it is backward's
         self.dropped = 0
         self._added = 0
@@ -117,6 +131,7 @@ class Order:
         self._cursor = 0
         self._recording = []
         self._passes_before = len(self.passes)
+        self._forwards += 1
         self.changes[False] += 1
 
     def record(self, state: ScheduledState) -> bool:
@@ -146,13 +161,16 @@ class Order:
         """A state's forward has ended and backward will visit it, in the reverse of this order."""
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
-        self.passes.append(ended)
-        self._numbers[ended.state].append(self._added)
-        self._added += 1
+        self._append(ended if self.in_backward else ended._replace(forward=self._forwards))
         self.changes[True] += 1
         if len(self.passes) > _LONGEST:
             self._numbers[self.passes.pop(0).state].popleft()
             self.dropped += 1
+
+    def _append(self, one: Pass) -> None:
+        self.passes.append(one)
+        self._numbers[one.state].append(self._added)
+        self._added += 1
 
     def _drop_passes(self, first: int) -> None:
         """Forgets the pass at index `first`, and all later ones."""
@@ -177,6 +195,7 @@ class Order:
 
     def enter_backward(self, state: ScheduledState) -> Pass | None:
         """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
+        self._set_aside_other_forwards()
         last = len(self.passes) - 1
         while last >= 0 and self.passes[last].state != state.index:
             last -= 1
@@ -184,16 +203,65 @@ class Order:
             return None
         entered = self.passes[last]
         self._drop_passes(last)
+        if not entered.will_be_left():
+            self._staying.add(state.index)
         return entered
+
+    def stays_in(self, state: ScheduledState) -> bool:
+        """Whether the running backward has entered `state` through a pass that it will not be seen leaving."""
+        return state.index in self._staying
+
+    def next_in_backward(self) -> ScheduledState | None:
+        """The state whose pass the running backward visits next, None if there is none."""
+        self._set_aside_other_forwards()
+        return self.state_at(self.passes[-1].state) if self.passes else None
+
+    def _set_aside_other_forwards(self) -> None:
+        """Keeps the passes that the running backward may visit: Note [Several forwards, one backward]."""
+        backward = current_backward()
+        if backward == self._sorted_for:
+            return
+        self._take_back_set_aside()
+        self._sorted_for = backward
+        forwards = {one.forward for one in self.passes}
+        if len(forwards) < 2:
+            return
+        elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
+        for one in reversed(self.passes):
+            if one.forward in elsewhere and one.will_be_left():
+                elsewhere.discard(one.forward)
+        if elsewhere:
+            self._set_aside = [one for one in self.passes if one.forward in elsewhere]
+            self._replace_passes([one for one in self.passes if one.forward not in elsewhere])
+
+    def _take_back_set_aside(self) -> None:
+        if self._set_aside:
+            self._replace_passes(sorted([*self._set_aside, *self.passes], key=operator.attrgetter("forward")))
+            self._set_aside = []
+
+    def _replace_passes(self, passes: list[Pass]) -> None:
+        self.passes = []
+        self._numbers.clear()
+        for one in passes:
+            self._append(one)
+        self.changes[True] += 1
+
+    def end_backward(self) -> None:
+        """A backward has ended: what it did not visit waits for another one."""
+        self.in_backward = False
+        self._staying.clear()
+        self._take_back_set_aside()
+        self._sorted_for = -1
 
     def forget_passes(self) -> None:
         """Forgets all passes: no backward will visit them."""
+        self._set_aside = []
         self._drop_passes(0)
         self.changes[True] += 1
 
     def reset(self) -> None:
         """Forgets a failed iteration, but keeps the order learned from earlier ones."""
-        self.in_backward = False
+        self.end_backward()
         self.end_forward(failed=False, complete=False)
         self.forget_passes()
 

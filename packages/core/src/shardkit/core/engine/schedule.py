@@ -224,20 +224,24 @@ class Schedule:
                     one.wait_for_unshard()  # no hook reports when backward gets there
         else:
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=True), in_backward=True)
-        if passes and (passes[-1].began >= entered.began or not entered.will_be_left()):
+        if passes and (passes[-1].began >= entered.began or self.order.stays_in(state)):
             self.leave_backward()
 
     def leave_backward(self) -> None:
         """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered."""
-        passes = self.order.passes
-        if passes and (state := self.order.state_at(passes[-1].state)) is not None:
+        state = self.order.next_in_backward()
+        if state is None:
+            return
+        if self.order.stays_in(state):  # its next pass, of another forward, is entered without a hook
+            self.enter_backward(state)
+        else:
             state.pre_backward()
 
     @outside_transforms
     def end_backward(self) -> None:
         """Reduces gradients that no post-backward hook has seen, reshards, and after the last backward waits."""
         order = self.order
-        order.in_backward = False
+        order.end_backward()
         self.backwards += 1
         for state in reversed(self.all_states):
             state.end_backward()
