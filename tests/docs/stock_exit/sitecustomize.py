@@ -1,7 +1,7 @@
 """On the path of the scripts of pages: a rank of stock torch waits at its exit for the threads of gloo.
 
-Otherwise 3 of 45 runs of docs/tutorials/from-fsdp1.md aborted after all their work. shardkit's ranks wait themselves, and
-`shardkit.core.runtime.gloo_threads` says why, so they are left as they are.
+Otherwise 3 of 45 runs of docs/tutorials/from-fsdp1.md aborted after all their work. Ranks of shardkit wait without it;
+`shardkit.core.runtime.gloo_threads` says why.
 """
 
 import atexit
