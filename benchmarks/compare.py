@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from side_by_side.crew import CrewFailure
 from side_by_side.goals import configurations, judged
 from side_by_side.link import RATES, NoLink
@@ -29,10 +30,13 @@ from side_by_side.workloads import OPTIMIZERS, WORKLOADS
 
 
 def main() -> int:
-    """Run every configuration asked for; 1 if systems disagree or one failed."""
+    """Run every configuration asked for; 1 if systems disagree, one failed or none could run."""
     args = _arguments()
     runs: list[dict[str, Any]] = []
     for workload, world_size in _configurations(args):
+        if args.device == "cuda" and world_size > (gpus := torch.cuda.device_count()):
+            print(f"{workload}: skipped, as NCCL needs a GPU for each of {world_size} ranks; there are {gpus}")
+            continue
         how = {name: getattr(args, name) for name in ("device", "rounds", "steps", "warmup", "profile")}
         try:
             settings = Settings(
@@ -44,7 +48,7 @@ def main() -> int:
             return 1
         if args.json is not None:
             args.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-    return 0
+    return 0 if runs else 1
 
 
 def _run(settings: Settings) -> dict[str, Any]:

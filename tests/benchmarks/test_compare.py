@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 COMPARE = Path(__file__).parents[2] / "benchmarks" / "compare.py"
 SYSTEMS = ["shardkit", "fsdp2", "alone"]
@@ -77,3 +78,11 @@ def test_what_cannot_be_compared():
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "leave fsdp1 out of --systems" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so it would be measured")
+def test_without_enough_gpus_a_comparison_says_so() -> None:
+    command = [sys.executable, str(COMPARE), "--device=cuda", "--model=tiny", "--world-size=2"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "NCCL needs a GPU for each of 2 ranks; there are 0" in done.stdout

@@ -3,6 +3,6 @@
     pytest tests/gpu                            on a machine with one GPU or several; skipped where there is none
     SHARDKIT_GPU_TESTS=cpu pytest tests/gpu     the same training over gloo, to see that the tests themselves work
 
-Each rank has a GPU of its own, so a machine with four runs world sizes 1, 2 and 4. Step times, host times and memory
-beside stock's are what `benchmarks/compare.py --device cuda` measures.
+With a GPU for each rank the ranks use NCCL. On fewer GPUs the tests of training, side streams and offload let several
+ranks share one, over gloo; the others skip. `benchmarks/compare.py --device cuda` measures times and memory.
 """

@@ -1,4 +1,4 @@
-"""Runs bodies on ranks that have a GPU each and talk over NCCL."""
+"""Runs bodies on ranks that have a GPU each and use NCCL, or that share GPUs and use gloo."""
 
 import os
 from collections.abc import Callable
@@ -18,19 +18,29 @@ needs_device = pytest.mark.skipif(
 )
 
 
-def run_on_gpus(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """As `run_ranks`, with `cuda` as the device of meshes and NCCL below them; skips where GPUs are too few."""
-    if not ON_CPU and torch.cuda.device_count() < world_size:
-        pytest.skip(f"{world_size} ranks need as many GPUs; there are {torch.cuda.device_count()}")
-    return run_ranks(world_size, _with_gpu, body, args, timeout=300, isolated=True)
+def run_on_gpus(world_size: int, body: Callable[..., Any], *args: Any, shared: bool = False) -> list[Any]:
+    """As `run_ranks`, with `cuda` as the device of meshes.
+
+    On a machine with fewer GPUs than ranks it skips, because NCCL needs a GPU for each rank. With `shared`, ranks share
+    the GPUs there and use gloo.
+    """
+    gpus = world_size if ON_CPU else torch.cuda.device_count()
+    if gpus < world_size and not shared:
+        pytest.skip(f"NCCL needs a GPU for each of {world_size} ranks; this machine has {gpus}")
+    return run_ranks(world_size, _with_gpu, gpus, body, args, timeout=300, isolated=True)
 
 
-def _with_gpu(rank: int, world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _with_gpu(rank: int, world_size: int, gpus: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     store = dist.PrefixStore("gpu", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    backend, device = ("gloo", None) if ON_CPU else ("cpu:gloo,cuda:nccl", torch.device("cuda", rank))
-    if device is not None:
-        torch.cuda.set_device(device)
-        meshes.DEVICE = "cuda"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
+    if ON_CPU:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        return body(rank, world_size, *args)
+    meshes.DEVICE = "cuda"
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    if gpus < world_size:
+        dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world_size, device_id=device)
     return body(rank, world_size, *args)

@@ -46,7 +46,7 @@ def test_the_same_as_stock(world_size: int, features: tuple[str, ...]) -> None:
     assert model is not None
     exact = world_size <= 2
     case = Case(model, features, "adamw" if exact else "sgd", oracle_sums="rank order" if exact else "gloo")
-    run_on_gpus(world_size, compare_training, case)
+    run_on_gpus(world_size, compare_training, case, shared=True)
 
 
 def _layers(api: Any, mesh: Any, width: int = 512, **options: Any) -> nn.Module:
@@ -145,7 +145,7 @@ def _on_side_streams(rank: int, world_size: int) -> None:
 @needs_device
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_side_streams(world_size: int) -> None:
-    run_on_gpus(world_size, _on_side_streams)
+    run_on_gpus(world_size, _on_side_streams, shared=True)
 
 
 def _offloaded(rank: int, world_size: int) -> None:
@@ -170,7 +170,7 @@ def _offloaded(rank: int, world_size: int) -> None:
 @needs_device
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_offload(world_size: int) -> None:
-    run_on_gpus(world_size, _offloaded)
+    run_on_gpus(world_size, _offloaded, shared=True)
 
 
 def _captured(rank: int, world_size: int, options: dict[str, Any]) -> None:
