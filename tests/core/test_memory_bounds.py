@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
 from shardkit.core.engine.param_group import Residence
@@ -147,6 +148,37 @@ def _bounds_of_micro_batches(rank: int, world_size: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_bound_of_micro_batches(depth: int) -> None:
     run_ranks(2, _bounds_of_micro_batches, depth)
+
+
+def _prefetched_with_inner_backwards(rank: int, world_size: int) -> None:
+    """Reentrant recomputation is a backward within the backward; forwards that wait for theirs change nothing there."""
+    seen = {}
+    for waiting in (0, 2):
+        model = _chain()
+        model.forward = lambda x, model=model: model.out(_recomputing_chain(model, model.inp(x)))
+        with Meter() as meter:
+            for _ in range(2):
+                model.set_is_last_backward(False)
+                losses = [model(torch.randn(2, WIDTH, requires_grad=True)).sum() for _ in range(1 + waiting)]
+                meter.start_phase()
+                losses[0].backward()
+                seen[waiting] = [*meter.hits], [*meter.misses]
+                for loss in losses[1:]:
+                    loss.backward()
+                model.set_is_last_backward(True)
+                (model(torch.randn(2, WIDTH)).sum() * 0).backward()
+    assert seen[2] == seen[0]
+    assert len(seen[0][0]) >= BLOCKS // 2
+
+
+def _recomputing_chain(model: Any, x: Tensor) -> Tensor:
+    for index, block in enumerate(model.blocks):
+        x = checkpoint(block, x, use_reentrant=True) if index % 3 == 2 else block(x)
+    return x
+
+
+def test_prefetching_around_inner_backwards() -> None:
+    run_ranks(2, _prefetched_with_inner_backwards)
 
 
 def _bounds_without_grad(rank: int, world_size: int) -> None:

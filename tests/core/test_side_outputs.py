@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import fully_shard
 from tests.core.single_process import Twins, batch
@@ -215,6 +216,49 @@ def _micro_batches(rank: int, world_size: int, kind: str, way: str, plan: str, d
 def test_backwards_of_micro_batches(kind: str, plan: str, depth: int, inputs: bool) -> None:
     for way in ("attribute", "global"):
         run_ranks(2, _micro_batches, kind, way, plan, depth, inputs)
+
+
+class Recomputing(nn.Module):
+    """Blocks that backward recomputes: every second one by a backward of its own if `reentrant`, the others not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(lambda _, hidden, aux: hidden + aux) for _ in range(6))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=self.reentrant and index % 2 == 0)
+        return x
+
+
+def _recompute_micro_batches(rank: int, world_size: int, reentrant: bool) -> None:
+    def shard(model: Recomputing) -> None:
+        mesh = networked_mesh((world_size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    twins = Twins.of(rank, world_size, lambda: Recomputing(reentrant), shard)
+
+    def losses(model: nn.Module, rank: int) -> list[Tensor]:
+        return [model(batch(rank + 7 * number, 8, WIDTH).requires_grad_()).square().mean() for number in range(3)]
+
+    for order in ((0, 1, 2), (2, 0, 1)):
+        mine, theirs = losses(twins.sharded, rank), [losses(twins.whole, other) for other in range(world_size)]
+        for number in order:
+            twins.sharded.set_is_last_backward(number == order[-1])
+            mine[number].backward()
+            for one in theirs:
+                (one[number] / world_size).backward()
+        twins.check_gradients()
+        twins.update()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backwards_of_recomputed_micro_batches(reentrant: bool) -> None:
+    run_ranks(2, _recompute_micro_batches, reentrant)
 
 
 # -- outputs that their user changes in place --------------------------------------------------------------------------

@@ -219,12 +219,11 @@ class Order:
     def _set_aside_other_forwards(self) -> None:
         """Keeps the passes that the running backward may visit: Note [Several forwards, one backward]."""
         backward = current_backward()
-        if backward == self._sorted_for:
+        if -1 < self._sorted_for <= backward:  # a later number: an inner backward, which recomputes a part of this one
             return
         self._take_back_set_aside()
         self._sorted_for = backward
-        forwards = {one.forward for one in self.passes}
-        if len(forwards) < 2:
+        if len({one.forward for one in self.passes if one.forward}) < 2:
             return
         elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
         for one in reversed(self.passes):
