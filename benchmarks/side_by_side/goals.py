@@ -26,7 +26,7 @@ GOALS: tuple[Goal, ...] = (
     Goal("gpt-34m", 2, "step", "alone", 1.20),
     Goal("gpt-34m", 2, "held", "fsdp2", 0.55),
     Goal("gpt-34m", 2, "held", "ddp", 0.60),
-    Goal("gpt-34m-bf16", 2, "step", "fsdp2", 0.55),
+    Goal("gpt-34m-bf16", 2, "step", "fsdp2", 0.60),
     Goal("gpt-34m", 4, "step", "fsdp2", 0.55),
     Goal("deep-narrow", 1, "step", "fsdp2", 0.50),
     Goal("deep-narrow", 1, "hooks", "fsdp2", 0.35),
