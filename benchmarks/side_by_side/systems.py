@@ -145,7 +145,7 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
     "floor": _floor,
 }
 COMPARED = ("shardkit", "fsdp2", "fsdp1", "ddp", "alone")
-"""What is compared unless `--systems` says otherwise: what computes the same to the last bits or nearly so."""
+"""Default systems of `--systems`: those that give the same results up to rounding."""
 
 
 def optimizers_for(system: System, workload: Workload) -> list[torch.optim.Optimizer]:

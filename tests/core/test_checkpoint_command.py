@@ -248,8 +248,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 @pytest.mark.parametrize(("unbuffered", "expected"), [("1", 128 + signal.SIGPIPE), ("", 0)])
 def test_a_reader_that_goes_away_is_no_error(saved: tuple[Path, Any], unbuffered: str, expected: int):
-    """As `| head` does: what is said after that is lost, and nothing is said of it. Cut off in its middle the status is
-    not 0, as `verify` has not verified all; where Python keeps lines until the end, it is its own.
+    """Output after the pipe closes is dropped without an error, for example by `| head`.
+
+    The status is not 0 if the output was cut off: `verify` would not have verified everything. If Python buffers all
+    output until the end, the command keeps its own status.
     """
     reader, writer = os.pipe()
     os.close(reader)
@@ -520,7 +522,7 @@ def test_a_file_of_torch_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Views are written as what they show; what is no dense tensor is named."""
+    """Views are written with the values that they show. Non-dense tensors are named in the error."""
     tensors = {
         "conjugate": torch.randn(3, 2, dtype=torch.complex64).conj(),
         "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
@@ -565,7 +567,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.Capture
     status, text = said(capsys, "export", double, tmp_path / "x", "--prefix", "user.")
     assert (
         status == 2
-        and "'value' has dtype torch.complex128, which safetensors has not; write a file of torch.save" in text
+        and "'value' has dtype torch.complex128, which safetensors does not support; write a file of torch.save" in text
     )
     assert [one.name for one in tmp_path.iterdir()] == ["double"]
 

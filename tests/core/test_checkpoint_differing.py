@@ -74,7 +74,7 @@ def test_stages_of_a_pipeline(tmp_path: Path, world_size: int, sharded: bool):
 
 
 def test_groups_of_the_same_options_are_one():
-    """Numbers first; what fits none is one more."""
+    """Matches groups by their numeric options; an unmatched group is added."""
 
     def leaves(*groups: tuple[float, str]) -> Any:
         rows = [{"lr": lr, "params": list(names)} for lr, names in groups]

@@ -169,7 +169,7 @@ def test_what_has_lost_its_name_goes_later_if_that_is_not_on_disk(tmp_path: Path
 def test_a_checkpoint_that_is_there_has_been_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Though the directory cannot be read, to find what it has made superfluous."""
+    """A save succeeds even if the directory cannot be read to find old checkpoints to delete."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, state, blocking=True)
@@ -447,7 +447,7 @@ def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, mon
 
 
 def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Path):
-    """By its size, which costs nothing: the state is as it was, also what lies in other files."""
+    """The sizes of all files are checked first, so the state stays unchanged, even the values in undamaged files."""
     model = torch.nn.Linear(4, 2)
     CheckpointManager(tmp_path / "one").save(1, TrainingState(model), blocking=True)
     assert main(["reshard", str(tmp_path / "one"), str(tmp_path / "two" / "step-000001"), "--ranks", "2"]) == 0

@@ -44,7 +44,9 @@ def test_bytes_count_once(tmp_path: Path):
     [[name, *rest]] = document["tensors"]
     document["tensors"] = [[[*name, str(number)], *rest] for number in range(1000)]
     path.write_bytes(seal(document))
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp: \d{7} bytes are said to lie in it, it has \d{4}$"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"__0_0.distcp: the index places \d{7} bytes in it, but it has \d{4}$"
+    ):
         open_index(path.parent)
 
 
@@ -127,21 +129,21 @@ def test_what_fits_is_taken():
         (whole((4,), piece((1,), (4,))), {}, r"w: the chunks of shape \(4,\) stick out of it: \[1:5\]"),
         (whole((4,), piece((-1,), (5,))), {}, "stick out"),
         (whole((4,), piece((0, 0), (4, 1))), {}, "stick out"),
-        (whole((4,), piece((0,), (4,), length=15)), {}, "w: a chunk of 16 bytes at .* is said to lie in 15 bytes of f"),
+        (whole((4,), piece((0,), (4,), length=15)), {}, "w: .* a chunk of 16 bytes at .* in 15 bytes of f"),
         (
             whole((4,), piece((0,), (4,), values=85)),
             {},
-            "w: a chunk of 16 bytes at .* is said to lie in 100 bytes of f",
+            "w: the index places a chunk of 16 bytes at .* in 100 bytes of f",
         ),
-        (whole((4,), piece((0,), (4,), offset=50, values=49)), {}, "is said to lie in 100 bytes of f"),
-        (whole((4,), piece((0,), (4,), offset=901)), {}, "w: is said to lie in bytes 901 to 1001 of f, which is 1000"),
-        (whole((4,), piece((0,), (4,), offset=-1)), {}, "is said to lie in bytes -1"),
+        (whole((4,), piece((0,), (4,), offset=50, values=49)), {}, " in 100 bytes of f"),
+        (whole((4,), piece((0,), (4,), offset=901)), {}, "w: .* at bytes 901 to 1001 of f, which has 1000"),
+        (whole((4,), piece((0,), (4,), offset=-1)), {}, "the index places it at bytes -1"),
         (whole((4,), piece((0,), (4,), file="g")), {}, "of g, which is not among the files"),
         (whole((2**20, 0, 2**40)), {}, "w: no tensor has the shape"),
-        ({}, {"o": ObjectEntry(("o",), "f", 990, 11)}, "o: is said to lie in bytes 990 to 1001"),
-        ({}, {"o": ObjectEntry(("o",), "f", 9, -1)}, "o: is said to lie in bytes 9 to 8"),
+        ({}, {"o": ObjectEntry(("o",), "f", 990, 11)}, "o: the index places it at bytes 990 to 1001"),
+        ({}, {"o": ObjectEntry(("o",), "f", 9, -1)}, "o: the index places it at bytes 9 to 8"),
         (whole((0,)), {"w": ObjectEntry(("w",), "f", 0, 1)}, "w: both a tensor and an object"),
-        ({}, {n: ObjectEntry((n,), "f", 0, 600) for n in "ab"}, "f: 1200 bytes are said to lie in it, it has 1000"),
+        ({}, {n: ObjectEntry((n,), "f", 0, 600) for n in "ab"}, "f: the index places 1200 bytes in it, but"),
     ],
 )
 def test_what_contradicts_itself_is_refused(tensors: Any, objects: Any, text: str):

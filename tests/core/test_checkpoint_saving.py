@@ -149,7 +149,7 @@ def test_notes_that_are_damaged_are_none(tmp_path: Path):
 
 
 def test_parts_that_do_not_fit_make_no_checkpoint():
-    """What a rank wrote is as long as what it tells of; and all tell the same of a tensor that several have."""
+    """A rank's reported length must match its file, and ranks must agree on shared tensors."""
     one, other = (Piece(("w",), torch.float32, shape, (0,), shape) for shape in ((2,), (3,)))
     with pytest.raises(CheckpointError, match="rank 0 wrote 5 bytes, but its tensors and objects take 0 and 5: the"):
         build_index(Header(1, 1, {}), [], [Part(5, ("0" * 32,), (), (), ())])
@@ -187,7 +187,7 @@ def test_a_save_that_cannot_begin_fails_on_all_ranks(tmp_path: Path):
 
 
 def dead_writer(rank: int, world_size: int, path: Path) -> str:
-    """The thread of rank 1 is ended in the midst of writing, by what is no Exception."""
+    """The writing thread of rank 1 ends with a BaseException that is not an Exception."""
     manager = CheckpointManager(path)
     state = TrainingState(torch.nn.Linear(1, 1))
     write_part = saving.write_part

@@ -636,7 +636,7 @@ def _ends_early(rank: int, world_size: int) -> None:
     model = _branches(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
     model(torch.ones(2, 4), "left right").sum().backward()
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"has come to all-gather of 'left.*a peer has not come.*newest last: "):
+        with pytest.raises(RuntimeError, match=r"reached all-gather of 'left.*a peer did not reach.*newest last: "):
             model(torch.ones(2, 4), "left right")
 
 
@@ -734,9 +734,7 @@ def _completed_later(rank: int, world_size: int, steps_before: int) -> None:
     model[2] = nn.Linear(4, 2)
     model(torch.ones(2, 4)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        RuntimeError, match=r"this SGD trains parameter '2\.weight', which has come into FSDPSequential"
-    ):
+    with pytest.raises(RuntimeError, match=r"this SGD trains parameter '2\.weight', which was added to FSDPSequential"):
         optimizer.step()
     fully_shard(model[2])
     torch.optim.SGD(model[0].parameters(), lr=0.1).step()

@@ -1,4 +1,4 @@
-"""`.data =` on what fully_shard has made raises with the name; stock FSDP2 loses the write without a word."""
+"""`.data =` on a parameter of fully_shard raises an error with its name; stock FSDP2 drops the write silently."""
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ WORLD_SIZES = [1, 2, 3, 4]
 
 
 class Net(nn.Module):
-    """Five, one and three blocks of 4096 elements, and what is no whole number of them."""
+    """Parameters of five, one and three blocks of 4096 elements, and one that ends with a part of a block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def _outcome(rank: int, world_size: int, make: Make) -> str:
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, _failure(ours, step))
         if any(everyone):
-            refused = all("lies on Owned()" in one for one in everyone)
+            refused = all("is placed on Owned()" in one for one in everyone)
             return "refused" if refused and not step else f"raises: {everyone}"
         _failure(seeded, step + 100)
         if not _equal([p.full_tensor() for p in matrices(model)], matrices(reference)):
@@ -235,11 +235,11 @@ def _refuses(rank: int, world_size: int) -> None:
         return 1.0
 
     for make, said in (
-        (Sends, r"Sends communicates in its step \(c10d\S*\).*weight' lies on Owned"),
-        (SharpnessAware, "SharpnessAware computes the step of a parameter from the gradients of others"),
-        (torch.optim.LBFGS, "LBFGS computes the step of a parameter from the gradients of others"),
-        (JoinsWide, "JoinsWide computes the step of a parameter from the gradients of others"),
-        (JoinsVectors, "JoinsVectors computes the step of a parameter from the gradients of others"),
+        (Sends, r"Sends communicates in its step \(c10d\S*\).*weight' is placed on Owned"),
+        (SharpnessAware, "SharpnessAware uses other parameters' gradients in a parameter's step"),
+        (torch.optim.LBFGS, "LBFGS uses other parameters' gradients in a parameter's step"),
+        (JoinsWide, "JoinsWide uses other parameters' gradients in a parameter's step"),
+        (JoinsVectors, "JoinsVectors uses other parameters' gradients in a parameter's step"),
         (Untried, r"could not be tried on small tensors \(AssertionError.*steps_each_parameter_alone = True"),
     ):
         optimizer = make(model.parameters() if make is JoinsVectors else matrices(model), lr=0.1)

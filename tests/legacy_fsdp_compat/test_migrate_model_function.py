@@ -190,7 +190,7 @@ def repeated(model: Net) -> dict[str, Any]:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
-    "unknown": (lambda m: {"auto_wrap_polcy": None}, r"\['auto_wrap_polcy'\] of the model are no arguments of Fully"),
+    "unknown": (lambda m: {"auto_wrap_polcy": None}, r"\['auto_wrap_polcy'\] of the model are not arguments of Fully"),
     "policy": (lambda m: {"auto_wrap_policy": {nn.Linear}}, "auto_wrap_policy of the model is {<class .*}, expected"),
     "policy class": (lambda m: {"auto_wrap_policy": NAMES.ModuleWrapPolicy}, "auto_wrap_policy of the model raised Ty"),
     "policy raises": (
@@ -223,7 +223,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
     ),
     "a module's flag": (
         lambda m: {"auto_wrap_policy": per_module(use_orig_params=True)},
-        r"\['use_orig_params'\] of the FSDP module 'inner' are no arguments of .* that can be given here",
+        r"\['use_orig_params'\] of the FSDP module 'inner' are not arguments of .* that can be given here",
     ),
     "a module's precision": (
         lambda m: {"auto_wrap_policy": per_module(mixed_precision="fp16")},

@@ -2,8 +2,8 @@
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -57,16 +57,62 @@ def test_pages_are_plain():
     assert {page: phrases for page, phrases in found.items() if phrases} == {}
 
 
-def _messages(path: Path) -> Iterator[str]:
-    """What a file raises and warns with, and its help texts: string literals inside calls."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            yield from (
-                part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
-            )
+_NAMELESS = re.compile(r"\s*(What\s+\w+)")  # at the beginning of a docstring
 
 
-def test_messages_are_plain():
-    sources = [source.path for package in packages() for source in package.sources()]
-    found = {str(path.relative_to(ROOT)): [*stumbles(" \n".join(_messages(path)))] for path in sources}
+def _strings(source: str) -> Iterator[str]:
+    """All string literals: messages, help texts and docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _comments(source: str) -> Iterator[str]:
+    """The comments; those on consecutive lines are one text."""
+    last, lines = 0, []
+    for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
+        if token.type == tokenize.COMMENT:
+            if lines and token.start[0] > last + 1:
+                yield " ".join(lines)
+                lines = []
+            last = token.start[0]
+            lines.append(token.string.lstrip("# "))
+    if lines:
+        yield " ".join(lines)
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    """Docstrings, of attributes and constants too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def stumbles_in_source(source: str) -> list[tuple[str, str]]:
+    """Every phrase of the list in the strings and comments of Python source, and docstrings that begin with "What"."""
+    found = [one for text in (*_strings(source), *_comments(source)) for one in stumbles(text)]
+    begin = (match for text in _docstrings(source) if (match := _NAMELESS.match(text)))
+    return [*found, *((match[1], "name it") for match in begin)]
+
+
+@pytest.mark.parametrize(
+    ("source", "phrases"),
+    [
+        ('def f():\n    """The memory to be had."""\n', ["to be had"]),
+        ("x = 1  # it is no\ny = 2  # tensor\n", ["is no tensor"]),
+        ("x = 1  # it is no\n\n# tensor\n", []),
+        ("raise E(f'{x} will do, {y}')\n", ["will do"]),
+        ('class A:\n    x: int\n    """What it keeps."""\n', ["What it"]),
+        ('"""What\nfollows."""\n', ["What\nfollows"]),
+        ('print("What is this?")\n', []),
+    ],
+)
+def test_phrases_are_found_in_source(source: str, phrases: list[str]):
+    assert [phrase for phrase, _ in stumbles_in_source(source)] == phrases
+
+
+def test_sources_are_plain():
+    found = {
+        str(one.relative_to(ROOT)): stumbles_in_source(one.read_text()) for one in (ROOT / "packages").rglob("*.py")
+    }
     assert {path: phrases for path, phrases in found.items() if phrases} == {}

@@ -88,7 +88,7 @@ def tokens_per_second(run: dict) -> float:
 
 
 def memory_gib(run: dict) -> float:
-    """What the allocator takes with stock's engine, predicted with all layers: holes do not grow evenly with them.
+    """Predicted memory of the allocator with stock's engine; all layers are simulated, as holes do not grow evenly.
 
     Stock gathers into a buffer on a stream of its own and copies from there, where ours gathers in place; and its
     sharded gradients, in float32, belong to the stream of reduce-scatters, where ours use again what activations leave

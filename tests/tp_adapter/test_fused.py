@@ -155,7 +155,7 @@ def test_assigned_tensors_get_their_boxes():
 
 
 def replaced(rank: int, world_size: int) -> None:
-    """What makes other tensors of a module's parameters leaves them fused, before fully_shard and after it."""
+    """Parameters stay fused if a call replaces their tensors, before fully_shard and after it."""
     mesh, spec = rank_mesh((1, 2), NAMES[2]), SPECS["fused"]
     rows = [(rank * 4, 0), (8 + rank * 4, 0)]
     steps = {

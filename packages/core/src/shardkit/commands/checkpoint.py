@@ -54,14 +54,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     one = add_for_one("export", "weights as safetensors in the layout of Hugging Face, or one file of torch.save")
     one.add_argument("target", type=Path)
     one.add_argument("--to", choices=("safetensors", "torch"), default="safetensors")
-    one.add_argument("--prefix", default="model.", help="export what has this prefix, without it (default: model.)")
+    one.add_argument(
+        "--prefix", default="model.", help="export only names with this prefix, and strip it (default: model.)"
+    )
     one.add_argument("--all", action="store_true", help="everything, nested as it was saved; only for --to torch")
     one.add_argument("--file-mb", type=_positive, default=5000, help="MB in a safetensors file (default: 5000)")
     add_conversion_options(one)
     one = add("import", "a checkpoint of weights from safetensors files or a file of torch.save")
     one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
     one.add_argument("target", type=Path)
-    one.add_argument("--key", help="of a file of torch.save that holds more, what lies under this key")
+    one.add_argument("--key", help="import only the entry under this key of a torch.save file")
     one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
     add_conversion_options(one)
     one = add_for_one("reshard", "the same checkpoint in another number of data files")
@@ -95,5 +97,5 @@ def add_conversion_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="omit a value, or a dict and everything below it (repeatable)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what is there and what would be written")
+    parser.add_argument("--dry-run", action="store_true", help="list the source and the planned output; write nothing")
     _add_progress_option(parser)

@@ -299,8 +299,8 @@ class FSDPModule(StockFSDPModule):
         schedule = self._get_fsdp_state().schedule
         if schedule.prefetch.budget is not None:
             raise ValueError(
-                f"set_prefetch_depth({depth}) was called, but there is a prefetch budget of {schedule.prefetch.budget} "
-                "bytes; give one of the two, set_prefetch_budget(None) takes that one back"
+                f"set_prefetch_depth({depth}): set_prefetch_budget({schedule.prefetch.budget}) was already called; use "
+                "either a depth or a budget (set_prefetch_budget(None) removes the budget)"
             )
         schedule.prefetch = Prefetch(depth=depth)
 
@@ -329,8 +329,8 @@ class FSDPModule(StockFSDPModule):
         depth = schedule.prefetch.depth
         if nbytes is not None and depth is not None:
             raise ValueError(
-                f"set_prefetch_budget({nbytes}) was called, but set_prefetch_depth({depth}) was, too; give one of the "
-                "two"
+                f"set_prefetch_budget({nbytes}): set_prefetch_depth({depth}) was already called; use either a depth or "
+                "a budget"
             )
         schedule.prefetch = Prefetch(depth, nbytes)
 

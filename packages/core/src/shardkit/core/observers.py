@@ -39,8 +39,8 @@ def start_observers() -> None:
                 _started.add((entry.name, entry.value))
     for name in sorted(wanted):
         warnings.warn(
-            f"{_PREFIX}{name.upper()} is set, but nothing that is installed offers an entry point '{name}' of the "
-            f"group {_GROUP}; install what does, or unset the variable",
+            f"{_PREFIX}{name.upper()} is set, but no installed package has the entry point '{name}' in group "
+            f"{_GROUP}; install the package or unset the variable",
             stacklevel=3,
         )
 

@@ -101,10 +101,10 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
             for fqn, parameter in added_parameters(module):
                 if id(parameter) in held:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} trains parameter '{fqn}', which has come into "
+                        f"this {type(optimizer).__name__} trains parameter '{fqn}', which was added to "
                         f"{type(module).__name__} after fully_shard: it is not sharded, and each rank would train it "
                         "on its own batches alone. Complete the model before fully_shard, or call fully_shard on the "
-                        "new module as well. What is to be left alone goes into ignored_params"
+                        "new module as well. To leave it unsharded, pass it in ignored_params"
                     )
 
 

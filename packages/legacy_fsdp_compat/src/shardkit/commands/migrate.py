@@ -12,7 +12,7 @@ from shardkit.commands.checkpoint import Parser, add_conversion_options
 __all__ = ["TARGETS", "parse"]
 
 TARGETS = ("dcp", "safetensors", "full", "sharded", "local")
-"""What a checkpoint can be converted to: the formats of `migrate.conversion`."""
+"""The formats that a checkpoint can be converted to; `migrate.conversion` describes them."""
 
 _DESCRIPTION = """\
 Converts FSDP1 checkpoints on one machine, without a process group: FULL (one file), SHARDED (a directory of
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--like",
         type=Path,
-        help="a directory of LOCAL files of a model that is wrapped as the new files shall be, for any number of ranks",
+        help="a directory of LOCAL files whose model is wrapped like the new one; any number of ranks",
     )
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument(

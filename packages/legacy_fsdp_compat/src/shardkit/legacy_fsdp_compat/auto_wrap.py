@@ -16,7 +16,7 @@ from shardkit.legacy_fsdp_compat.wrap import Policy
 __all__ = ["CHOOSE", "auto_wrap"]
 
 CHOOSE = ("choose", "_run_policy")
-"""What policies that see the whole model at once have instead of being called; the second is stock's spelling."""
+"""Method names of policies that see the whole model at once, which are not callable; stock uses the second."""
 
 Wrapper = Callable[..., nn.Module]
 

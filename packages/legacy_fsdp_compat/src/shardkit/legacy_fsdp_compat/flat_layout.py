@@ -28,7 +28,7 @@ ALIGNMENT_BYTES = 16
 """With `use_orig_params=True` every parameter starts at a multiple of so many bytes."""
 
 PADDING_VALUE = 42
-"""What FSDP1 fills padding between parameters with."""
+"""FSDP1 fills padding between parameters with this value."""
 
 
 def aligned_numel(itemsize: int) -> int:

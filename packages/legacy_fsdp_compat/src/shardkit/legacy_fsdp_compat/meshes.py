@@ -18,7 +18,7 @@ from shardkit.legacy_fsdp_compat.api import ShardingStrategy
 __all__ = ["DeviceId", "Placement", "ProcessGroups", "placement_for"]
 
 DeviceId = int | str | torch.device | None
-"""What FSDP takes as `device_id`: an index, or a device or its name, such as "cpu" or "cuda:1"."""
+"""FSDP's argument `device_id`: an index, or a device or its name, such as "cpu" or "cuda:1"."""
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 

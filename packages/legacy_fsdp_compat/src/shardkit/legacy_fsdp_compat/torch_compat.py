@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-"""What the activation-checkpoint wrapper adds to names; its own hooks take it out of state dicts again."""
+"""The activation-checkpoint wrapper adds this prefix to names; its own hooks remove it from state dicts."""
 
 
 def checkpoint_wrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -180,18 +180,18 @@ _JOB_OPTIONS = [
     click.Option(
         ["--dtype"],
         type=click.Choice(("own", *DTYPES)),
-        help="of computation (default: own; for --hf-config that of the config)",
+        help="dtype of computation (default: own, the model's; the config's for --hf-config)",
     ),
     click.Option(
         ["--param-dtype"],
         type=click.Choice(("own", *DTYPES)),
-        help="of parameters (default: own, as the model makes them; float32 for --hf-config)",
+        help="dtype of parameters (default: own, the model's; float32 for --hf-config)",
     ),
     click.Option(
-        ["--optimizer-dtype"], type=click.Choice(DTYPES), help="of optimizer state (default: the parameters')"
+        ["--optimizer-dtype"], type=click.Choice(DTYPES), help="dtype of optimizer state (default: the parameters')"
     ),
     click.Option(["--master-weights"], is_flag=True, help="the optimizer steps copies of the parameters in float32"),
-    click.Option(["--reduce-dtype"], type=click.Choice(("own", *DTYPES)), help="of gradient reduction"),
+    click.Option(["--reduce-dtype"], type=click.Choice(("own", *DTYPES)), help="dtype of gradient reduction"),
     click.Option(["--prefetch"], type=click.IntRange(min=0), help="groups gathered ahead (default 1)"),
     click.Option(["--prefetch-budget"], type=_BYTES, help="bytes unsharded at a time, such as 2GiB"),
     click.Option(["--tp-plan"], metavar="NAME", help="pkg.module:name of a function that cuts a model over a mesh"),
@@ -225,8 +225,8 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
 
 @tree.command(params=[*_JOB_OPTIONS])
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
-@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="what if: world-size, reshard, dtype, "
-              "prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
+@click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate variations of: world-size, "
+              "reshard, dtype, prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
 @click.option("--plot", type=_FILE, help="draws memory, streams and a sweep on this HTML page")
 @click.option("--json", type=_FILE, help="writes the estimate, or those of the sweep, to this file")
 @click.option("--show-machine", metavar="NAME", help="prints a machine's description and ends")

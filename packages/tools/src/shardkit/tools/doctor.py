@@ -429,7 +429,7 @@ def _advice(facts: Facts, seen: Seen) -> str:
     if not seen.spend:
         return seen.change
     if facts.short:
-        return seen.change or f"free memory first, as what helps takes more of it ({facts.room})"
+        return seen.change or f"free memory first: the remedies need more ({facts.room})"
     return f"{'; '.join(filter(None, (seen.change, seen.spend)))} (that takes memory: {facts.room})"
 
 

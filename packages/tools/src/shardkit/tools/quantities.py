@@ -18,7 +18,7 @@ UNITS: dict[Unit, dict[str, float]] = {
     "count": {"": 1, **_COUNTS},
     "share": {"%": 0.01, "": 1},
 }
-"""What may stand behind a number, by unit; upper and lower case are alike."""
+"""Suffixes of numbers and their factors, by unit; case is ignored."""
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)", re.ASCII)
 

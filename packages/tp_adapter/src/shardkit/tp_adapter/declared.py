@@ -74,7 +74,7 @@ def declare_sub_blocks(module: nn.Module, name: str, sub_blocks: SubBlocks) -> N
 
 
 def declared_of(holders: Iterable[Holder]) -> Declared | None:
-    """What `declare_sub_blocks` noted of a parameter on one of the modules that hold it."""
+    """The declaration that `declare_sub_blocks` stored on one of the modules that hold a parameter, or None."""
     for module, name in holders:
         declared = module.__dict__.get(_DECLARED, {}).get(name)
         if isinstance(declared, Declared):

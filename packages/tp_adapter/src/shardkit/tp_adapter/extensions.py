@@ -26,7 +26,7 @@ __all__ = ["DTensorExtensions", "FlattenedDTensor"]
 
 @dataclass(frozen=True)
 class FlattenedDTensor:
-    """What `pre_flatten_transform` remembers of a DTensor."""
+    """A DTensor's mesh and layout, kept by `pre_flatten_transform`."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -113,9 +113,9 @@ class LogicalTensor(torch.Tensor):
             if source.shape == self.boxes.region.shape:
                 return source
         raise ValueError(
-            f"{self!r} got {seen}, expected a plain tensor of its whole shape {tuple(self.shape)} or of what this rank "
-            f"holds, {self.boxes.region.shape}, or a logical tensor of which this rank holds the same. Check that both "
-            "have one name; pass full_tensor() of a DTensor, and whole() of a logical tensor that is here entirely"
+            f"{self!r} got {seen}, expected a plain tensor of its whole shape {tuple(self.shape)} or of this "
+            f"rank's part, {self.boxes.region.shape}, or a logical tensor with the same boxes. Check that both have "
+            "the same name; pass full_tensor() of a DTensor, and whole() of a logical tensor that is entirely here"
         )
 
     def __copy__(self) -> Self:

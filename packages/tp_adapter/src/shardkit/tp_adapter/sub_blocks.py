@@ -133,7 +133,7 @@ def check_sub_blocks(parameter: torch.Tensor, described: str, sub_blocks: SubBlo
             "group has on that dim, or another dim"
         )
     raise ValueError(
-        f"{seen}{parts} logical tensors {names} of one size stacked on dim {dim}. For queries that share keys and "
-        "values say what a group has of each, SubBlocks(names, sizes=...), and pack them group by group (the queries "
-        "of a group, its key, its value, then the next group): SubBlocks.fuse does that"
+        f"{seen}{parts} logical tensors {names} of one size stacked on dim {dim}. For grouped-query attention "
+        "pass the sizes in one group: SubBlocks(names, sizes=...). SubBlocks.fuse packs tensors group by group (the "
+        "queries of a group, its key, its value, then the next group)"
     )

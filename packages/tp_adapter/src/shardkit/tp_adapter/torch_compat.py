@@ -41,7 +41,7 @@ StridedShard: Any = _StridedShard
 """`StridedShard(dim, split_factor=n)` cuts a dim into n parts and takes its chunk of each part."""
 
 FALLS_BACK = hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
-"""Whether a tensor whose strided placement is no order of cuts is gathered axis by axis; torch 2.11 refuses it."""
+"""Whether a tensor whose strided placement matches no order of cuts is gathered axis by axis; torch 2.11 refuses it."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a tensor subclass: functions of torch treat it as any tensor."""

@@ -109,7 +109,7 @@ class CheckpointDirectory:
 
     path: Path
     _nameless: list[Path] = field(default_factory=list, init=False, repr=False, compare=False)
-    """What has lost its name and is still to be removed."""
+    """Renamed checkpoints that still have to be deleted."""
 
     def final(self, step: int) -> Path:
         """The path of a step's checkpoint, whether it exists or not."""

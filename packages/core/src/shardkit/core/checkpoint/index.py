@@ -25,7 +25,7 @@ from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, decode_path, enco
 from shardkit.core.coverage import coverage_problem
 
 BLOCK_BYTES = 2**20
-"""The unit of checksums: what has to be read to verify any byte of it."""
+"""Checksum block size; verifying one byte reads its whole block."""
 
 _MAX_NUMEL = 2**56  # torch counts bytes and strides in 63 bits, also for shapes with a 0 in them
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
@@ -120,8 +120,8 @@ class Index:
                 start = chunk.offset if chunk.values is None else chunk.values
                 if start < chunk.offset or start + nbytes > chunk.offset + chunk.length:
                     raise DamagedCheckpointError(
-                        f"{name}: a chunk of {nbytes} bytes at {chunk.offsets} is said to lie in {chunk.length} bytes "
-                        f"of {chunk.file}"
+                        f"{name}: the index places a chunk of {nbytes} bytes at {chunk.offsets} in {chunk.length} "
+                        f"bytes of {chunk.file}"
                     )
             if problem := coverage_problem(entry.shape, entry.chunks):
                 raise DamagedCheckpointError(f"{name}: the chunks of shape {entry.shape} {problem}")
@@ -131,7 +131,7 @@ class Index:
         for name, length in claimed.items():  # otherwise a small file could claim to hold any number of large tensors
             if length > self.files[name].nbytes:
                 raise DamagedCheckpointError(
-                    f"{name}: {length} bytes are said to lie in it, it has {self.files[name].nbytes}"
+                    f"{name}: the index places {length} bytes in it, but it has {self.files[name].nbytes}"
                 )
         both = self.tensors.keys() & self.objects.keys()
         if both:
@@ -140,9 +140,9 @@ class Index:
     def _check_range(self, name: str, file: str, offset: int, length: int) -> None:
         known = self.files.get(file)
         if known is None or offset < 0 or length < 0 or offset + length > known.nbytes:
-            size = "not among the files" if known is None else f"{known.nbytes} bytes long"
+            size = "is not among the files" if known is None else f"has {known.nbytes} bytes"
             raise DamagedCheckpointError(
-                f"{name}: is said to lie in bytes {offset} to {offset + length} of {file}, which is {size}"
+                f"{name}: the index places it at bytes {offset} to {offset + length} of {file}, which {size}"
             )
 
     @functools.cached_property

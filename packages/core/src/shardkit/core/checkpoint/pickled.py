@@ -32,7 +32,7 @@ _OPERANDS = {
     for one in pickletools.opcodes
     for mark in [pickletools.markobject]
 }
-"""What an opcode takes from the stack: how many values, and whether also those above the last mark."""
+"""The number of values that an opcode takes from the stack, and whether it also takes those above the last mark."""
 
 _SIZED_MODULES = {"torch", "torch.storage", "torch._tensor", "torch.cuda", "torch.sparse", "torch.cuda.sparse"}
 _MAX_UNFOLDED = 2**20

@@ -40,7 +40,7 @@ _CLASSES = (torch.Size, ChunkStorageMetadata, TensorStorageMetadata, MetadataInd
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
 _TENSOR_NAME = len(_CLASSES) + len(_NAMES)
 _GET: dict[Any, bytes] = {key: b"h" + bytes([number]) for number, key in enumerate((*_CLASSES, *_NAMES))}
-"""What pushes a class or name again, which stands in the memo; behind them there the name of the last tensor."""
+"""Opcodes that push a class or name from the memo. The memo's next entry is the name of the last tensor."""
 _NEW: dict[type, bytes] = {kind: _GET[kind] + b")\x81}(" for kind in _CLASSES}
 _STORAGE, _OFFSET, _LENGTH = _NEW[CheckpointStorageInfo] + _GET["relative_path"], _GET["offset"], _GET["length"]
 
@@ -217,8 +217,8 @@ def read_stock(directory: Path, left_out: LeftOut) -> Index:
         raise DamagedCheckpointError(f"{path} holds a {type(metadata).__name__}, expected Metadata")
     if getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
         raise DamagedCheckpointError(
-            f"{directory / MANIFEST} is missing, and with it the checksums of this checkpoint; "
-            "torch.distributed.checkpoint loads what is left of it, unverified"
+            f"{directory / MANIFEST} is missing, so this checkpoint cannot be verified; "
+            "torch.distributed.checkpoint can still load it"
         )
     with damage_of(str(path), "is not put together as metadata"):
         return _index(directory, metadata, left_out)

@@ -179,7 +179,7 @@ def _check_keys(checkpoint: Checkpoint) -> None:
     for path in checkpoint.tensors:
         odd = [part for part in path if not isinstance(part, str) and getattr(part, "of", None) != "list"]
         if odd:
-            what = "in a tuple" if isinstance(odd[0], At) else f"below the key {odd[0]!r}, which is no string"
+            what = "in a tuple" if isinstance(odd[0], At) else f"under the key {odd[0]!r}, which is not a string"
             raise CheckpointError(
                 f"'{name_of(path)}' is a tensor {what}: a torch.distributed.checkpoint cannot hold it. Convert with "
                 "--to full; for optimizer state save names, by FSDP.optim_state_dict"
@@ -328,7 +328,8 @@ class SafetensorsWriter(_PlacedWriter):
         for path, one in checkpoint.tensors.items():
             if one.dtype not in _DTYPE_NAMES:
                 raise CheckpointError(
-                    f"'{name_of(path)}' has dtype {one.dtype}, which safetensors has not; write a file of torch.save"
+                    f"'{name_of(path)}' has dtype {one.dtype}, which safetensors does not support; "
+                    "write a file of torch.save"
                 )
             if file_bytes is not None and groups[-1] and filled + one.nbytes > file_bytes:
                 groups.append([])
@@ -376,7 +377,7 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
     for path in (*checkpoint.tensors, *checkpoint.objects):
         odd = [part for part in path if type(part) not in (str, int, At)]
         if odd:
-            raise CheckpointError(f"'{name_of(path)}' lies below the key {odd[0]!r}, which JSON has no place for")
+            raise CheckpointError(f"'{name_of(path)}' is under the key {odd[0]!r}; keys must be str or int")
     if any(len(path) > 1 or path[0] != name_of(path) for path in checkpoint.tensors):
         notes[PATHS_NOTE] = json.dumps({name_of(path): encode_path(path) for path in checkpoint.tensors})
     for path, value in checkpoint.objects.items():
@@ -386,8 +387,8 @@ def _notes(checkpoint: Checkpoint) -> dict[str, str]:
             kept = False
         if not kept:
             raise CheckpointError(
-                f"'{name_of(path)}' is {value!r:.60}, and safetensors holds no objects but what JSON has; convert "
-                "to dcp or full"
+                f"'{name_of(path)}' is {value!r:.60}, and safetensors can only store JSON values; convert to dcp "
+                "or full"
             )
     if checkpoint.objects:
         notes[OBJECTS_NOTE] = json.dumps([[encode_path(path), value] for path, value in checkpoint.objects.items()])

@@ -68,7 +68,7 @@ class OrderCheck:
                 agreed = agree(running.digest(), group, device)
         except RuntimeError as error:
             raise RuntimeError(
-                f"SHARDKIT_DEBUG=order: this rank has come to {entry}, and a peer has not come to its next collective "
+                f"SHARDKIT_DEBUG=order: this rank reached {entry}, but a peer did not reach its next collective "
                 f"on the same process group ({error}). Last {_SHOWN} of this rank, newest last: {' -> '.join(history)}"
             ) from error
         if agreed:

@@ -34,9 +34,9 @@ __all__ = ["Prefetch", "PrefetchPolicy"]
 _Reference: TypeAlias = weakref.ReferenceType[FSDPParamGroup]
 
 _Upcoming: TypeAlias = Callable[[], Iterable[tuple[FSDPParamGroup, bool]]]
-"""Begins the groups in the order in which they are going to be used, and whether backward is what uses them.
+"""Yields upcoming groups in order of use, each with whether backward uses it.
 
-What reads it stops as soon as the budget is full.
+The reader stops when the budget is full.
 """
 
 
@@ -130,11 +130,12 @@ class _ByBudget:
         self._order = order
         self._ledger: Ledger[_Reference] = Ledger()
         self._noted: dict[_Reference, None] = {}  # those in use, and some earlier ones
-        # What is going to be used, by whether in backward: which change of the order it is of, passes then, the uses.
+        # Upcoming uses, for forward (False) and backward (True): the order's change count and its number of passes when
+        # they were computed, and the uses.
         self._uses: dict[bool, tuple[int, int, Uses[_Reference]]] = {}
-        # In a forward that had to free something: which forward, what to free next, and the step at which it was said.
+        # Set if this forward had to free a group: the value of `_forward` then, and the groups to free next.
         self._spare: tuple[tuple[int, int], LastFirst[_Reference]] | None = None
-        self._spare_from = 0
+        self._spare_from = 0  # the step of that decision
         for group in order.groups:
             group.ledger = self._ledger
             if group.is_unsharded:
@@ -215,7 +216,7 @@ class _ByBudget:
         return self._order.changes[False], self._order.dropped
 
     def _sorted(self) -> LastFirst[_Reference] | None:
-        """What this forward has sorted so far."""
+        """The groups that this forward has sorted so far, or None."""
         if self._spare is not None and self._spare[0] != self._forward:
             self._spare = None
         return None if self._spare is None else self._spare[1]

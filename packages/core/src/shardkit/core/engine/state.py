@@ -2,7 +2,7 @@
 
     pre_forward    gather, cast inputs, mark the inputs so that post_backward fires when their gradients are done
     post_forward   reshard, mark the outputs so that pre_backward fires when their gradients arrive, cast outputs
-    pre_backward   gather again if need be, prefetch
+    pre_backward   gather again if necessary, prefetch
     post_backward  reshard, reduce gradients
 
 A group of modules (`fully_shard([a, b])`) makes one *pass* from the first of them that runs to the last; a module that

@@ -61,7 +61,7 @@ def joins_parameters(optimizer: torch.optim.Optimizer, with_closure: bool, *, ag
         try:
             one, other = (_neighbours_after_steps(optimizer, with_closure, times, resumed) for times in (1, _LARGER))
             if not _same(one, other) or not _same(one, _after_huge_gradients(optimizer, with_closure, resumed, one)):
-                return "computes the step of a parameter from the gradients of others, too"
+                return "uses other parameters' gradients in a parameter's step"
             return None
         except _CommunicationError as sent:
             return f"communicates in its step ({sent})"

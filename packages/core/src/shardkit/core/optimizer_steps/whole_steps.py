@@ -92,10 +92,11 @@ def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[Plac
     if because is not None:
         param = sharded_counterpart(owned[0])
         raise RuntimeError(
-            f"{type(optimizer).__name__} {because}; parameter '{'?' if param is None else param.fqn}' lies on Owned(), "
-            "so that each rank would step with what it owns, and wrongly. Shard these parameters with Shard(0), or use "
-            "an optimizer that steps on each parameter by itself; clip with shardkit.core.clip_grad_norm_ and not "
-            "within the step. If it does step on each by itself, set its attribute steps_each_parameter_alone = True"
+            f"{type(optimizer).__name__} {because}; parameter '{'?' if param is None else param.fqn}' is placed "
+            "on Owned(): each rank would compute the step from its own parameters only, and the result would be wrong. "
+            "Shard these parameters with Shard(0), or use an optimizer that steps on each parameter by itself; clip "
+            "with shardkit.core.clip_grad_norm_ and not within the step. If it does step on each "
+            "by itself, set its attribute steps_each_parameter_alone = True"
         )
     tried.add(case)
     tried.add((closure, settings_of(optimizer, exact=False)))

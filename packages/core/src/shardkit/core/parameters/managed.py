@@ -324,7 +324,7 @@ def check_annotations(managed: ManagedParameter, mesh: DataParallelMesh) -> None
         if axis.size() > 1 and kind is not expected:
             raise NotImplementedError(
                 f"spmd_types annotates parameter '{managed.fqn}' with {kind} on the mesh axis {axis}; expected "
-                f"{expected}, as fully_shard takes what this rank holds for the whole parameter. Give it a DTensor on "
+                f"{expected}, because fully_shard treats the local tensor as the whole parameter. Give it a DTensor on "
                 'that axis; in torchtitan: parallelism.spmd_backend="partial_dtensor"'
             )
 

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Cost = Callable[[torch.Tensor], float]
-"""What one step costs the owner of a parameter, in any unit. It may look at shape and dtype only."""
+"""Cost of one step for the owner of a parameter, in any unit. It may depend on shape and dtype only."""
 
 
 def newton_schulz_flops(parameter: torch.Tensor) -> float:

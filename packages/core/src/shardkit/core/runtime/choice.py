@@ -29,7 +29,7 @@ from shardkit.core.runtime.shared.transport import SharedTransport
 __all__ = ["Transports", "choose_transports", "may_share_memory", "stand_ins", "transport_for"]
 
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
-"""What takes the place of the transport of a group, for tensors on a device."""
+"""Returns a transport that replaces that of a group, for tensors on a device."""
 
 _stand_in: StandIn | None = None
 

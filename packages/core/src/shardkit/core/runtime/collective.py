@@ -17,7 +17,7 @@ from shardkit.core.runtime.lanes import Program, hold
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
-from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
 from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
@@ -130,7 +130,7 @@ class C10dTransport(FlatTransport):
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         if self.world_size == 1:
             return reduce_alone(plan, grads, output, mean)
-        note_taken(plan.nbytes, plan.label)
+        note_acquired(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
@@ -168,7 +168,7 @@ class C10dTransport(FlatTransport):
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
-                note_let_go(plan.nbytes, plan.label)
+                note_released(plan.nbytes, plan.label)
 
 
 def _works(work: dist.Work | None) -> Sequence[dist.Work]:

@@ -49,7 +49,7 @@ class RegisteredMemory:
         return cls(pool, device)
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """What this thread allocates on the device inside comes from the pool, on the stream that is current then."""
+        """Inside, this thread's allocations on the device come from the pool, on the stream that is current then."""
         manager: contextlib.AbstractContextManager[Any]
         manager = torch.get_device_module(self.device).use_mem_pool(self.pool, self.device)
         return manager

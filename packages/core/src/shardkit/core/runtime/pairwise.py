@@ -25,7 +25,7 @@ from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradien
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import Mean, ReducePlan
-from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
 from shardkit.core.torch_compat import foreach_add_, foreach_copy_, foreach_div
 
 __all__ = ["PairwiseTransport"]
@@ -76,7 +76,7 @@ class PairwiseTransport(FlatTransport):
         mean = mean.as_sum(self.world_size)
         if self.world_size == 1:
             return reduce_alone(plan, grads, output, mean)
-        note_taken(plan.nbytes, plan.label)
+        note_acquired(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
@@ -107,7 +107,7 @@ class PairwiseTransport(FlatTransport):
                     note_freed(packed, plan.label, "packed")
                 if staging is not None:
                     note_freed(staging, plan.label, "reduce_input")
-                note_let_go(plan.nbytes, plan.label)
+                note_released(plan.nbytes, plan.label)
 
 
 def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:

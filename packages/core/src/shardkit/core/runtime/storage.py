@@ -93,13 +93,13 @@ def note_freed(tensor: torch.Tensor, fqn: str, kind: StorageKind) -> None:
         events.emit(events.StorageFreed(fqn, tensor.numel() * tensor.itemsize, kind))
 
 
-def note_taken(nbytes: int, fqn: str) -> None:
+def note_acquired(nbytes: int, fqn: str) -> None:
     """Report that a reduction has taken over the unsharded gradients of a group."""
     if events.hub.active:
         events.emit(events.StorageAllocated(fqn, nbytes, "gradient"))
 
 
-def note_let_go(nbytes: int, fqn: str) -> None:
-    """Report that the reduction no longer needs them."""
+def note_released(nbytes: int, fqn: str) -> None:
+    """Report that a reduction no longer needs the unsharded gradients of a group."""
     if events.hub.active:
         events.emit(events.StorageFreed(fqn, nbytes, "gradient"))

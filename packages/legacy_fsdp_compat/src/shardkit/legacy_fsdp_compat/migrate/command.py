@@ -74,8 +74,8 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the command line says of the model. Parts that not every target needs are computed on demand: LOCAL files of
-    ours may come from a wrapping that FSDP1 does not support.
+    """The model's description from the command line. Parts that not every target needs are computed on demand: LOCAL
+    files of ours may come from a wrapping that FSDP1 does not support.
 
     Attributes:
         shapes: shapes of parameters and buffers; None if not given.

@@ -169,7 +169,7 @@ FORMATS: dict[str, Callable[..., Writer]] = {
     "safetensors": SafetensorsWriter,
     "full": TorchWriter,
 }
-"""What can be written: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save. For files of
+"""Writers by format: a torch.distributed.checkpoint directory, a safetensors file, a file of torch.save. For files of
 single ranks see `convert`."""
 
 SHARDED, LOCAL = "sharded", "local"

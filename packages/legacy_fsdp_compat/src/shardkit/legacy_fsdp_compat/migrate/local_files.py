@@ -261,8 +261,8 @@ def _check_tie(files: list[RankFile], base: LeafPath, name: str, first: StoredTe
     path = (*base, name)
     if found is None or not _from_cut(files, path, found, path).same_values(first):
         raise CheckpointError(
-            f"'{name_of((*base, name))}' is tied to '{cut.name}', say the shapes, but {listed[0].path} and the others "
-            "hold other values for it: it was a parameter of its own, which has a shape of its own"
+            f"the shapes tie '{name_of((*base, name))}' to '{cut.name}', but {listed[0].path} and the files of the "
+            "other ranks store different values for it: it was not tied. Give it its own shape"
         )
 
 

@@ -97,7 +97,7 @@ def _check_names(given: Mapping[str, Any], known: Iterable[str], where: str) -> 
     unknown = [name for name in given if name not in known]
     if unknown:
         raise CheckpointError(
-            f"{unknown} of {where} are no arguments of FullyShardedDataParallel that can be given here; expected some "
+            f"{unknown} of {where} are not arguments of FullyShardedDataParallel that can be given here; expected some "
             f"of {', '.join(known)}"
         )
     strategy = getattr(given.get("sharding_strategy"), "name", None)

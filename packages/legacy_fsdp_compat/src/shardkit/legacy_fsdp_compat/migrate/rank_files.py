@@ -420,7 +420,7 @@ def sharded_checkpoint(files: list[RankFile]) -> Checkpoint:
             if odd:
                 raise CheckpointError(
                     f"{files[0].path} and {other.path} hold no ShardedTensors or DTensors, and {len(odd)} keys, such "
-                    f"as '{odd[0]}', are in one of them only: they are no files of ranks. Convert each by itself"
+                    f"as '{odd[0]}', are in one of them only, so they are not files of ranks. Convert each by itself"
                 )
     checkpoint = Checkpoint("SHARDED", [str(file.path) for file in files], len(files))
     for path in dict.fromkeys(path for file in files for path in file.leaves):

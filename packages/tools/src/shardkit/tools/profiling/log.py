@@ -28,7 +28,7 @@ CARRIED: dict[str, tuple[CollectiveKind, ...]] = {
     "all-gather": ("all-gather",),
     "reduce-scatter": ("reduce-scatter", "all-reduce"),
 }
-"""What a lane of core carries, by the `operation` of its waits."""
+"""The kinds of collectives in a lane of core, by the `operation` of its waits."""
 
 
 @dataclass(frozen=True, slots=True)

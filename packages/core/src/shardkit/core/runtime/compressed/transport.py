@@ -35,7 +35,7 @@ from shardkit.core.runtime.plan import (
     ReducePlan,
     Transport,
 )
-from shardkit.core.runtime.storage import note_allocated, note_freed, note_let_go, note_taken
+from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
 
 __all__ = ["CompressedTransport"]
 
@@ -176,7 +176,7 @@ class CompressedTransport(Transport):
         rows = self._reductions.get(plan)
         if rows is None:
             rows = self._reductions[plan] = ReduceRows(plan, self)
-        note_taken(plan.nbytes, plan.label)
+        note_acquired(plan.nbytes, plan.label)
         outgoing = self.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
         incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
         # Holds this rank's terms and the sum, in fp32 whatever the reduce dtype is.
@@ -203,7 +203,7 @@ class CompressedTransport(Transport):
         hold(outgoing, incoming, total)
         self._pack(plan, rows, grads, outgoing, plan.output_views(total))
         grads.clear()
-        note_let_go(plan.nbytes, plan.label)
+        note_released(plan.nbytes, plan.label)
         with plan.reported(launched, rows.sent.numel, torch.uint8):
             try:
                 if rows.anything:

@@ -51,7 +51,7 @@ class WireFormat(Protocol):
 
 @dataclass(frozen=True)
 class AsDtype:
-    """Elements in `dtype`; `lossless` if their own dtype is no wider."""
+    """Elements in `dtype`; `lossless` if their own dtype is not wider."""
 
     dtype: torch.dtype
     lossless: bool

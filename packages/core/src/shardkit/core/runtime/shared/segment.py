@@ -175,7 +175,7 @@ def shared_if_possible(tensors: Sequence[torch.Tensor], label: str) -> list[torc
         os.close(fd)
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit != resource.RLIM_INFINITY and fd > limit * 3 // 4:  # descriptors are numbered from 0 on
-            raise _refused(f"{fd} of {limit} files are open, and the others are left for other purposes")
+            raise _refused(f"{fd} of {limit} file descriptors are in use; the rest is reserved for the program")
         return shared_copies(tensors)
     except NoSharedMemoryError as error:
         _warn_of(error, label)

@@ -27,7 +27,7 @@ from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
-from shardkit.core.runtime.storage import note_let_go, note_taken
+from shardkit.core.runtime.storage import note_acquired, note_released
 from shardkit.core.torch_compat import foreach_copy_
 
 __all__ = ["Outbox", "Posting", "SharedTransport"]
@@ -274,10 +274,10 @@ class SharedTransport(Transport):
     @torch.no_grad()
     def _reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         launched = time.perf_counter()
-        note_taken(plan.nbytes, plan.label)
+        note_acquired(plan.nbytes, plan.label)
         posting = self._post_rows(plan, grads, output)
         grads.clear()
-        note_let_go(plan.nbytes, plan.label)
+        note_released(plan.nbytes, plan.label)
         try:
             with plan.reported(launched):
                 yield (posting,)
