@@ -203,7 +203,9 @@ class Order:
             return None
         entered = self.passes[last]
         self._drop_passes(last)
-        if not entered.will_be_left():
+        if entered.will_be_left():
+            self._staying.discard(state.index)
+        else:
             self._staying.add(state.index)
         return entered
 
