@@ -25,6 +25,7 @@ from shardkit.core import (
     fully_shard,
     placements_for,
 )
+from shardkit.core.engine.context import DEFAULT_PREFETCH_DEPTH
 from shardkit.core.engine.state import state_of
 from shardkit.core.tensors import map_tensors, tensors_in, tensors_with_grad
 from shardkit.core.users_code import users_code
@@ -146,7 +147,7 @@ class Policies:
     reshard_after_forward: bool | int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    prefetch_depth: int = 1
+    prefetch_depth: int = DEFAULT_PREFETCH_DEPTH
     prefetch_budget: int | None = None
     checkpoint: bool = False
     offload: bool = False

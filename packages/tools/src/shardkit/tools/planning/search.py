@@ -337,7 +337,8 @@ def _prefetch_more(search: _Search, candidate: Candidate) -> None:
     free = search.limit - found.reserved_bytes
     while free > _LEAST_FREE * search.limit:
         budget = (found.peak.by_category["unsharded_parameters"] + free) // _MIB * _MIB
-        within = candidate.changed(prefetch_budget=budget, prefetch_depth=1, reshard_after_forward=None)
+        depth = Policies.prefetch_depth  # the estimate passes on a budget or a depth
+        within = candidate.changed(prefetch_budget=budget, prefetch_depth=depth, reshard_after_forward=None)
         if not budget or search.fits(within):
             return
         free //= 2
@@ -391,8 +392,8 @@ def _other_ways(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         yield "resharding after forward", candidate.changed(reshard_after_forward=False)
     if policies.checkpoint:
         yield "recomputing activations", candidate.changed(checkpoint=False)
-    if policies.prefetch_depth != 1:
-        yield f"prefetching {policies.prefetch_depth} groups", candidate.changed(prefetch_depth=1)
+    if policies.prefetch_depth != (usual := Policies.prefetch_depth):
+        yield f"prefetching {policies.prefetch_depth} groups", candidate.changed(prefetch_depth=usual)
     if policies.prefetch_budget is not None:
         for reshard, what in ((True, "resharding always"), (False, "keeping all parameters for backward")):
             within = f"prefetching within {show(policies.prefetch_budget, 'bytes')}, in place of {what},"
