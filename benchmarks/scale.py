@@ -180,8 +180,10 @@ def measure(configuration: Configuration) -> dict[str, Cost]:
 def _begun(make: Callable[[], Trainer]) -> tuple[Trainer, float]:
     """A new model, and the seconds of its first step.
 
-    A full garbage collection goes through all models that there are, so the one that is made last would pay most.
+    A full garbage collection goes through all models that exist, so the model that is made last would pay most.
     """
+    gc.collect()
+    gc.freeze()
     trainer = make()
     gc.collect()
     gc.freeze()
