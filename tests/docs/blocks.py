@@ -3,18 +3,25 @@
 What a block needs stands in comments on the lines above it, which no reader sees:
 
     <!-- processes: 2 -->           torchrun starts the Python block on so many ranks
-    <!-- file: train.py -->         the Python block is saved under this name; later blocks run it
+    <!-- file: train.py -->         the Python or JSON block is saved under this name; later blocks use it
+    <!-- exits: 1 -->               the block ends with this exit status, not with 0
     <!-- not run: the reason -->    the block is not run
 
-Python and shell blocks (python, bash) without one run as they stand. Fences of other languages are no code to run.
+Python and shell blocks (python, bash) without one run as they stand. A `text` block that is the next one after a block
+that runs shows its output: each line has to be printed, in any order, and numbers with a decimal point may differ by
+1 %. A line `...` stands for lines that are left out. Fences of other languages are for reading only.
+
+A reader does not see the notes, so the text of the page has to name the file and the number of processes as well.
 """
 
+import itertools
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _FENCE = re.compile(
@@ -22,7 +29,8 @@ _FENCE = re.compile(
 )
 _COMMENTS = re.compile(r"(?:^ *<!-- [^\n]*? -->\n+)+\Z", re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (?P<key>[^:\n]+): (?P<value>[^\n]*?) -->")
-_KNOWN = {"processes", "file", "not run"}
+_DECIMAL = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
+_KNOWN = {"processes", "file", "exits", "not run"}
 RUN = {"python", "bash"}
 """Languages whose blocks run."""
 SHOWN = {"", "text", "json", "toml", "yaml"}
@@ -36,6 +44,10 @@ class Block:
     language: str
     code: str
     notes: dict[str, str] = field(default_factory=dict)
+    said: str = ""
+    """The text of the page between the block before this one and this block, without notes."""
+    output: str = ""
+    """The output that the page shows after the block."""
 
     @property
     def processes(self) -> int | None:
@@ -46,12 +58,57 @@ class Block:
     def runs(self) -> bool:
         return "not run" not in self.notes
 
+    @property
+    def saved(self) -> bool:
+        """Whether the block is a file for later blocks, which does not run by itself."""
+        return "file" in self.notes
+
+    @property
+    def status(self) -> int:
+        """The exit status that is expected."""
+        return int(self.notes.get("exits", "0"))
+
+    def missing(self, printed: str) -> list[str]:
+        """Lines of the output on the page that are not among those printed."""
+        lines = [line.split() for line in printed.splitlines()]
+        missing = []
+        for shown in filter(None, map(str.strip, self.output.splitlines())):
+            if shown == "...":
+                continue
+            found = next((line for line in lines if _alike(shown, " ".join(line))), None)
+            if found is None:
+                missing.append(shown)
+            else:
+                lines.remove(found)
+        return missing
+
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
 
 
+def _alike(shown: str, printed: str) -> bool:
+    """Whether two lines are the same but for spaces, and for decimals that differ by less than 1 %."""
+    shown = " ".join(shown.split())
+    pairs = zip(_DECIMAL.findall(shown), _DECIMAL.findall(printed), strict=False)
+    return _DECIMAL.sub("#", shown) == _DECIMAL.sub("#", printed) and all(
+        math.isclose(float(one), float(other), rel_tol=0.01) for one, other in pairs
+    )
+
+
+def unseen(page: Path) -> list[str]:
+    """The parts of notes that the text of the page does not tell its reader."""
+    lines, found = page.read_text().splitlines(), []
+    for block in blocks(page):
+        if block.saved and f"`{block.notes['file']}`" not in block.said:
+            found.append(f"{block}: the text above the block does not say to save it as `{block.notes['file']}`")
+        before = " ".join(_COMMENT.sub("", "\n".join(lines[: block.line - 1])).split())
+        if block.processes is not None and f"--nproc-per-node {block.processes}" not in before:
+            found.append(f"{block}: nothing above it says to start it with --nproc-per-node {block.processes}")
+    return found
+
+
 def blocks(page: Path) -> list[Block]:
-    """The Python and shell blocks of a page, in order.
+    """The Python and shell blocks of a page, and files in other languages, in order.
 
     Raises:
         ValueError: for a fence in a language that is neither run nor known to be for reading only, or that does not
@@ -62,10 +119,14 @@ def blocks(page: Path) -> list[Block]:
     fences = len(re.findall(r"^ *```", text, re.MULTILINE))
     if fences != 2 * len(found):
         raise ValueError(f"{page}: {fences} lines are fences, but {len(found)} blocks begin and end")
-    return [block for block in found if block.language in RUN]
+    for index, (block, after) in enumerate(itertools.pairwise(found)):
+        if block.language in RUN and block.runs and not block.saved and after.language == "text":
+            found[index] = replace(block, output=after.code)
+    return [block for block in found if block.language in RUN or block.saved]
 
 
 def _blocks(page: Path, text: str) -> Iterator[Block]:
+    end = 0
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start("code")) + 1
         language = match["language"]
@@ -77,7 +138,9 @@ def _blocks(page: Path, text: str) -> Iterator[Block]:
             raise ValueError(f"{page}:{line}: notes {sorted(unknown)}; expected {sorted(_KNOWN)}")
         indent = match["indent"]
         code = "".join(part.removeprefix(indent) for part in match["code"].splitlines(keepends=True))
-        yield Block(page, line, language, code, notes)
+        said = _COMMENT.sub("", text[end : match.start()])
+        end = match.end()
+        yield Block(page, line, language, code, notes, said)
 
 
 def run(
@@ -91,7 +154,7 @@ def run(
         python: the interpreter; commands that stand beside it are found by their names.
         timeout: seconds.
     """
-    if block.language == "python" and "file" in block.notes:
+    if block.saved:
         (directory / block.notes["file"]).write_text(block.code)
         return subprocess.CompletedProcess([], 0, stdout="")
     if block.language == "bash":

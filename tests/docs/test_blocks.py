@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from tests.docs.blocks import Block, blocks, run
+from tests.docs.blocks import Block, blocks, run, unseen
 from tests.packaging.workspace import ROOT, packages
 
 READMES = [ROOT / "README.md", *(package.readme for package in packages())]
@@ -32,11 +32,17 @@ def test_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path):
         if not block.runs:
             continue
         result = run(block, tmp_path)
-        assert result.returncode == 0, f"{block}:\n{result.stdout}"
-        if block.language == "python" and "file" not in block.notes:
+        assert result.returncode == block.status, f"{block}:\n{result.stdout}"
+        assert block.missing(result.stdout) == [], f"{block}:\n{result.stdout}"
+        if block.language == "python" and not block.saved:
             # A quiet example is one that a reader cannot check.
             assert result.stdout.strip(), block
             assert "Warning" not in result.stdout, f"{block}:\n{result.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_reader_sees_names_of_files_and_numbers_of_processes(page: Path):
+    assert unseen(page) == []
 
 
 def test_what_does_not_run_says_why():
@@ -70,6 +76,30 @@ def test_blocks_are_found(tmp_path: Path):
     ]
 
 
+def test_notes_that_a_reader_does_not_see_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- file: a.py -->\n```python\n```\nSave this as `b.py`:\n<!-- file: b.py -->\n```python\n```\n"
+        "As before.\n<!-- file: b.py -->\n```json\n```\n<!-- processes: 2 -->\n```python\n```\n"
+        "Start it with `torchrun\n--nproc-per-node 2 c.py`:\n<!-- processes: 2 -->\n```python\n```\n"
+    )
+    assert [problem.split()[0] for problem in unseen(page)] == ["page.md:3:", "page.md:11:", "page.md:14:"]
+
+
+def test_the_output_on_a_page_is_compared(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\nrun\n```\nIt prints:\n```text\nrank 0: 2 of 4\nrank 1:  2 of 4\n...\nloss 1.000 in 2.5e-03\n```\n"
+        "```bash\nquiet\n```\n```\nnot its output\n```\n"
+        "<!-- not run: there is no cluster -->\n```bash\n```\n```text\nx\n```\n"
+    )
+    first, *others = blocks(page)
+    assert first.missing("rank 1: 2 of 4\nwarning\nrank 0: 2 of 4\nloss 1.005 in 2.49e-03\n") == []
+    assert first.missing("rank 1: 2 of 4\nloss 1.02 in 2.5e-03\n") == ["rank 0: 2 of 4", "loss 1.000 in 2.5e-03"]
+    assert first.missing("rank 0: 3 of 4\nrank 1: 2 of 4\nloss 1.0 in 2.5e-03\n") == ["rank 0: 2 of 4"]
+    assert [block.output for block in others] == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -91,6 +121,13 @@ def test_a_file_is_there_for_the_commands_after_it(tmp_path: Path):
     result = run(Block(tmp_path / "page.md", 5, "bash", "python train.py\n"), tmp_path)
     assert result.returncode == 1
     assert "no such luck" in result.stdout
+
+
+def test_a_block_may_end_with_another_exit_status(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- exits: 3 -->\n```bash\nexit 3\n```\n")
+    (block,) = blocks(page)
+    assert run(block, tmp_path).returncode == block.status == 3
 
 
 def test_a_failing_line_ends_a_shell_block(tmp_path: Path):
