@@ -1,0 +1,41 @@
+"""The badges of the README agree with the packages. They are typed by hand: their service only draws them."""
+
+import re
+from urllib.parse import unquote
+
+from tests.packaging.workspace import ROOT, packages
+
+README = (ROOT / "README.md").read_text()
+PROJECTS = {one.distribution: one.project for one in packages()}
+
+
+def _badges() -> dict[str, str]:
+    """The message of each badge by its label, as it is drawn. The text for readers without pictures is the same."""
+    found = {}
+    for text, path in re.findall(r"!\[([^\]]*)\]\(https://img\.shields\.io/badge/(\S+)-blue\)", README):
+        # One dash separates, two draw one.
+        label, message = (unquote(part).replace("--", "-") for part in re.split("(?<!-)-(?!-)", path))
+        assert text == f"{label} {message.replace(' | ', ', ')}"
+        found[label] = message
+    return found
+
+
+def test_every_badge_is_checked_here():
+    assert list(_badges()) == ["Python", "torch", "license"]
+    assert README.count("shields.io") == len(_badges()), "a badge of another form"
+
+
+def test_pythons_are_those_that_every_package_declares():
+    versions = [set(re.findall(r"Python :: (3\.\d+)", "\n".join(one["classifiers"]))) for one in PROJECTS.values()]
+    assert _badges()["Python"] == " | ".join(sorted(set.intersection(*versions)))
+
+
+def test_torch_is_the_range_of_core():
+    (torch,) = (one for one in PROJECTS["shardkit-core"]["dependencies"] if one.startswith("torch>"))
+    first, after = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
+    assert _badges()["torch"] == f"2.{first} to 2.{int(after) - 1}"
+
+
+def test_license_is_that_of_every_package():
+    assert {one["license"] for one in PROJECTS.values()} == {_badges()["license"]}
+    assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License\n")
