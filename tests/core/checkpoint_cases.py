@@ -1,4 +1,4 @@
-"""What the tests of checkpoints save and restore: small sharded models, trained for a few steps."""
+"""Small sharded models, trained for a few steps, which the tests of checkpoints save and restore."""
 
 import random
 from dataclasses import dataclass, field
@@ -142,7 +142,7 @@ class Trainee:
         return values
 
     def own(self) -> dict[str, Any]:
-        """What is this rank's alone."""
+        """The state that belongs to this rank alone."""
         return {"loader": self.loader.state_dict(), "draws": (random.random(), np.random.rand(), torch.rand(2))}
 
 

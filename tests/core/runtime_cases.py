@@ -130,7 +130,7 @@ def gather_plan(case: Case, over: Transport, label: str = "blocks.0") -> GatherP
 
 
 def flats_for(plan: GatherPlan) -> list[torch.Tensor]:
-    """Poisoned flats: what a gather does not write shows."""
+    """Poisoned flats, so that elements show that a gather does not write."""
     flats = []
     for item in plan.items:
         numel = item.layout.flat_numel if item.layout.dim == 0 else item.layout.numel

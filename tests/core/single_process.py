@@ -79,7 +79,7 @@ class Twins:
 
 
 def assert_close(seen: Tensor, expected: Tensor, what: str) -> None:
-    """The values agree within a few roundings of their dtype: of a DTensor what this rank holds, where it holds it.
+    """The values agree within a few roundings of their dtype. Of a DTensor, this rank compares its own shard.
 
     Nothing is gathered: that every rank holds its part says as much, and takes a tenth of the time.
     """

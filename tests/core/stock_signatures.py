@@ -91,12 +91,12 @@ def of_wheel(wheel: Path) -> tuple[str, Signatures]:
 
 
 def known() -> dict[str, Signatures]:
-    """What the file has, by minor version."""
+    """The signatures in the file, by minor version."""
     return json.loads(DATA.read_text()) if DATA.exists() else {}
 
 
 def _written(versions: dict[str, Signatures]) -> str:
-    """JSON with one line for each function: a diff shows what a version has changed."""
+    """JSON with one line for each function, so that a diff shows the changes of a version."""
     lines: list[str] = []
     for version, functions in sorted(versions.items()):
         body = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in functions.items())

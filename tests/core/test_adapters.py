@@ -1,4 +1,4 @@
-"""The seam for parameters that are DTensors already: how an adapter is found, and what core asks it."""
+"""The interface for parameters that are DTensors already: how core finds an adapter, and which questions it asks."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -131,7 +131,7 @@ def whole(values: Any) -> Any:
 
 
 def _saved(rank: int, world_size: int, path: Path, blocks: bool) -> tuple[list[Any], list[Any]]:
-    """What was saved, and what one more step makes of it."""
+    """The saved state, and the state after one more step."""
     model, optimizer = build(world_size, "AdamW8bit", blocks=blocks)
     for number in range(3):
         step(model, optimizer, number)

@@ -76,7 +76,7 @@ def elsewhere(data: bytearray, entry: int, header: int) -> None:
 
 
 def before(data: bytearray, entry: int, header: int) -> None:
-    """Python takes what is missing from the directory's place for missing bytes before the archive."""
+    """If the directory lies before the offset that is given for it, Python assumes missing bytes before the archive."""
     for mark, place, size in ((b"PK\x05\x06", 16, "<I"), (b"PK\x06\x06", 48, "<Q")):
         if (at := data.rfind(mark)) >= 0:
             struct.pack_into(size, data, at + place, struct.unpack_from(size, data, at + place)[0] + header + 100)
@@ -97,7 +97,7 @@ def test_a_storage_that_is_not_where_the_directory_says(change: Callable[[bytear
     entry = data.rindex(b"PK\x01\x02", 0, entry)
     (header,) = struct.unpack_from("<I", data, entry + 42)
     change(data, entry, header)
-    # What follows in the file is long enough: it would be taken for values.
+    # Enough bytes follow in the file: without the check they would be read as values.
     with pytest.raises(DamagedCheckpointError, match=text):
         values_in(io.BytesIO(b"before " + data + bytes(2 * 10**6)), 7, len(data), "f")
 

@@ -263,7 +263,7 @@ def test_a_reader_that_goes_away_is_no_error(saved: tuple[Path, Any], unbuffered
 
 
 def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Whatever is beside it, what a restore has set aside and step a million included, and though it is damaged."""
+    """The newest step counts even if it is damaged, has seven digits, or lies beside a step that a restore renamed."""
     run, exported = tmp_path / "run", tmp_path / "exported"
     for step in (999_998, 999_999, 10**6):
         save_user(run, step, torch.full((3,), float(step)))
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_is_named_from_where_one_is(
 
 
 def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Nobody can say that it is what was written."""
+    """So `verify` cannot compare it with anything."""
     dcp.save({"model": {"a": torch.ones(3)}, "step": 3}, checkpoint_id=tmp_path / "stock", no_dist=True)
     status, text = said(capsys, "inspect", tmp_path / "stock")
     assert status == 0 and text.endswith("1 tensors, 0.0 MB, 1 other values, 1 files, without checksums\n")
@@ -403,7 +403,7 @@ def test_differences_are_those_of_all_slabs(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES.values(), ids=str)
 def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype):
-    """Ours is what the library takes it for, and the other way round."""
+    """The library reads our files with the same dtype and values, and we read the library's."""
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {"a": torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype), "b": torch.ones((), dtype=dtype)}
     safetensors.save_file(tensors, tmp_path / "theirs.safetensors")
@@ -484,7 +484,7 @@ def test_a_damaged_source_leaves_no_target(
 
 
 def test_a_file_that_holds_more_than_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What training scripts save; and what `export --all` writes, in the order of the state, comes back by parts."""
+    """As training scripts save. A file of `export --all` keeps the order of the state; parts of it can be imported."""
     value = {"b": 1, "a": torch.ones(2), 0: torch.zeros(0), "c": {}}
     run, exported = save_user(tmp_path / "run", 1, value), tmp_path / "all.pt"
     assert main(["export", str(run), str(exported), "--to", "torch", "--all"]) == 0
@@ -645,7 +645,7 @@ def test_everything_is_on_disk_before_it_appears(
 
 
 def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It says what the model is; and without one, nothing says which of two files."""
+    """The index decides which tensors are the model. Without an index, two files are ambiguous."""
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "f.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "f.safetensors"}}))

@@ -1,4 +1,4 @@
-"""`directory.py`: which checkpoints stay, and what two runs in one directory may do to each other."""
+"""`directory.py`: which checkpoints stay, and how two runs in one directory may affect each other."""
 
 import builtins
 import contextlib
@@ -26,7 +26,7 @@ from tests.core.test_checkpoint_format import flip
 
 
 def test_retention_spares_what_was_just_saved(tmp_path: Path):
-    """A run that goes back to an older checkpoint must not lose what it saves from there."""
+    """A run that goes back to an older checkpoint must not lose the checkpoints that it saves from there."""
     state = TrainingState(torch.nn.Linear(3, 2))
     manager = CheckpointManager(tmp_path)
     for step in (5, 6, 8):
@@ -40,7 +40,7 @@ def test_retention_spares_what_was_just_saved(tmp_path: Path):
 
 
 def test_fallback_leaves_a_good_checkpoint(tmp_path: Path):
-    """The newest one is damaged: what is saved after it was passed over stays, and can be restored."""
+    """The newest one is damaged. Checkpoints that are saved after the fallback stay, and can be restored."""
     state = TrainingState(torch.nn.Linear(3, 2))
     manager = CheckpointManager(tmp_path)
     for step in (6, 8):
@@ -223,7 +223,7 @@ def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch:
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[str]:
-    """What the system is asked to do with files, in order; a token or a process's number is left out."""
+    """The system calls on files, in order, without the tokens and process ids in file names."""
     seen: list[str] = []
 
     def name(path: Any) -> str:

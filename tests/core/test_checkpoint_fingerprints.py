@@ -150,5 +150,5 @@ def gathers_of_saves(rank: int, world_size: int, path: Path) -> int:
 
 
 def test_ranks_that_agree_tell_each_other_nothing_more(tmp_path: Path):
-    """One small all-reduce is all; what grows with the ranks is for those that differ."""
+    """They need one small all-reduce. Only ranks that differ exchange data that grows with their number."""
     assert run_ranks(2, gathers_of_saves, tmp_path) == [0, 0]

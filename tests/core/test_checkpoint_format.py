@@ -1,4 +1,4 @@
-"""What lies on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
+"""The format on disk: stock reads ours and we read stock's, and damage of any kind is found and named."""
 
 import copyreg
 import hashlib
@@ -104,7 +104,7 @@ def save_twice(rank: int, world_size: int, path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """Checkpoints of two steps on two ranks, and what was in them."""
+    """Checkpoints of two steps on two ranks, and the states that they hold."""
     path = tmp_path_factory.mktemp("saved")
     return path, run_ranks(2, save_twice, path)[0]
 
@@ -151,7 +151,7 @@ def checksums(data: bytes) -> tuple[str, ...]:
 def test_blocks_over_parts(tmp_path: Path, sizes: tuple[int, ...]):
     parts = [os.urandom(size) for size in sizes]
     told: list[int] = []
-    (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # what is there already goes
+    (tmp_path / "file").write_bytes(bytes(2 * BLOCK_BYTES))  # must be overwritten
     file = write_file(tmp_path / "file", parts, told.append)
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
     assert file == File("file", sum(sizes), checksums(b"".join(parts))) and sum(told) == sum(sizes)
@@ -348,7 +348,7 @@ def test_members_of_enumerations_may_be_named(builtins: bytes):
     ],
 )
 def test_stock_metadata_is_made_of_nothing_but_its_own_classes(module: str, name: str):
-    """Neither of what else there is in their modules; and a dtype is one."""
+    """Other names of the same modules are refused. A dtype is allowed."""
     assert unpickle_metadata(b"ctorch\nfloat32\n.") is torch.float32
     with pytest.raises(pickle.UnpicklingError, match=f"{module}.{name} is not allowed in the metadata"):
         unpickle_metadata(f"c{module}\n{name}\n.".encode())
@@ -436,7 +436,7 @@ def test_stock_files_that_are_links(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "../none.distcp"])
 def test_stock_metadata_leads_nowhere_else(tmp_path: Path, name: str):
-    """And says nothing of what is there."""
+    """The error is the same whether or not a file is there."""
 
     def change(metadata: Any) -> None:
         for info in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""`training_state.py`: state of unusual kinds comes back as it was, and what is saved can be restored."""
+"""`training_state.py`: state of unusual kinds comes back unchanged, and every saved state can be restored."""
 
 import copy
 from collections import Counter

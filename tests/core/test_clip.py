@@ -19,7 +19,7 @@ WORLD_SIZES = [1, 2, 3, 4]
 
 
 def full_grads():
-    """Uneven, tiny, 0-dim, 2-dim and low-precision gradients: what one process would hold."""
+    """Uneven, tiny, 0-dim, 2-dim and low-precision gradients, as one process would hold them."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"rows": (7, 5), "short": (2, 3), "scalar": (), "columns": (4, 9), "plain": (6,)}
     grads = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -71,7 +71,7 @@ def _assert_equal(expected: dict[str, Tensor], seen: dict[str, Tensor]) -> None:
 
 
 def custom_collectives(rank: int, world_size: int) -> None:
-    """One without the other, both, on some modules only; what is not replaced stays as it was."""
+    """One without the other, both, on some modules only. Collectives that are not replaced stay the default ones."""
     mesh = rank_mesh((world_size,))
     plain = _model(shardkit, mesh=mesh)
     expected = _gradients(plain, rank)
@@ -128,7 +128,7 @@ def test_wrong_buffers(change: str, match: str) -> None:
 
 
 def allocation_by_the_process_group(rank: int, world_size: int) -> None:
-    """Gloo has no allocator: the error says so, and at once. What was set before stays."""
+    """Gloo has no allocator: the setter raises at once, and the earlier setting stays."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     with pytest.raises(ValueError, match=r"group '.*gloo.*cannot allocate.*NCCL"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
@@ -158,7 +158,7 @@ def test_allocation_beside_custom_collectives() -> None:
 
 
 def all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
-    """Runs once for each group, after HSDP's own all-reduce, and what it writes is what the optimizer gets."""
+    """Runs once for each group, after HSDP's own all-reduce, and the optimizer gets the values that it writes."""
     mesh = rank_mesh((2, world_size // 2), ("replicate", "shard")) if hsdp else rank_mesh((world_size,))
     expected = _mean_gradients(range(world_size))
     model = _model(shardkit, mesh=mesh)
@@ -436,9 +436,9 @@ def unused_on_some_ranks(rank: int, world_size: int) -> None:
 
 
 def partial_gradient_alone(rank: int, world_size: int, waits: bool) -> None:
-    """What waits for its all-reduce is all-reduced by the next backward that does, also if that leaves it out.
+    """A gradient that waits for its all-reduce gets it in the next backward with all-reduce, also if unused there.
 
-    Whether or not the end of the first backward waits for what it has begun.
+    This holds whether or not the end of the first backward waits for its transfers.
     """
     torch.manual_seed(0)
     model, whole = Sides(), Sides()
@@ -496,7 +496,7 @@ def test_unused_parameters_are_reduced_as_zeros() -> None:
 
 
 class NotesEvents:
-    """A lane that remembers the events that its starts were to wait for, and what had started by then."""
+    """A lane that logs the transfers that it starts and the events that it waits for, in order."""
 
     def __init__(self, lane: Any) -> None:
         self.lane, self.log = lane, []

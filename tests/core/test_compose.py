@@ -75,7 +75,7 @@ def test_compiled_blocks(first: str, backend: str) -> None:
 
 
 def _train_compiled(api: ModuleType, what: str, first: str, rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Losses and gradients, and what dynamo counted. Blocks are compiled whole: a graph break in one is an error."""
+    """Losses, gradients and dynamo's counters. Blocks are compiled whole: a graph break in one is an error."""
     torch._dynamo.reset()
     counters.clear()
     model = _model()

@@ -50,7 +50,7 @@ def _over(kind: str, policy: CompressionPolicy) -> Any:
 
 
 def rounded(values: Tensor, kind: str | None, policy: CompressionPolicy, dtype: torch.dtype, ndim: int) -> Tensor:
-    """What arrives, in fp32 or wider, of a chunk of a tensor of so many dims that would travel in `dtype`."""
+    """A chunk, of a tensor with `ndim` dims, as it arrives after travelling in `dtype`; in fp32 or wider."""
     form = format_of(kind, policy.block, ChunkLayout((1,) * ndim, 0, 1), dtype)
     wire = torch.empty(form.nbytes(values.numel()), dtype=torch.uint8)
     arrived = torch.empty(values.numel(), dtype=F32)
@@ -190,7 +190,7 @@ def test_chunks_are_rounded_in_parts() -> None:
 
 
 def _wire_bytes(rank: int, world_size: int, kind: str) -> None:
-    """What events call the bytes on the wire is what the rows hold, and what memory is reported is given back."""
+    """The wire bytes of events equal the bytes of the rows, and all reported memory is freed again."""
     policy = CompressionPolicy(gather="int8", reduce="int8", block=100, error_feedback=True)
     over = _over(kind, policy)
     case = Case(((10, 100), (7,)), (0, 0), (F32, F32))
@@ -221,7 +221,7 @@ def test_wire_bytes(kind: str) -> None:
 
 
 def _overflow(rank: int, world_size: int) -> None:
-    """What is not finite arrives as such, and does not come back with the next gradient."""
+    """Values that are not finite arrive as such, and do not come back with the next gradient."""
     over = _over("pairwise", POLICIES["feedback"])
     case = Case(((world_size, 20),), (0,), (F32,))
     plan = reduce_plan(case, over, F32, F32)
@@ -266,9 +266,9 @@ def _dims(parameter: nn.Parameter) -> Shard | None:
 
 
 class Reference:
-    """One process that rounds what the ranks would send: parameters as they are gathered, gradients as they go.
+    """One process that rounds as the ranks' messages would: parameters when gathered, gradients when sent.
 
-    ``shards`` ranks hold parts of each parameter, ``replicas`` copies of all that.
+    ``shards`` ranks hold the parts of each parameter; there are ``replicas`` such groups.
     """
 
     def __init__(self, policy: CompressionPolicy, shards: int, replicas: int, mixed: MixedPrecisionPolicy) -> None:
@@ -300,7 +300,7 @@ class Reference:
         return model.to(dtype)
 
     def gradients(self, backward: Callable[[nn.Module, int], None]) -> dict[str, Tensor]:
-        """The mean of what ``backward(model, rank)`` leaves, as it arrives at the owners."""
+        """The mean of the gradients that ``backward(model, rank)`` leaves, as it arrives at the owners."""
         given = []
         for rank in range(self.shards * self.replicas):
             model = self.gathered()
@@ -428,7 +428,7 @@ def test_shared_memory_compresses_nothing() -> None:
 
 
 def _kept_on_neighbours(rank: int, world_size: int) -> None:
-    """What a smaller group keeps was rounded already; it comes back as forward saw it."""
+    """A smaller group keeps values that are rounded already, so backward gathers the values that forward used."""
     mesh, policy = networked_mesh((world_size,)), POLICIES["int8"]
     whole_group = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=True), rank)
     neighbours = _gradients(_net(mesh, compression_policy=policy, reshard_after_forward=2), rank)

@@ -1,4 +1,4 @@
-"""Bad input: each a clear error that names the parameter, module or group, what was seen and what to do."""
+"""Bad input: each error names the parameter, module or group, the value seen and what to do."""
 
 import copy
 import datetime as dt
@@ -37,7 +37,7 @@ def _run(body: Callable[[int, int], None], world_size: int = 2) -> None:
     run_ranks(world_size, body)
 
 
-# -- what fully_shard is given -----------------------------------------------------------------------------------------
+# -- arguments of fully_shard ------------------------------------------------------------------------------------------
 
 
 def _bad_meshes(rank: int, world_size: int) -> None:
@@ -288,7 +288,7 @@ def test_what_stock_refuses_is_refused() -> None:
     _run(_like_stock)
 
 
-# -- what the first forward finds --------------------------------------------------------------------------------------
+# -- errors of the first forward ---------------------------------------------------------------------------------------
 
 
 def _meta_and_moved(rank: int, world_size: int) -> None:

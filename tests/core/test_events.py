@@ -1,4 +1,4 @@
-"""The hub: who hears what, and that nobody listening means inactive."""
+"""The hub: which listener gets which event; without a listener it is inactive."""
 
 import pytest
 

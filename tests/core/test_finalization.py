@@ -40,7 +40,7 @@ def _automatic(api: Any) -> list[Tensor]:
 
 
 def _manual(api: Any, async_op: bool) -> list[Tensor]:
-    """Two steps; what the second one leaves."""
+    """The gradients after the second of two steps."""
     model = _model(api)
     for _ in range(2):
         model.zero_grad()

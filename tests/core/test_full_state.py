@@ -304,7 +304,7 @@ def big_model(world_size, offset=0):
 
 
 def check_bytes(rank, world_size):
-    full_bytes = 4 * FEATURES * FEATURES + 1024  # and what the ranks tell each other
+    full_bytes = 4 * FEATURES * FEATURES + 1024  # 1024: the ranks' messages
     piece_bytes = full_bytes // world_size
     source = {name: p.full_tensor().detach() for name, p in big_model(world_size, 5).named_parameters()}
     model = big_model(world_size)
@@ -327,7 +327,7 @@ def check_bytes(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_other_ranks_never_hold_a_full_tensor(world_size):
     peaks = run_ranks(world_size, check_bytes)
-    assert peaks[0] >= 4 * 4 * FEATURES * FEATURES  # the measure sees what rank 0 holds
+    assert peaks[0] >= 4 * 4 * FEATURES * FEATURES  # the meter sees rank 0's tensors
 
 
 def check_gather(rank, world_size, kind, rank0_only, offload):

@@ -34,7 +34,7 @@ def _keep_biases(parameter: nn.Parameter) -> torch.dtype | None:
 
 
 def _trained(api: Any, shape: tuple[int, ...], own: str, micro_batches: int, **policy: Any) -> dict[str, Tensor]:
-    """Gradients and parameters of two steps; `own` says what `grad_dtype` some parameters have."""
+    """Gradients and parameters of two steps; `own` selects the `grad_dtype` of some parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(_Dtypes(), _Dtypes())
     for parameter in model.parameters():
@@ -175,7 +175,7 @@ def test_a_parameter_over_the_same_shard_brings_its_own_grad_dtype() -> None:
 
 
 def waiting(rank: int, world_size: int) -> None:
-    """What stands in for a gradient that waits has the dtype that the gradient will have; zeroing it drops both."""
+    """The placeholder of a gradient that waits has the dtype of that gradient; zeroing it drops both."""
     model = nn.Linear(8, 8, bias=False)
     model.weight.grad_dtype = BFLOAT16
     shardkit.fully_shard(model, mesh=rank_mesh((world_size,)))

@@ -27,7 +27,7 @@ HOMES = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 STOCKS = (stock.fully_shard,)  # a name of its own would be replaced, too
-BEFORE_INSTALL = functools.partial(stock.fully_shard, reshard_after_forward=False)  # what no module attribute is
+BEFORE_INSTALL = functools.partial(stock.fully_shard, reshard_after_forward=False)  # not itself stock's function
 
 
 def _bound() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What may happen to a sharded model in its life, against the same life of a whole model in one process."""
+"""Events in the life of a sharded model, against the same life of a whole model in one process."""
 
 import copy
 import functools
@@ -152,7 +152,7 @@ def _pieces(model: nn.Module) -> dict[str, weakref.ref[Any]]:
 
 
 def _dies_at_once(rank: int, world_size: int) -> None:
-    _train_with_an_optimizer(_sharded_mlp())  # what torch imports on the way holds on to frames, once
+    _train_with_an_optimizer(_sharded_mlp())  # torch's lazy imports keep frames alive, once
     gc.collect()
     gc.disable()
     try:
@@ -254,7 +254,7 @@ def _casts(rank: int, world_size: int) -> None:
         for index, cast in enumerate(casts):
             cast(twins.sharded)
             cast(twins.whole)
-            twins.align()  # or what bfloat16 rounds would stay apart
+            twins.align()  # otherwise bfloat16's rounding differences would stay
             for seed in range(2):
                 twins.step(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
             if index % 2:  # cast while the root's parameters are unsharded
@@ -471,7 +471,7 @@ def _evaluations(rank: int, world_size: int) -> None:
                 for seed in range(2):
                     twins.backward(lambda model, rank: _mlp_loss(model, rank, seed))  # noqa: B023
                     optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.5)
-                    evaluate()  # before the step: what it leaves unsharded is stale afterwards
+                    evaluate()  # before the step: parameters that it leaves unsharded are stale afterwards
                     optimizer.step()
                     optimizer.zero_grad()
                     with torch.no_grad():
@@ -491,7 +491,7 @@ def test_evaluation_between_steps(world_size: int) -> None:
 
 
 def _frozen_teacher(rank: int, world_size: int) -> None:
-    """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees what it writes."""
+    """`torch._foreach_*` bumps no version counter of a DTensor: only a root that is sharded sees its writes."""
     student, teacher = MLP(), MLP().requires_grad_(False)
     whole = copy.deepcopy(teacher)
     for model in (student, teacher):
@@ -775,7 +775,7 @@ def _checkpointed_regions(rank: int, world_size: int, reentrant: bool) -> None:
     value = loss(twins.sharded, rank)
     with (
         events.subscribe(lambda event: phases.append(event.phase) if isinstance(event, events.ModuleBegan) else None),
-        # It waits until every peer has read what this rank lent: within backward that would hold up all prefetching.
+        # It waits until every peer has read this rank's shards: within backward that would stop all prefetching.
         mock.patch.object(context, "settle_gathers", wraps=context.settle_gathers) as settle,
     ):
         value.backward()
@@ -789,7 +789,7 @@ def test_a_checkpointed_region_with_several_sharded_modules(reentrant: bool) -> 
 
 
 def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
-    """Ctrl-C is no Exception, so torch calls no hook on its way out."""
+    """Ctrl-C is not an Exception, so torch calls no hook on its way out."""
 
     def interrupt(module: nn.Module, args: Any) -> None:
         raise KeyboardInterrupt
@@ -811,7 +811,7 @@ def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
 
 
 class _InterruptedTicket:
-    """Ctrl-C while a gather is waited for; notes what is left of the memory when it is abandoned."""
+    """Ctrl-C while a gather is waited for; notes the sizes of the storages when the gather is abandoned."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.ticket, self.sizes = group, group._ticket, []
@@ -850,7 +850,7 @@ def test_recovery_from_an_interrupt(reset: bool) -> None:
 
 
 def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
-    """What backwards without sync, or without all-reduce, have accumulated is part of the failed iteration."""
+    """Gradients accumulated without sync, or without all-reduce, belong to the failed iteration and are dropped."""
     hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))
     for mesh, hold_back in (
         (rank_mesh((world_size,)), "set_requires_gradient_sync"),
@@ -1075,7 +1075,7 @@ def test_other_methods_than_forward() -> None:
 
 
 class Keywords(nn.Module):
-    """Gives back what it was given."""
+    """Returns the dtype of its argument, and the scaled argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1099,7 +1099,7 @@ def test_keyword_inputs_are_cast() -> None:
 
 
 def _attributes(rank: int, world_size: int) -> None:
-    """What a user has put on a parameter is on the sharded and on the unsharded one."""
+    """The sharded and the unsharded parameter both have the attributes that a user sets on one of them."""
     linear = nn.Linear(4, 4)
     linear.weight.no_decay = True
     model = nn.Sequential(linear)

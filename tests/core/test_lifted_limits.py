@@ -1,4 +1,4 @@
-"""What stock fully_shard refuses and ours does, against a single process: gradients, steps, checkpoints."""
+"""Cases that stock fully_shard refuses and ours supports, against a single process: gradients, steps, checkpoints."""
 
 import shutil
 import tempfile
@@ -213,7 +213,7 @@ class Pair(nn.Module):
 
 
 def _tied_settings(rank: int, world_size: int) -> None:
-    """What was set before another call found the tie holds for the tied parameter as well."""
+    """A setting made before a later call finds the tie also holds for the tied parameter."""
     factor = 0.5
 
     def shard(model: Any) -> None:
@@ -233,7 +233,7 @@ def test_settings_of_a_tied_parameter() -> None:
 
 
 def _tied_traffic(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """The reductions of one backward, and what the forward of a second iteration had not prefetched."""
+    """The reductions of one backward, and the groups that the forward of a second iteration had not prefetched."""
     torch.manual_seed(0)
     model = Pair()
     for module in (*model.layers, model):
@@ -386,7 +386,7 @@ def _mixed(rank: int, world_size: int) -> None:
                 if whole.grad is not None:
                     assert parameter.grad.dtype == whole.grad.dtype == parameter.dtype
                     seen = parameter.grad.full_tensor()
-                    # What passed through the bfloat16 layer has its precision, whatever the dtype is.
+                    # Values that pass through the bfloat16 layer have its precision, whatever their dtype.
                     torch.testing.assert_close(seen, whole.grad, rtol=5e-2, atol=5e-3)
             twins.update()
             twins.align()

@@ -130,7 +130,7 @@ def _in_place(rank: int, world_size: int, blocks: bool) -> None:
         fully_shard(model[0])
     fully_shard(model)
     x = torch.arange(8)
-    model(x).sum().backward()  # writes the norms of what it looks up
+    model(x).sum().backward()  # renormalises the rows that it looks up, in place
     with pytest.raises(
         RuntimeError, match=r"'0\.weight' was replaced .* or written to in place while it was unsharded"
     ):

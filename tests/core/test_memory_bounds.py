@@ -86,7 +86,7 @@ class Meter:
         return sum(self.root.values())
 
     def start_phase(self) -> None:
-        """Forget peaks and prefetches, keep what is held."""
+        """Forget peaks and prefetches, but not the memory that is still held."""
         self.peak_bytes, self.peak_blocks = self.block_bytes, len({fqn.rsplit(".", 1)[0] for fqn in self.blocks})
         self.hits, self.misses = [], []
 
@@ -109,7 +109,7 @@ def _bounds(rank: int, world_size: int, depth: int) -> None:
                     f"{BLOCK_BYTES} bytes may be"
                 )
                 assert meter.peak_blocks <= depth + 1, where
-                # What forward used last, backward uses first.
+                # Backward uses first the block that forward used last.
                 assert meter.block_bytes == (BLOCK_BYTES if phase == "forward" and depth else 0), where
                 if iteration and depth:
                     # The bound is also reached, or nothing would have been ahead of anything.
@@ -216,7 +216,7 @@ def _changing_order(rank: int, world_size: int) -> None:
 
 
 def _run_otherwise(rank: int, world_size: int) -> None:
-    """A forward leaves out what the learnt order promised: what was noted for that ends as it would have."""
+    """A forward leaves out modules of the learnt order: their group still ends sharded, as after any backward."""
     model = _chain(2, reshard_after_forward=2)
     first, last = model.blocks[0], model.blocks[1]
     for layers in ([first, first, last], [first, first, last], [first]):
@@ -239,7 +239,7 @@ def test_what_the_learnt_order_promised_in_vain() -> None:
 
 
 def _without_backward(rank: int, world_size: int) -> list[str]:
-    """What a backward gathers, where the iteration before had a block that backward did not reach."""
+    """The gathers of a backward, if backward did not reach some block in the iteration before."""
     model = _chain()
     x = torch.randn(2, WIDTH)
     detached, last = model.blocks[0], model.blocks[1]
@@ -268,7 +268,7 @@ def test_bound_when_the_order_changes() -> None:
 
 
 def _depth_after_explicit_unshard(rank: int, world_size: int) -> None:
-    """What the user gathers by hand before the first forward counts, and stops counting when it is freed."""
+    """A block that the user gathers before the first forward counts until it is freed."""
     model = _chain(1)
     model.blocks[0].unshard(async_op=True)  # before the root has told it its name, which the meter goes by
     model(torch.randn(2, WIDTH)).square().sum().backward()
@@ -296,7 +296,7 @@ class Gathers:
 
 
 def _explicit_lists(rank: int, world_size: int) -> None:
-    """What a module's list names is gathered when it begins, in that order, and nothing of the learnt order is."""
+    """The modules in a module's list are gathered when it begins, in that order, and none of the learnt order."""
     for depth in (0, 2):
         model = _chain(depth, root=True)
         blocks = model.blocks

@@ -39,7 +39,7 @@ def test_steps_after_materialize():
 
 
 def prefetched_after_a_step(rank: int, world_size: int) -> None:
-    """What backward left unsharded is older than the shards after a step: it is gathered again ahead of its use."""
+    """Parameters that backward left unsharded are stale after a step, and are gathered again ahead of their use."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     for layer in model:
         fully_shard(layer)

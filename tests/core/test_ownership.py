@@ -1,4 +1,4 @@
-"""Plans of owners: balanced over a model, the same on all ranks, and what `placements_for` chooses."""
+"""Plans of owners: balanced over a model, the same on all ranks; and the choices of `placements_for`."""
 
 import pytest
 import torch

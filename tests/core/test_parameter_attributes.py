@@ -1,4 +1,4 @@
-"""What a parameter is beyond its numbers: attributes that users put on it, and subclasses of nn.Parameter."""
+"""Parameters beyond their values: attributes that users set on them, and subclasses of nn.Parameter."""
 
 import copy
 import io
@@ -203,7 +203,7 @@ def _copies(api: Any, world_size: int, make: Callable[..., dict[str, Tensor]], u
     before = model.weight.detach().clone()
     for one in copies.values():
         one.grad = torch.ones_like(one)
-    torch.optim.SGD(copies.values(), lr=0.5).step()  # a copy is no parameter of the model
+    torch.optim.SGD(copies.values(), lr=0.5).step()  # a copy is not a parameter of the model
     assert (model.weight.detach() == before).all() or make is COPIES["copy"]
     values = [one.to_local() if isinstance(one, DTensor) else one for one in copies.values()]
     return [*values, *[(type(one), isinstance(one, nn.Parameter), vars(one)) for one in copies.values()]]

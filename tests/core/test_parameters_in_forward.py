@@ -1,4 +1,4 @@
-"""What a forward may do with parameters whose memory comes and goes, and what is an error that names the module."""
+"""Uses of parameters, whose memory comes and goes, in forward: each works, or is an error that names the module."""
 
 import pytest
 import torch

@@ -142,7 +142,7 @@ def same_states(rank: int, world_size: int, case: Case, options: dict[str, Any])
 
 
 def restored(rank: int, world_size: int, case: Case, source: str, target: str, options: dict[str, Any]) -> None:
-    """What get_* returns for one engine, set_* puts into the other."""
+    """The state dicts of get_* for one engine are passed to set_* of the other."""
     choice = StateDictOptions(**options)
     trained = Trained(rank, world_size, case, source, steps=2)
     fresh = Trained(rank, world_size, case, target, steps=0)

@@ -74,5 +74,5 @@ def test_single_process(model: str, optimizer: str, world_size: int) -> None:
     ids=lambda case: "-".join([case.model, *case.features]),
 )
 def test_single_process_of_features(case: Case) -> None:
-    """What stock cannot do, or cannot do bit for bit, is compared with the mathematics as well."""
+    """Features that stock lacks, or does not have bit for bit, are compared with a single process as well."""
     run_ranks(4, compare_with_single_process, case, Tolerance(rtol=1e-4, atol=2e-6))

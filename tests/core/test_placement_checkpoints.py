@@ -249,7 +249,7 @@ def _row_by_row(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _preconditioned(rank: int, world_size: int, path: Path) -> None:
-    """A run that is saved and restored goes on as one that is not, twice: no rank saves what another has changed."""
+    """Twice, a run goes on after a restore as without one: no rank saves a value that another rank changed."""
     model = build("owned", world_size, 1)
     optimizer = soap(model)
     train(model, optimizer, 3)

@@ -235,7 +235,7 @@ def test_a_run_moves_between_optimizers_placements_and_ranks(worlds: tuple[int, 
 
 
 def _with_state_of_the_rest(rank: int, world_size: int, path: Path) -> None:
-    """What was AdamW's and stays AdamW's keeps its state when the matrices go to Muon."""
+    """Parameters that stay with AdamW keep their state when the matrices move to Muon."""
     model = build("shard", world_size, 1)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]

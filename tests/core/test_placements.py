@@ -156,7 +156,7 @@ def test_bytes_lie_where_the_placement_says(world_size: int) -> None:
 
 
 def _counts(rank: int, world_size: int) -> dict[str, int]:
-    """Bytes that this rank sends in one step, by placement, and what events tell of them."""
+    """Bytes that this rank sends in one step, by placement, and the bytes that events report."""
     sent: dict[str, int] = {}
     left = 0
     swap = PairwiseTransport._swap

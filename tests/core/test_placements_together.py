@@ -1,4 +1,4 @@
-"""`Owned` and `Blocks` together with what else a user may set: the gradients and weights that `Shard(0)` gives."""
+"""`Owned` and `Blocks` combined with other settings give the gradients and weights that `Shard(0)` gives."""
 
 from collections.abc import Callable
 from typing import Any

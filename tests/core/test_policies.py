@@ -1,4 +1,4 @@
-"""Stock's policy objects mean what ours mean, field by field."""
+"""Stock's policy objects mean the same as ours, field by field."""
 
 import itertools
 

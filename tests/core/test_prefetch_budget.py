@@ -35,7 +35,7 @@ class Meter:
         if isinstance(event, events.StorageAllocated) and event.kind == "unsharded":
             self.held["unsharded", event.fqn] = event.bytes
         elif isinstance(event, events.StorageAllocated) and event.kind == "packed":
-            self.packed = event.fqn, event.bytes  # a gather's or a reduction's: what starts next tells
+            self.packed = event.fqn, event.bytes  # a gather's or a reduction's: the next start tells which
         elif isinstance(event, events.StorageFreed) and event.kind in ("unsharded", "packed"):
             self.held.pop((event.kind, event.fqn), None)
         elif isinstance(event, events.ReduceStarted):
@@ -60,7 +60,7 @@ def _groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def _needs(model: nn.Module) -> dict[str, int]:
-    """What each group takes while it is gathered."""
+    """The bytes that each group takes while it is gathered."""
     return {group.label: group.bytes_when_used(in_backward=False) for group in _groups(model)}
 
 
@@ -112,7 +112,7 @@ def _several_forwards(model: Any, rank: int, step: int) -> None:
 
 
 def _changing_order(model: Any, rank: int, step: int) -> None:
-    """What is learnt is never what comes next: blocks are skipped, repeated and turned round."""
+    """The learnt order is always wrong: blocks are skipped, repeated and reversed."""
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1], [2, 2, 4, 2], [0, 5, 0]):
         model.order = order
         _one_forward(model, rank, step)
@@ -125,7 +125,7 @@ def _accumulate(model: Any, rank: int, step: int) -> None:
 
 
 def _listed(model: Any, rank: int, step: int) -> None:
-    """The user's own lists of what to gather ahead."""
+    """The user's own lists of modules to gather ahead."""
     blocks = model.blocks
     model.set_modules_to_forward_prefetch([blocks[0], blocks[1], blocks[2]])
     blocks[2].set_modules_to_forward_prefetch([blocks[4], blocks[3], blocks[5]])
@@ -166,9 +166,9 @@ def _within_budgets(rank: int, world_size: int, kind: str, step: Step) -> None:
         assert meter.peak <= budget, f"{meter.peak} bytes at once, with a budget of {budget}"
         assert len(seen) == len(expected)
         assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True)), budget
-        # The first step has nothing learnt to go by; and what was learnt must come, for more room to be of more use.
+        # The first step has not learnt an order yet. More room only helps if the learnt order holds.
         limit = before if step in (_one_forward, _accumulate) else plain
-        if step is _changing_order and budget == least:  # no room for what a depth leaves there for backward
+        if step is _changing_order and budget == least:  # no room for the block that a depth keeps for backward
             limit = [count + 1 for count in plain]
         assert all(now <= then for now, then in zip(counts[1:], limit[1:], strict=True)), (budget, counts, limit)
         before = counts
@@ -260,7 +260,7 @@ def test_nested_groups(world_size: int) -> None:
     run_ranks(world_size, _nested)
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- budgets that are too small ----------------------------------------------------------------------------------------
 
 
 def _too_small(rank: int, world_size: int) -> None:
@@ -269,7 +269,7 @@ def _too_small(rank: int, world_size: int) -> None:
     _one_forward(model, rank, 0)
     need = _needs(model)
     root, largest = need["FSDPTower"] + need["FSDPTower: gain"], need["blocks.2"]
-    # What the root holds once its gather is done: its packed buffer is gone.
+    # The root's bytes once its gather is done and its packed buffer is freed.
     held = sum(param.unsharded_bytes for group in state_of(model).groups for param in group.params)
     model.set_prefetch_budget(root - 1)
     with pytest.raises(
@@ -296,7 +296,7 @@ def test_a_budget_that_is_too_small_names_the_group() -> None:
 
 
 def _held_by_the_user(rank: int, world_size: int) -> None:
-    """What the user unshards stays, counts, and is refused where there is no room for it."""
+    """Blocks that the user unshards stay and count, and are refused if there is no room for them."""
     mesh = rank_mesh((world_size,))
     model = _tower(mesh)
     _one_forward(model, rank, 0)
@@ -365,7 +365,7 @@ def test_frozen_groups_that_backward_does_not_need() -> None:
 
 
 def _kept_after_evaluation(rank: int, world_size: int) -> None:
-    """`reshard_after_forward=False` keeps what there is room for, also when no backward follows."""
+    """`reshard_after_forward=False` keeps the groups that fit, also when no backward follows."""
     model = _tower(rank_mesh((world_size,)), EVERYTHING, reshard_after_forward=False)
     _counts_of_evaluations(model, rank, [7, 0, 0])
 

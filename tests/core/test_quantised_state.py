@@ -71,7 +71,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[
 
 
 def bits(value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What one rank stores of a tensor, as flat plain tensors."""
+    """The tensors that one rank stores for a tensor, flat and plain."""
     local = local_of(value) if isinstance(value, DTensor) else value
     parts = {one: getattr(local, one) for one in ("codes", "scale", "qmap") if hasattr(local, one)} or {"": local}
     return {key: part.detach().reshape(-1).clone().view(torch.uint8) for key, part in parts.items()}
@@ -83,10 +83,10 @@ def label(name: str, key: str, part: str) -> str:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What all ranks store, in their order: as blocks are cut in order, the bits of one process."""
+    """The stored tensors of all ranks, in rank order. Blocks are cut in order, so they are the bits of one process."""
     mine: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if not local_of(parameter).numel():  # what it has read of others' state goes at the next step
+        if not local_of(parameter).numel():  # state that it has read for other ranks goes at the next step
             continue
         held = {"parameter": parameter, **optimizer.state.get(parameter, {})}
         for key, value in held.items():

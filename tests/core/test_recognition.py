@@ -1,4 +1,4 @@
-"""What other software touches of a sharded module: one contract per row that runs without the consumer."""
+"""The attributes that other software uses of a sharded module: one contract per row, tested without the consumer."""
 
 import copy
 import importlib
@@ -91,7 +91,7 @@ def isinstance_and_state(rank: int, world_size: int) -> None:
     model[0].reshard()
     # Indexing a sharded container makes a plain one of the original class.
     assert type(model[:2]) is nn.Sequential
-    # What stock's state lookup answers, and what torch's pipelining reads of it.
+    # Stock's state lookup finds our state, with the attributes that torch's pipelining reads.
     model(torch.randn(2, 7)).sum().backward()
     state = stock.fully_shard.state(model)
     assert state is not None
@@ -152,7 +152,7 @@ def test_reduction_by_hand(world_size: int) -> None:
 
 
 def replicated(rank: int, world_size: int) -> None:
-    """The composable `replicate` of torch asks the registry of composable calls, and refuses what is sharded."""
+    """The composable `replicate` of torch asks the registry of composable calls, and refuses sharded modules."""
     model = _sharded_mlp()
     for managed in (model, model[0], model[2], next(model[0].children())):
         with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
@@ -241,7 +241,7 @@ def counted_communication(rank: int, world_size: int) -> None:
         module.set_custom_all_gather(CountingAllGather())
         module.set_custom_reduce_scatter(RankOrderReduceScatter())
     gathers, reductions = 4, 3  # the first block is gathered twice; backward begins with the other and the root
-    assert _counts(model) == {"allgather_": gathers + reductions}  # what these two call
+    assert _counts(model) == {"allgather_": gathers + reductions}  # the custom reduction also calls an all-gather
     if world_size == 4:
         model = shardkit.fully_shard(Block(7, 13), mesh=rank_mesh((2, 2), ("replicate", "shard")))
         _counts(model)
@@ -340,7 +340,7 @@ def _batch(data_rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _not_pipelined(world_size: int, stages_per_rank: int) -> dict[str, Tensor]:
-    """Gradients of the mean over data-parallel ranks and micro-batches, which is what schedules scale to."""
+    """Gradients of the mean over data-parallel ranks and micro-batches, the scale of the schedules."""
     model = nn.Sequential(*_stages(2 * stages_per_rank)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = {}

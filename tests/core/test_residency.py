@@ -1,4 +1,4 @@
-"""What a budget of bytes holds, as arithmetic: a chain of groups that goes forward and then backward."""
+"""The groups that a budget of bytes holds, as arithmetic: a chain of groups goes forward and then backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -26,7 +26,7 @@ USES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, m
 
 
 class Use(NamedTuple):
-    """What a group holds once it is there, and takes while it is gathered."""
+    """The bytes of a group once it is gathered, and while it is gathered."""
 
     held: int
     gathering: int
@@ -179,8 +179,8 @@ def test_what_is_used_last_goes_first() -> None:
 def test_groups_that_are_kept_sorted_are_freed_in_the_same_order(
     order: list[int], happens: list[tuple[str, int]]
 ) -> None:
-    """`LastFirst` names what `make_room` names, which sorts all groups each time."""
-    upcoming, again = list(order), {}  # `again`: what comes after all of `upcoming`, the later added the sooner
+    """`LastFirst` frees the same groups as `make_room`, which sorts all groups each time."""
+    upcoming, again = list(order), {}  # `again`: used after all of `upcoming`, the last added first
     held = dict.fromkeys(order[:4], 1)
 
     def place(key: int) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def test_groups_that_are_kept_sorted_are_freed_in_the_same_order(
 
 
 def test_what_cannot_be_started_now_is_left_for_later() -> None:
-    """It is worth holding, but its packed buffer has no room beside what is held; nothing is freed in vain for it."""
+    """It is worth holding, but its packed buffer does not fit beside the held groups. Nothing is freed for it."""
     uses = {"next": _use(4, packed=4), "late": _use(4)}
     assert _held(12, 4, ["next", "late"], uses.__getitem__) == ["next", "late"]
     assert _ahead(12, 4, {"late": 4}, ["next", "late"], uses.__getitem__, _anything) == Ahead((), ())
@@ -306,7 +306,7 @@ def test_quick_answers_are_those_of_the_definitions(
             uses.kept.add(step)
         else:
             ledger.drop(step)
-        # What was worth keeping may not be any more where a group is in use that the order did not name.
+        # A group may not be worth keeping any more if another is in use that the order did not name.
         as_expected = as_expected and not any(what == "hold" for _, what in disturbances[step])
         as_expected = as_expected or not uses.kept
         for number, what in disturbances[step]:
@@ -323,7 +323,7 @@ def test_quick_answers_are_those_of_the_definitions(
 
 
 def test_a_module_that_begins_asks_about_one_group_and_not_about_all() -> None:
-    """With room for 50 of 100 groups, what begins and ends asks for the bytes of the next group alone."""
+    """With room for 50 of 100 groups, a module that begins or ends asks for the bytes of the next group alone."""
     asked: list[int] = []
 
     def held(group: int) -> int:

@@ -1,4 +1,4 @@
-"""A user's own communication: that it is used, with what it is called, and how its mistakes are told."""
+"""A user's own communication: that it is used, with which arguments, and how its mistakes are reported."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def _group() -> dist.ProcessGroup:
 
 
 class _Recorded:
-    """Records what it is asked for and called with, and answers synchronously."""
+    """Records allocations and the arguments of calls, and answers synchronously."""
 
     def __init__(self) -> None:
         self.allocated: list[tuple[tuple[int, ...], torch.dtype]] = []

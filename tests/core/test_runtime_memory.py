@@ -1,4 +1,4 @@
-"""Memory of the process group, as far as a machine without a GPU goes: tests/simulation has what is done with it."""
+"""Memory of the process group, as far as a machine without a GPU goes; tests/simulation tests its use."""
 
 import pytest
 import torch

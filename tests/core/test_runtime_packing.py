@@ -1,4 +1,4 @@
-"""The packed buffer for many ranks, in one process: what every rank's row holds, and what comes back out of it."""
+"""The packed buffer for many ranks, in one process: the contents of each rank's row, and the unpacked tensors."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a plan decides, without communication: which items go direct, where the output lies, who is asked."""
+"""The decisions of a plan, without communication: which items go direct, where the output lies, who is asked."""
 
 import gc
 import weakref

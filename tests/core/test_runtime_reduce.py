@@ -178,8 +178,8 @@ def _events_of_a_reduction(
 
 @pytest.mark.parametrize(("grad_dtype", "landing_rows"), [(BF16, 3), (F32, 2)])
 def test_pairwise_sends_narrow_gradients_as_they_are(grad_dtype: torch.dtype, landing_rows: int) -> None:
-    # Chunks as in the gather's test; a rank sends to each peer what the peer owns. In one dtype the first peer's terms
-    # arrive in the output, so there is one row less to stage. The large item goes direct in fp32 and packed in bf16.
+    # Chunks as in the gather's test; a rank sends to each peer the chunks that the peer owns. In one dtype the first
+    # peer's terms arrive in the output: one row less to stage. The large item goes direct in fp32 and packed in bf16.
     own = [61 * 250 + 4 + 18 + 6, 61 * 250 + 4 + 18, 61 * 250 + 4 + 9, 58 * 250 + 1]
     size = grad_dtype.itemsize
     for rank, seen in enumerate(run_ranks(4, _events_of_a_reduction, "pairwise", grad_dtype, F32)):

@@ -1,4 +1,4 @@
-"""What a rank does and keeps must not grow with the number of ranks: counted, not timed, on torch's `fake` group."""
+"""A rank's work and memory must not grow with the number of ranks: counted, not timed, on torch's `fake` group."""
 
 import gc
 import sys
@@ -60,7 +60,7 @@ def _counted(work: Any) -> tuple[Counter[str], int]:
 
 
 def _calls(work: Any, files: tuple[str, ...] = ("",)) -> int:
-    """How often `work` calls a function, of Python's or of C's; only what files of these names run or call."""
+    """How often `work` calls a function, of Python's or of C's; only functions and calls in files of these names."""
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -100,7 +100,7 @@ def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
     def work() -> None:
         lane.start(gathers.transport.gather(gathers, sources, flats), "g").wait()
         if isinstance(over, CompressedTransport):
-            return  # its owners add up what each rank has sent, in rank order
+            return  # its owners add up the ranks' terms, in rank order
         program = reduction.transport.reduce(reduction, list(grads), output, Mean(dist.ReduceOp.AVG))
         lane.start(program, "g").wait()
 
@@ -212,7 +212,7 @@ def test_owned_parameters_among_many_ranks_are_told_of() -> None:
 
 def _memory_does_not_grow(rank: int, world_size: int) -> None:
     taken = {}
-    # The first time counts what is made once: by torch 2.15, also what DTensor plans for each size of a mesh.
+    # The first time counts objects that are made once; with torch 2.15 also DTensor's plans for each size of a mesh.
     for ranks in (size for size in WORLD_SIZES for _ in range(2)):
         _as_rank_0_of(ranks)
         mesh = rank_mesh((ranks,))  # knows all ranks, once
@@ -243,7 +243,7 @@ def _narrow_layers(groups: int) -> Any:
 
 
 def _budget_does_not_grow(rank: int, world_size: int) -> None:
-    """What a group costs within a budget, in calls, is the same in a model with five times as many."""
+    """The calls that a group costs within a budget are as many in a model with five times as many groups."""
     _as_rank_0_of(2)
     each = []
     for groups in (20, 100):
@@ -263,7 +263,7 @@ def test_a_group_costs_as_much_among_many_others() -> None:
 
 
 def _first_step_does_not_grow(rank: int, world_size: int, part: float) -> None:
-    """No order is known yet and the budget is full: finding what to free must not look through all groups."""
+    """No order is known yet and the budget is full: finding a group to free must not look through all groups."""
     _as_rank_0_of(2)
     each = []
     for groups in (20, 200):
@@ -297,10 +297,10 @@ def test_a_budget_does_not_plan_twice() -> None:
 
 
 def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:
-    """The first step does what the later ones do, and sets up each parameter once."""
+    """The first step does the work of any step, and sets up each parameter once."""
     _as_rank_0_of(8)
     x = torch.ones(ROWS, requires_grad=True)
-    _step(_model(), x)  # imports, and what is made once
+    _step(_model(), x)  # imports, and objects that are made once
     model = _model()
     first = _calls(lambda: _step(model, x))
     _step(model, x)

@@ -217,7 +217,7 @@ class JoinsVectors(JoinsWide):
 
 
 class Untried(torch.optim.SGD):
-    """Knows its parameters by what no copy has."""
+    """Its step fails on the small tensors of a trial."""
 
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["params"][0].shape[0] > 12

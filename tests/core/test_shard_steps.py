@@ -91,7 +91,7 @@ def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any])
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             _step(model, optimizer, seed=10 * step + rank)
-        if step == 1:  # a loaded state is taken up, and is not shared with what it came from
+        if step == 1:  # a loaded state is used, and is not shared with its source
             optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         _same(dict(models[0].state_dict()), dict(models[1].state_dict()), f"step {step}")
         _same(optimizers[0].state_dict(), optimizers[1].state_dict(), f"step {step}")

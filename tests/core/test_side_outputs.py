@@ -28,7 +28,7 @@ GLOBALLY_KEPT: list[Tensor] = []
 
 @dataclasses.dataclass
 class Output:
-    """What a block may return instead of a tensor."""
+    """An output that a block may return instead of a tensor."""
 
     hidden: Tensor
     aux: Tensor
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two linear layers of the root; returns the output and the sum of what blocks have kept aside."""
+    """Blocks between two linear layers of the root; returns the output and the sum of the losses that blocks kept."""
 
     def __init__(self, keep: Callable[[Block, Tensor, Tensor], Any], take: Callable[[Block, Any], Any]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_a_loss_kept_aside(kind: str, way: str) -> None:
 
 
 def _train_on_aux(rank: int, world_size: int, way: str) -> None:
-    """The model's output is no part of the loss, so nothing but what was kept aside leads into the blocks."""
+    """The model's output is not part of the loss, so backward reaches the blocks only through the kept losses."""
     twins = _twins(rank, world_size, "networked", way)
     for _ in range(3):
         twins.step(_aux_alone)
@@ -357,7 +357,7 @@ def test_the_output_of_the_model_changed_in_place() -> None:
     run_ranks(2, _change_the_last)
 
 
-# -- what cannot be made right is told ---------------------------------------------------------------------------------
+# -- cases that cannot be supported raise ------------------------------------------------------------------------------
 
 
 def _unnoticed(rank: int, world_size: int, accumulated: bool) -> str:

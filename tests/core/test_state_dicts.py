@@ -171,7 +171,7 @@ def interchange(rank: int, world_size: int, kind: str, model: str, assign: bool)
     _loss(there, model, 0)
     assert not there.load_state_dict(_copied(source.state_dict()), assign=assign).missing_keys
     back = _build(shardkit, model, mesh, seed=3)
-    _loss(back, model, 0)  # a model in use takes over what is loaded
+    _loss(back, model, 0)  # a model that has run takes over loaded values
     back.load_state_dict(_copied(there.state_dict()), assign=assign)
     assert_same(_trace(dict(source.state_dict())), _trace(dict(back.state_dict())))
     optimizers = [_optimizer(module) for module in (source, there, back)]
@@ -225,7 +225,7 @@ def test_strictness() -> None:
 
 
 def other_placement_fn(rank: int, world_size: int) -> None:
-    """Dim 1, even and uneven: stock has only even ones, so compare with what DTensor says such a tensor is."""
+    """Dim 1, even and uneven. Stock has only even ones, so compare with the same tensor made by DTensor."""
     mesh = _mesh(world_size, "fsdp")
     module = _build(shardkit, "mlp", mesh, shard_placement_fn=_dim_1)
     torch.manual_seed(0)
@@ -312,7 +312,7 @@ def helpers(rank: int, world_size: int, kind: str, model: str, options: dict[str
 
 
 def _offered(state: Any, rank: int, options: dict[str, Any]) -> Any:
-    """What a rank passes to set_state_dict: with broadcast, only rank 0 has anything."""
+    """The state dicts that a rank passes to set_state_dict: with broadcast, only rank 0 has any."""
     model, optimizer = state
     if options.get("broadcast_from_rank0") and rank:
         return {}, {}
@@ -527,7 +527,7 @@ def test_checkpoint_across_world_sizes_and_engines(
 
 
 def asynchronous(rank: int, world_size: int, path: str) -> None:
-    """An asynchronous save keeps what the model was when it began."""
+    """An asynchronous save keeps the values that the model had when it began."""
     module = _build(shardkit, "mlp", _mesh(world_size, "fsdp"))
     optimizer = _optimizer(module)
     before = _copied(module.state_dict())

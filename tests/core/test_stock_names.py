@@ -36,7 +36,7 @@ def _sharded(api: Any, names: tuple[str, ...] = ("shard",)) -> nn.Module:
 
 
 def _seen(model: nn.Module) -> dict[str, Any]:
-    """What a trainer reads, of both modules."""
+    """The attributes that a trainer reads, of both modules."""
     values: dict[str, Any] = {}
     for name, module in (("root", model), ("block", model[0])):
         state = module._get_fsdp_state()

@@ -1,4 +1,4 @@
-"""Our public surface takes what stock's takes in every torch version that we support, whichever is installed here."""
+"""Our public functions take all arguments of stock's, of every torch version that we support."""
 
 import inspect
 from typing import Any
@@ -52,7 +52,7 @@ def _lacking(functions: Signatures) -> list[str]:
 
 
 def _differences(ours: Any, expected: list[list[str | None]]) -> list[str]:
-    """What stock accepts and ours does not: by name, by place, or without a value."""
+    """Arguments that stock accepts and ours does not: by name, by place, or without a value."""
     seen = [one for one in inspect.signature(ours).parameters.values() if one.name != "self"]
     taken = {one.name: one for one in seen}
     by_place = [one.name for one in seen if _KINDS[one.kind] == "positional"]

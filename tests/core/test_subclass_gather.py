@@ -16,7 +16,7 @@ import shardkit.core as shardkit
 from tests.support import rank_mesh, run_ranks
 
 _aten = torch.ops.aten
-# What torchao's weight wrappers keep their class through; everything else sees the plain tensor inside.
+# torchao's weight wrappers keep their class through these operators; all others see the plain tensor inside.
 _PRESERVED = {
     _aten.empty_like.default,
     _aten.new_zeros.default,
@@ -33,7 +33,7 @@ _PRESERVED = {
 
 
 class WireWeight(Tensor):
-    """A float32 weight that chooses what its shards look like on the wire; subclasses say how."""
+    """A float32 weight that chooses the form of its shards on the wire; subclasses define it."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "WireWeight":
@@ -282,7 +282,7 @@ def test_arguments_of_the_hooks() -> None:
 
 
 def memory(rank: int, world_size: int) -> None:
-    """Resharding frees what the unsharded weight is made of, its own memory and the wire's."""
+    """Resharding frees the memory of the unsharded weight, both its own and the wire's."""
     for wire in (BFloat16OnTheWire, Int8OnTheWire, ScaledOnTheWire):
         linear = nn.Linear(8, 16, bias=False)
         linear.weight = nn.Parameter(wire(linear.weight.detach()))
@@ -303,7 +303,7 @@ def test_memory_is_freed(world_size: int) -> None:
 
 
 class PaddedOnTheWire(WireWeight):
-    """Uneven shards: the hook pads what it sends to a full rank's chunk, the other hook cuts the tail off."""
+    """Uneven shards: the hook pads its shard to a full rank's chunk, the other hook cuts the tail off."""
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any

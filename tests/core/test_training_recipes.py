@@ -1,4 +1,4 @@
-"""Training scripts of the kinds that people run give on two ranks what they give in one process."""
+"""Training scripts of the kinds that people run give the same results on two ranks as in one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients of backwards without sync, and what a user does before the next: casts, moves, loads, zeroing."""
+"""Gradients of backwards without sync, if a user casts, moves, loads or zeroes before the next backward."""
 
 import contextlib
 import functools

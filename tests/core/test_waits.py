@@ -1,4 +1,4 @@
-"""Events of waits, launches and module phases: what a tool learns of where a rank stands still."""
+"""Events of waits, launches and module phases: they tell a tool where a rank waits."""
 
 import os
 from collections import Counter
@@ -97,7 +97,7 @@ def _waits(rank: int, world_size: int, shared: bool) -> None:
     assert "set-up" in {event.operation for event in first if isinstance(event, WaitFinished)}
     _check_waits(second)
     launched = Counter((event.fqn, event.operation) for event in second if isinstance(event, Launched))
-    assert launched == Counter(  # what forward used last stays for backward
+    assert launched == Counter(  # the block that forward used last stays for backward
         {
             ("blocks.0", "all-gather"): 2,
             ("blocks.1", "all-gather"): 1,

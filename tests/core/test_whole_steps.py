@@ -1,4 +1,4 @@
-"""Optimizers that nobody has changed, on what a rank owns or on whole blocks: against one process, bit for bit."""
+"""Unchanged optimizers on owned parameters or on whole blocks: against one process, bit for bit."""
 
 import warnings
 from collections.abc import Callable, Iterable

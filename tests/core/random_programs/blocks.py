@@ -17,7 +17,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Deliberate(Exception):
-    """What a program raises on purpose."""
+    """The exception that a program raises on purpose."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class BlockModule(nn.Module):
         return _PACK[self.block.form](self, x, self.beside(x, given))
 
     def change(self, op: Op, x: Tensor) -> Tensor:
-        """What ``op`` makes of ``x``."""
+        """Apply ``op`` to ``x``."""
         if isinstance(op, Call):
             return call(op, self.get_submodule(op.name), x)
         if isinstance(op, Side):
@@ -201,7 +201,7 @@ def unpack(module: nn.Module, output: Any) -> tuple[Tensor, Any]:
 
 
 def changed(op: str, x: Tensor, module: Any = None) -> Tensor:
-    """What an operation makes of ``x``; ``module`` has the parameters."""
+    """Apply an operation to ``x``; ``module`` has the parameters."""
     if op in _FREE:
         return _FREE[op](x)
     if op == "trap":
@@ -227,7 +227,7 @@ _FREE: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "square": lambda x: x * torch.sigmoid(x),
     "double": lambda x: x * 2,
-    # A new tensor: what reaches a module under fully_shard is no longer the very tensor that its caller has.
+    # A new tensor: under fully_shard a module does not receive the same tensor object that its caller passed.
     "hook": lambda x: _hooked(x.clone()),
     "detach_half": lambda x: x + 0.5 * x.detach(),
     "clone": lambda x: x.clone(),

@@ -38,7 +38,7 @@ class Campaign:
             self._run(program.policy.world)
 
     def finish(self) -> None:
-        """Run what waits, then make every finding small."""
+        """Run the programs that still wait, then make every finding small."""
         for world in list(self.waiting):
             self._run(world)
         reported: set[str] = set()

@@ -15,7 +15,7 @@ _WRAPPING_HOOKS = {"full_backward", "full_backward_pre"}
 
 
 def without_forbidden_changes(program: Program) -> Program:
-    """The program without in-place changes of what is saved for backward."""
+    """The program without in-place changes of tensors that are saved for backward."""
     walk = _Walk(program.root)
     saved = walk.run("", False)
     saved = walk.run("", False) or saved
@@ -100,7 +100,7 @@ class _Walk:
         return after and (op.use == "first" or (op.use in ("both", "extra_in_place") and not beside))
 
     def rebuilt(self, block: Block, path: str) -> Block:
-        """The block without what was dropped."""
+        """The block without the dropped operations."""
         ops = tuple(
             replace(op, use="both") if isinstance(op, Call) and (path, index) in self.tame else op
             for index, op in enumerate(block.ops)

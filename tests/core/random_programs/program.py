@@ -19,7 +19,7 @@ EXTRAS = ("mean", "input", "weight", "weight_view", "half", "int")
 HOOKS = ("replace", "in_place", "pre", "full_backward", "full_backward_pre", "capture", "tensor_hook", "always")
 USES = ("first", "both", "twice", "residual", "extra_in_place", "none")
 
-# What each operation reads.
+# The parameters that each operation reads.
 PARAMETERS = {
     "linear": ("linear_w",),
     "bias": ("bias_w",),
@@ -35,7 +35,7 @@ NAMES = ("alpha", "beta", "gamma", "delta")
 
 
 class _Data:
-    """A dataclass whose repr leaves out what has its default."""
+    """A dataclass whose repr leaves out the fields that have their default."""
 
     def __repr__(self) -> str:
         shown = []
@@ -48,7 +48,7 @@ class _Data:
 
 @dataclass(frozen=True, repr=False)
 class Call(_Data):
-    """Calls a child. ``use`` says what becomes of the output, ``checkpoint`` is "reentrant", "plain" or None."""
+    """Calls a child. ``use`` says how the output is used, ``checkpoint`` is "reentrant", "plain" or None."""
 
     name: str
     use: str = "first"
@@ -72,8 +72,8 @@ Op = str | Call | Side
 class Block(_Data):
     """A module: ``ops`` change its input one after the other; ``blocks`` are its children.
 
-    ``same`` names, by its path, the block whose very module this child is. ``form`` is how the output comes out,
-    ``extra`` what comes out beside it. ``frozen`` and ``float32`` name parameters.
+    ``same`` is the path of another block whose module this child shares. ``form`` is the container of the output,
+    ``extra`` a second output. ``frozen`` and ``float32`` name parameters.
     """
 
     name: str = ""
@@ -112,7 +112,7 @@ class Wrap(_Data):
 class Policy(_Data):
     """How the model is sharded. ``late`` is a rank that sends its shards late.
 
-    ``dim_1``: what has a dim 1 is sharded on it. ``buffers``: how many groups' gradients are reduced at once.
+    ``dim_1``: parameters with a dim 1 are sharded on it. ``buffers``: how many groups' gradients are reduced at once.
     ``reset``: whether ``reset_iter_state`` follows the user's exceptions.
     """
 
@@ -211,7 +211,7 @@ def parameter_names(program: Program) -> list[str]:
 
 
 def normal(program: Program) -> Program:
-    """The program without what refers to nothing: the meaning is kept."""
+    """The program without references to missing blocks and parameters; its meaning stays the same."""
     paths = dict(blocks_of(program.root))
     root = _normal_block(program.root, "", paths)
     names = set(parameter_names(replace(program, root=root)))

@@ -1,4 +1,4 @@
-"""A program on ranks under ``fully_shard``, and what became of it."""
+"""A program on ranks under ``fully_shard``, and its outcome."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _GARBAGE = 1e12  # expected numbers are smaller, the pattern that new memory is 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """How a program ended.
 
     ``kind``: "equal"; "refused" (every rank raised an error that names a module or parameter); "unusable" (no test);
     else a counterexample: "wrong" numbers or state, "unnamed" (an error that names nothing), "differs" (between ranks),
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def signature(self) -> str:
-        """The kind and the message without names and numbers: what counts as the same finding."""
+        """The kind and the message without names and numbers; equal signatures count as one finding."""
         message = self.message.partition("\n")[0]
         message = re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", message)
         message = re.sub(r"\b(?:(?:alpha|beta|gamma|delta)\b\.?)*(?:\w+_(?:w|up|down))\b", "PARAMETER", message)
@@ -83,7 +83,7 @@ class Wrong(Exception):
 
 
 def run_programs(programs: list[Program], engine: str = "ours", timeout: float = 120.0) -> list[Outcome]:
-    """Run programs, all of the same number of ranks, and return what became of each."""
+    """Run programs, all of the same number of ranks, and return the outcome of each."""
     world = programs[0].policy.world
     try:
         seen = run_ranks(world, run_all, programs, engine, timeout=timeout)
@@ -124,7 +124,7 @@ def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list
 
 @contextlib.contextmanager
 def poison_new_memory() -> Iterator[None]:
-    """Fill what malloc gives out, and takes back, with a pattern, so that memory read too early is no old parameter.
+    """Fill memory with a pattern when malloc hands it out and takes it back: an early read finds no old parameter.
 
     glibc does so for all but the chunks below about a kilobyte that each thread keeps for itself.
     """
@@ -379,7 +379,7 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of ``whole``."""
+    """The part of ``whole`` that this rank holds."""
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             chunks = torch.chunk(whole, like.device_mesh.size(axis), placement.dim)

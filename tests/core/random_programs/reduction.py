@@ -64,12 +64,12 @@ _PLAINER = {"mlp": "linear", "table": "linear", "tanh_": "add_", "mul_": "add_",
 
 
 def without(program: Program, feature: str) -> Program:
-    """The program with one feature taken out, to look for what others find."""
+    """The program without one feature, to search for findings that do not need it."""
     return normal(_changed(program, _TAKE_OUT[feature]))
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Every node and operation replaced by what ``change`` makes of it, leaves first; None takes it out."""
+    """Replace every node and operation by ``change`` of it, leaves first; None takes it out."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         value = dataclasses.replace(value, **{name: _changed(one, change) for name, one in fields.items()})  # type: ignore[type-var]

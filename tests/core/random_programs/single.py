@@ -1,4 +1,4 @@
-"""What one process gets: the plain module on the batches of all ranks, gradients averaged over them."""
+"""The reference in one process: the plain module on the batches of all ranks, gradients averaged over them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGEST = 1e8
 
 
 class Unusable(Exception):
-    """The program is no test: it raises in one process, or its numbers are out of range."""
+    """The program cannot serve as a test: it raises in one process, or its numbers are out of range."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Loop:
     """One rank's training loop.
 
     Args:
-        program: what to run.
+        program: the program to run.
         model: from ``build``, sharded or not.
         trap: of that model.
         rank: whose batches to use.
@@ -183,7 +183,7 @@ class Loop:
 
 
 def _losses(micro: Micro, mains: list[Tensor], sides: list[list[Tensor]]) -> list[Tensor]:
-    """What to call backward on, in order."""
+    """The losses to call backward on, in order."""
     pairs: list[list[Any]] = []
     for main, side in zip(mains, sides, strict=True):
         aside = sum(side[1:], side[0]) if side else None

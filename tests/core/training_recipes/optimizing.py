@@ -1,4 +1,4 @@
-"""Optimizers, and what is done around their steps."""
+"""Optimizers, and operations around their steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recipes train with: a session, which shards or does not, and small models."""
+"""Recipes train with a session, which shards or does not, and with small models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES: dict[str, Recipe] = {}
 
 
 class Session:
-    """What a recipe trains with: ``shard`` does nothing in one process. Every rank has the same batches."""
+    """Shards and trains for a recipe. ``shard`` does nothing in one process. Every rank has the same batches."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -79,7 +79,7 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(session: Session, model: Any, *blocks: nn.Module, steps: int = 3) -> None:
-    """The plain loop, over the mean square of what comes out."""
+    """The plain loop, over the mean square of the output."""
     session.shard(model, *blocks)
     optimizer = sgd(model)
     for _ in range(steps):
