@@ -1,8 +1,8 @@
-"""What FSDP1 does, case by case, as data: `test_behaviour.py` runs each case on stock and on ours.
+"""The behaviour of FSDP1, case by case, as data: `test_behaviour.py` runs each case on stock and on ours.
 
-Each case is a function that returns what a script can see: numbers, names, types, the type of an error. Its verdict
-is "same", "differs: how" or "refused: what the error says". `python -m tests.legacy_fsdp_compat.behaviour` writes the
-tables into docs/reference/legacy_fsdp.md.
+Each case is a function that returns values that a script can see: numbers, names, types, the type of an error. Its
+verdict is "same", "differs: how" or "refused: words of the error". `python -m tests.legacy_fsdp_compat.behaviour`
+writes the tables into docs/reference/legacy_fsdp.md.
 """
 
 import contextlib
@@ -85,10 +85,10 @@ class Case:
     Attributes:
         table: the heading of its table.
         name: the argument, method or property.
-        text: what is done.
+        text: the use of it that is tested.
         verdict: "same", "differs: ..." or "refused: ...".
-        run: what is seen.
-        error: part of our message, for what is refused.
+        run: returns the result to compare.
+        error: part of our message, if the verdict is "refused".
         world_size: ranks that it takes.
     """
 
@@ -121,7 +121,7 @@ def warned(words: str, caught: list[warnings.WarningMessage]) -> bool:
 
 
 def lengths(state: dict[str, Any]) -> dict[str, Any]:
-    """Names, kinds and shapes of what a state dict holds."""
+    """Names, kinds and shapes of the values of a state dict."""
     return {name: (type(value).__name__, tuple(value.shape)) for name, value in state.items()}
 
 
@@ -950,7 +950,7 @@ def _(engine: Engine) -> Any:
     return type(engine.wrap()._handle).__name__
 
 
-# -- what scripts write ------------------------------------------------------------------------------------------------
+# -- writes of scripts -------------------------------------------------------------------------------------------------
 
 
 WRITES = "Writing to parameters"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def seen(name: str, rank: int, number: int) -> Any:
-    """What a case gives with one engine; of an error its type, and the message."""
+    """The result of a case with one engine. If it raises: the type of the error, and the message."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -41,7 +41,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def run_case(rank: int, world_size: int, number: int) -> list[str]:
-    """What is wrong with a case's verdict."""
+    """Compares stock and ours, and returns the problems with the case's verdict."""
     case = CASES[number]
     (theirs, _), (mine, message) = seen(STOCK, rank, number), seen(OURS, rank, number)
     kind, _, text = case.verdict.partition(": ")

@@ -84,7 +84,7 @@ def goes_on_alike(rank: int, world_size: int, case: Case, directory: Path) -> No
     expected = write(rank, case, directory)
     dist.barrier()
     ours, stock = (read(rank, case, reader, directory) for reader in (OURS, STOCK))
-    # What stock makes of the file is what the file says, also where the file is wrong (see the test below).
+    # Ours goes on from the file as stock does, even if the file is wrong (see the test below).
     torch.testing.assert_close(ours, stock, **TOLERANCE)
     if case.writer == OURS:
         torch.testing.assert_close(ours, expected, **TOLERANCE)

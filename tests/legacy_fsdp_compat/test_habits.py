@@ -1,4 +1,4 @@
-"""Habits of scripts, several in each test: what goes into forward, how optimizers are built, how states are chosen."""
+"""Habits of scripts, several in each test: inputs of forward, how optimizers are built, how states are chosen."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ KINDS = ["FULL", "SHARDED", "SHARDED-DCP", "LOCAL", "LOCAL-RAW"]
 
 @dataclass(frozen=True)
 class Written:
-    """What a training run left: a checkpoint, and what it must hold."""
+    """The checkpoint of a training run, and the values that it must hold."""
 
     path: Path
     weights: dict[str, Tensor]
@@ -124,7 +124,7 @@ def assert_holds(found: dict[tuple[str, ...], Tensor], expected: Written, *, mom
             assert torch.equal(value, expected.moments[fqn][name]), (fqn, name)
 
 
-# Writers do not know what a tensor was read from, so each kind goes through them in turn.
+# Writers do not know the source of a tensor, so each kind of source goes through them in turn.
 CASES = [
     (*case, ["dcp", "safetensors", "full"][number % 3])
     for number, case in enumerate(itertools.product([2, 3], [True, False], KINDS))
@@ -277,7 +277,7 @@ def test_an_interrupted_conversion_goes_on(written: Any, to: str, tmp_path: Path
 
 
 def test_an_attempt_from_before_a_restart_of_the_system_is_not_believed(written: Any, tmp_path: Path):
-    """Its journal may have reached the disk, and what it says was written not."""
+    """Its journal may have reached the disk although the tensors that it lists have not."""
     source = written(STOCK, False, 2)
 
     def stop(nbytes: int) -> None:
@@ -308,7 +308,7 @@ def test_an_attempt_of_another_source_is_not_taken_up(written: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("what", ["source", "output"])
 def test_what_changed_between_two_attempts(what: str, tmp_path: Path):
-    """A source of the same size was written in its place; what was written is gone."""
+    """Either the source was replaced by another of the same size, or the output of the first attempt is gone."""
     path, out, seen = tmp_path / "full.pt", tmp_path / "out", 0
 
     def stop(nbytes: int) -> None:
@@ -467,7 +467,7 @@ def test_code_in_pickles_is_refused(copied: Path, capsys: pytest.CaptureFixture[
 
 
 def load_rank_file(rank: int, world_size: int, engine: str, use_orig_params: bool, directory: Path) -> Any:
-    """What a model holds that has loaded this rank's file, and the losses that it goes on with."""
+    """The parameters of a model that has loaded this rank's file, and the moments of its optimizer."""
     names = api(engine)
     model = wrap(engine, Setting(use_orig_params=use_orig_params, optimizer="adam"), build(1))
     optimizer = OPTIMIZERS["adam"](model.parameters())

@@ -1,6 +1,6 @@
 """`migrate --model MODULE:FUNCTION` with functions that go wrong: one line says what was seen, expected and to be done.
 
-The source is what stock FSDP1 wrote.
+The source is a checkpoint of stock FSDP1.
 """
 
 import re

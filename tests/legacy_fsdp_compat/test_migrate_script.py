@@ -1,4 +1,4 @@
-"""Rewriting of FSDP1 scripts: what changes, what stays, what is reported."""
+"""Rewriting of FSDP1 scripts: changed lines, unchanged lines and reports."""
 
 import ast
 import textwrap

@@ -123,7 +123,7 @@ def test_files_of_stock_there_and_back(tmp_path: Path, capsys: pytest.CaptureFix
         stock, first, second = (records(tmp_path / name / f"rank{rank}.pt") for name in ("stock", "a", "b"))
         assert first == second
         assert [stock["0"], stock["1"]] == [first["0"], first["1"]]
-    # A model whose ties hold: what it had in one place lies in each unit, without the optimizer.
+    # A model whose ties hold: each unit has a copy of the shared value. Weights alone, without the optimizer.
     torch.save({"model": build()[0].state_dict()}, tmp_path / "tied.pt")
     assert main([str(tmp_path / "tied.pt"), str(tmp_path / "c"), *local, *by_model]) == 0
     (seen, held), (_, tied) = run_ranks(2, load, [tmp_path / "a", tmp_path / "c"])[0]

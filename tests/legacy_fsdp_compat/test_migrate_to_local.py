@@ -95,7 +95,7 @@ def records(path: Path) -> dict[str, bytes]:
 
 
 def same_files(rank: int, world_size: int, first: Path, second: Path) -> None:
-    """What torch makes of both: containers, keys in order, values, and what ShardedTensors say of themselves."""
+    """Both load as the same values: containers, keys in order, values, and the metadata of ShardedTensors."""
     one, other = (torch.load(path / f"rank{rank}.pt", weights_only=False) for path in (first, second))
     same(one, other, "")
 
@@ -170,7 +170,7 @@ def factory(kind: str, use_orig_params: bool, mixed: bool) -> tuple[nn.Module, d
 
 
 def load(rank: int, world_size: int, engine: str, kind: str, use_orig_params: bool, directory: Path) -> Any:
-    """Losses after this rank's file, and what it held."""
+    """Loads this rank's file. Returns the losses of further steps, and the loaded values."""
     names = api(engine)
     model, optimizer = wrapped(engine, kind, use_orig_params, 1)
     state = torch.load(directory / f"rank{rank}.pt", weights_only=False)
@@ -432,7 +432,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_two_models_and_other_values(use_orig_params: bool, tmp_path: Path):
-    """Each dict that has the model's names is a model; what belongs to none is in every file."""
+    """Each dict that has the model's names is a model; other values are in every file."""
     average = {name: -value for name, value in build("tied", 0).state_dict().items()}
     source = plain(tmp_path, ema=average, extra={"seed": 3, "noise": torch.arange(3)})
     config = tmp_path / "config.json"

@@ -33,7 +33,7 @@ def build(hidden: int) -> nn.Module:
 
 
 def write(rank: int, world_size: int, engine: str, hidden: int, use_orig_params: bool, directory: Path) -> Any:
-    """SHARDED and FULL state after two steps on a mesh of 2 x 2; returns what every value is, whole."""
+    """Saves SHARDED and FULL state after two steps on a mesh of 2 x 2. Returns the whole values."""
     names, mesh, model = api(engine), rank_mesh((2, 2), ("dp", "tp")), build(hidden)
     for pair in model:
         parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
@@ -90,7 +90,7 @@ CUTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 
 
 def write_nested(rank: int, world_size: int, drift: bool, directory: Path) -> None:
-    """What FSDP1 wrote before it knew DTensors, by our hooks: stock's own refuse meshes of more than two ranks."""
+    """Writes FSDP1's format from before DTensors, by our hooks: stock's own refuse meshes of more than two ranks."""
     mesh, hooks, state = rank_mesh((2, 2), ("dp", "tp")), DTensorExtensions(), {}
     place, group = mesh.get_local_rank("dp"), mesh["dp"].get_group()
     for name, placement in CUTS.items():

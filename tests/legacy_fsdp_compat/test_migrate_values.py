@@ -1,4 +1,4 @@
-"""What conversion must not change or lose: orders in memory, keys, lists, values that differ from rank to rank."""
+"""Conversion keeps orders in memory, keys, lists, and values that differ from rank to rank."""
 
 import dataclasses
 import fcntl
@@ -101,7 +101,7 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_of_many_tensors_is_given_back(tmp_path: Path):
-    """Under a glibc that gives nothing back unasked: what it keeps else depends on which thread was first."""
+    """With a glibc that returns no memory by itself; otherwise the memory it keeps depends on the first thread."""
     torch.save({"small": torch.ones(8, 8)}, tmp_path / "small.pt")
     torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
     files = [str(tmp_path / name) for name in ("small.pt", "many.pt", "small", "many")]

@@ -35,7 +35,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def continued(rank: int, engine: str, setting: Setting, weights: Any, convert: Any) -> list[float]:
-    """Losses of a fresh model that got the weights and what `convert(model, optimizer)` gives to its optimizer."""
+    """Losses of a fresh model with these weights, whose optimizer loads the result of `convert(model, optimizer)`."""
     model = wrap(engine, setting, build(1))
     model.load_state_dict(weights)
     optimizer = adam(model)
@@ -414,7 +414,7 @@ def test_rank0_only_and_disagreement():
 
 
 def without_state(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """A flat parameter has state as a whole: of what has none, it has zeros."""
+    """A flat parameter has state as a whole: zeros for the parameters without state."""
     names = api(OURS)
     model = wrap(OURS, Setting(use_orig_params=use_orig_params))
     optimizer = adam(model)

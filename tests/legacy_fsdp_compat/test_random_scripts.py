@@ -47,7 +47,7 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class Script:
-    """How a model is wrapped, and what is done with it."""
+    """How a model is wrapped, and the actions on it."""
 
     strategy: str
     use_orig_params: bool
@@ -79,7 +79,7 @@ SCRIPTS = st.builds(
 
 
 class Run:
-    """A script on one engine; what it sees goes into `log`."""
+    """A script on one engine; the values that it sees go into `log`."""
 
     def __init__(self, engine: str, rank: int, script: Script, log: list[Any]) -> None:
         self.engine, self.rank, self.script, self.log = engine, rank, script, log
@@ -189,7 +189,7 @@ def _copied(value: Any) -> Any:
 
 
 def log_of(engine: str, rank: int, script: Script) -> tuple[list[Any], str]:
-    """What a script sees, and the error that ended it."""
+    """The values that a script sees, and the error that ended it."""
     log: list[Any] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -220,7 +220,7 @@ def difference(theirs: Any, mine: Any, tolerance: float) -> str | None:
 
 
 def compare(rank: int, world_size: int, script: Script) -> str | None:
-    """Up to where stock raises: some of what it cannot do works here."""
+    """Compares up to the point where stock raises: ours may go on, because it supports more."""
     (theirs, their_error), (mine, error) = log_of(STOCK, rank, script), log_of(OURS, rank, script)
     if their_error:
         mine = mine[: len(theirs)]

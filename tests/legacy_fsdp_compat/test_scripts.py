@@ -241,7 +241,7 @@ def test_a_unit_below_two_roots():
 
 
 def used_before_wrapping(rank: int, world_size: int) -> None:
-    """What does not make a unit a root of its own: a module may still be wrapped around it."""
+    """These calls do not make a unit a root: a module may still be wrapped around it."""
     for use in ("summon_full_params", "state_dict", "apply", "optim_state_dict"):
         fsdp = api(OURS).FSDP
         model = build()
@@ -293,7 +293,7 @@ def test_names_that_depend_on_the_rank():
     run_ranks(2, names_by_rank)
 
 
-# -- what scripts look at ----------------------------------------------------------------------------------------------
+# -- attributes that scripts read --------------------------------------------------------------------------------------
 
 
 def decayed(model: nn.Module) -> tuple[set[str], set[str]]:

@@ -18,7 +18,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Pair(nn.Module):
-    """What is cut on dim 0 by both, on dim 1 and 0, and by data parallelism alone."""
+    """Parameters that both parallelisms cut on dim 0, that they cut on dims 1 and 0, and that only FSDP cuts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.state_dict on our FSDP modules: what it gives and takes with stock's."""
+"""torch.distributed.checkpoint.state_dict on our FSDP modules returns and accepts the same as with stock's."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What scripts write to parameters and gradients behind FSDP's back: as in stock, or an error with the name."""
+"""Writes of scripts to parameters and gradients behind FSDP's back: as in stock, or an error with the name."""
 
 import functools
 from typing import Any
@@ -92,7 +92,7 @@ def test_data_that_is_assigned_to_whole_parameters():
 
 
 def summoned_between(rank: int, world_size: int, strategy: str, factor: float) -> None:
-    """Backward computes with what the parameters are by then."""
+    """Backward computes with the values that the parameters have by then."""
     seen = {}
     for engine in (STOCK, OURS):
         model = wrap(engine, Setting(strategy))
