@@ -5,14 +5,15 @@
     python -m tests.simulation captures [--engine stock] [--only TEXT]
 
 `device.py` (with `device.cpp`, which it compiles at first use) is the device: `torch.device("sim")`, whose kernels run
-on the CPU and report what they access, on which stream. Stock's engine and ours run on it unchanged; `training.py` says
-what a scenario is, `model.py` what it trains.
+on the CPU and report which memory they access, on which stream. Stock's engine and ours run on it unchanged;
+`training.py` defines a scenario, `model.py` the model that it trains.
 
-The timeline (`timeline.py`) gives streams and communicators clocks. `scenarios.py` has what is compared and what it
-costs; add a row there. A row has forward+backward of stock's first and later step, then ours. In "copies" memory has
-3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of all that took time.
+The timeline (`timeline.py`) gives streams and communicators clocks. `scenarios.py` has the scenarios to compare, with
+their costs; add a row there. A row has forward+backward of stock's first and later step, then ours. In "copies" memory
+has 3 TB/s and links have 400 GB/s. `Timeline.trace` has (begin, end, stream, name) of everything that took time.
 
-The checker (`races.py`) keeps vector clocks; `configurations.py` has what it runs, `faults.py` what it must find.
+The checker (`races.py`) keeps vector clocks; `configurations.py` has the programs that it runs, `faults.py` the faults
+that it must find.
 
 `capture.py` has the rules of CUDA graphs: it captures a step, replays it and compares with eager steps. `addresses.py`
 notes where unsharded parameters lie.

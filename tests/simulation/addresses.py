@@ -14,7 +14,7 @@ from tests.simulation.training import started, take_steps
 
 
 class Addresses(Observer):
-    """Notes what each computation of a block reads: a line of what it is called and where the parameters are."""
+    """Notes for each computation of a block its name and the addresses of the parameters that it reads."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, Any] = {}
@@ -27,7 +27,7 @@ class Addresses(Observer):
 
 
 def addresses(configuration: Configuration, engine: str = "ours") -> list[list[tuple[str, tuple[int, ...]]]]:
-    """What `Addresses` notes, for each step."""
+    """The notes of `Addresses`, for each step."""
     observer, steps = Addresses(), []
     with started(configuration.scenario, engine, observer, lambda: 0.0) as run:
         observer.blocks = {block.name: block for block in run.model.modules() if isinstance(block, Block)}

@@ -1,9 +1,9 @@
-"""The rules of CUDA's stream capture, and replays of what was captured.
+"""The rules of CUDA's stream capture, and replays of captured graphs.
 
 A graph is one that `torch.cuda.graph` would capture: a stream belongs to it from where it waits for an event of the
-graph. While it captures, a stream must not wait for what the graph does not know, the host must not ask how far the
-device is, and no kernel may run beside the graph. At its end the first stream must come after all that is captured. Its
-memory is its own (`device.cpp`, `Pool`); what else it uses must stay where it is, and be brought up to date by others.
+graph. While it captures, a stream must not wait for events from outside the graph, the host must not ask how far the
+device is, and no kernel may run beside the graph. At its end the first stream must come after all captured work. Its
+memory is its own (`device.cpp`, `Pool`). Other memory that it uses must stay in place, and is written by others.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Captures(Observer):
         self._drops = drops
         self._graph = 0  # the newest one
         self._capturing = False
-        self._streams: dict[int, Known] = {}  # of the graph: what each of them comes after
-        self._last: dict[int, str] = {}  # what was queued on them last
-        self._events: dict[int, tuple[int, Known]] = {}  # of which graph, and what comes before
+        self._streams: dict[int, Known] = {}  # of the graph: the work that each of them comes after
+        self._last: dict[int, str] = {}  # the work queued on them last
+        self._events: dict[int, tuple[int, Known]] = {}  # the graph, and the work before the event
         self._static: set[int] = set()  # allocations, by when they were made
-        self._read: dict[int, tuple[Allocation, str]] = {}  # by address, what was there before the graph
+        self._read: dict[int, tuple[Allocation, str]] = {}  # by address, the first read of older memory
         self._dropped = False
 
     # -- graphs --------------------------------------------------------------------------------------------------------
@@ -52,8 +52,8 @@ class Captures(Observer):
     def capture(self, static: Sequence[torch.Tensor], origin: Any = None) -> Iterator[int]:
         """Captures the block on the stream `origin`, or one of its own; yields the number of its graph, for `replay`.
 
-        As on a GPU the block computes nothing: what it writes is put back. `static`: tensors that replays read as they
-        are then, such as shards and inputs.
+        As on a GPU the block computes nothing: its writes are undone. `static`: tensors that replays read as they are
+        then, such as shards and inputs.
         """
         module = torch.get_device_module("sim")
         module.synchronize()
@@ -217,7 +217,7 @@ def _stay_unsharded(model: Any) -> None:
 
 MORE = [
     configuration("memory kept for ever", prepare=_keep_storage, on_stock=False),
-    # Stock does not gather again what is older than the optimizer's step.
+    # Stock does not gather parameters again that are older than the optimizer's step.
     configuration("unsharded after backward", prepare=_stay_unsharded, on_stock=False),
 ]
 
@@ -231,7 +231,7 @@ NOT_CAPTURED = {
     "HSDP, cast between micro-batches": "freed, and replays use it",  # the shards that are cast
     "optimizer on another stream": "waits for an event from outside of the graph",  # of the step before
 }
-"""What cannot be captured as it is, and a finding that says why."""
+"""Configurations that cannot be captured as they are, with the finding that says why."""
 
 
 def _fill(params: list[nn.Parameter]) -> None:
@@ -260,7 +260,7 @@ def _step(run: Run) -> None:
 
 
 def _kept(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What a step reads that earlier ones have left: the shards, and the optimizer's state."""
+    """The tensors of earlier steps that a step reads: the shards, and the optimizer's state."""
     state = [value for each in optimizer.state.values() for value in each.values()]
     return [_local(tensor) for tensor in (*params, *state) if isinstance(tensor, torch.Tensor)]
 

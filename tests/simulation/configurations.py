@@ -1,4 +1,4 @@
-"""What the race checker runs: every feature that changes communication, in a few training steps."""
+"""The configurations of the race checker: every feature that changes communication, in a few training steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check(configuration: Configuration, engine: str = "ours", checker: Checker |
 
 
 def optimize(run: Run) -> None:
-    """What follows backward."""
+    """The optimizer's step after backward."""
     run.optimizer.step()
     run.optimizer.zero_grad()
 
@@ -220,7 +220,7 @@ def _separate_group(model: Any) -> None:
 
 
 def registered(model: Any) -> None:
-    """What is communicated lies in a pool of the process group."""
+    """Buffers of communication lie in a pool of the process group."""
     for module in (model, *model.blocks):
         module.set_allocate_memory_from_process_group_for_comm(True)
 

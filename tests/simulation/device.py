@@ -63,7 +63,7 @@ class Access:
 
 
 class Observer:
-    """What a tool overrides. Streams and events are numbers; stream 0 is the default stream."""
+    """A tool overrides these methods. Streams and events are numbers; stream 0 is the default stream."""
 
     simulation: Simulation  # since it has begun
 
@@ -98,9 +98,9 @@ class Observer:
         """The host asks whether `event` is done, or all of `stream` if `event` is 0."""
 
     def graph(self, stream: int) -> int:
-        """The graph that captures what is queued on `stream` now: a positive number, or 0.
+        """The graph that captures the work queued on `stream` now: a positive number, or 0.
 
-        What is allocated on that stream comes from a private pool of the graph, and `replay` runs its kernels again.
+        Allocations on that stream come from a private pool of the graph, and `replay` runs its kernels again.
         """
         return 0
 
@@ -134,7 +134,7 @@ class Memory:
 
     @property
     def live(self) -> list[Allocation]:
-        """What is allocated now."""
+        """The allocations that are not freed."""
         return list(self._live.values())
 
     def find(self, at: int) -> Allocation | None:
@@ -164,7 +164,7 @@ class Memory:
 
 
 class Simulation:
-    """One device's memory and what watches it."""
+    """One device's memory and its observer."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -235,7 +235,7 @@ class _Callbacks(ctypes.Structure):
 
 
 class _Process:
-    """What this process has one of."""
+    """The one library and simulation of this process."""
 
     library: Any = None
     callbacks: Any = None
@@ -281,7 +281,7 @@ def current_stream() -> int:
 
 
 def replay(graph: int) -> None:
-    """Runs again what a graph has captured."""
+    """Runs the kernels of a captured graph again."""
     _Process.library.simulation_replay(graph)
 
 
@@ -315,7 +315,7 @@ def _entered(stream: Any) -> Iterator[None]:
 
 
 class MemPool:
-    """A pool of the simulated allocator, which only notes what is allocated while it is active."""
+    """A pool of the simulated allocator, which only notes the allocations made while it is active."""
 
     def __init__(self, allocator: object = None) -> None:
         self.allocator = allocator
@@ -403,7 +403,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":
             if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented  # DTensor goes first, so that what it does inside is seen
+                return NotImplemented  # DTensor goes first, so that its inner operators are seen
             self._note_host(func, args)
             return func(*args, **(kwargs or {}))
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}

@@ -1,8 +1,8 @@
-"""Planted faults: what the checker must find when the engine forgets to wait, or to keep memory alive.
+"""Planted faults: the checker must find that the engine forgets to wait, or to keep memory alive.
 
 Every wait that the engine asks for, and every tensor that it holds for a program, is left out in turn, until some
 configuration has a finding. Waits are known by the lines that ask for them, as the configurations run: a new one is
-tested without being listed. What holds memory is named below.
+tested without being listed. Lines that hold memory are named below.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def unneeded_references(excluded: Sequence[str]) -> tuple[int, set[str]]:
 
 @contextlib.contextmanager
 def _dropping(drops: Callable[[Reference], bool]) -> Iterator[None]:
-    """Leaves out of what programs hold, and of what a lane keeps alive for them, whatever `drops` says."""
+    """Drops references for which `drops` is true, of tensors that programs hold or that a lane keeps alive for them."""
     hold, start = lanes.hold, lanes.StreamLane.start
 
     def hold_some(*tensors: Any) -> None:

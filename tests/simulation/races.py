@@ -1,8 +1,8 @@
 """The race and lifetime checker: vector clocks over streams, events and the host.
 
 A stream's clock counts its kernels, and its *known* vector says how many kernels of every other stream have ended
-before what is queued on it next. Events carry that vector, and waiting joins it. The host has one, too, which
-everything inherits that it queues later. Every allocation remembers its accesses until a later write covers them.
+before the next kernel on it. Events carry that vector, and waiting joins it. The host has one, too, which everything
+inherits that it queues later. Every allocation remembers its accesses until a later write covers them.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class _Past:
 
 @dataclass
 class _Life:
-    """What is known of an allocation.
+    """The state of an allocation.
 
     `ready`: kernels of its pool's stream when it was made. `earlier`: accesses to memory that had gone back to the pool
-    by then, and so may be this memory; later ones must come after them, too. `filled`: what was written. `recorded`:
+    by then, and so may be this memory; later ones must come after them, too. `filled`: the parts written. `recorded`:
     the streams of `record_stream`, which the allocator waits for by itself.
     """
 
@@ -110,7 +110,7 @@ class Checker(Observer):
         self._streams: dict[int, Known] = {}
         self._events: dict[int, Known] = {}
         self._host: Known = {}
-        self._pools: dict[int, dict[int, _Past]] = {}  # the last use, by each stream, of what went back to a pool
+        self._pools: dict[int, dict[int, _Past]] = {}  # the last use, by each stream, of memory that went back
         self._module = "start"
 
     # -- order ---------------------------------------------------------------------------------------------------------
@@ -224,12 +224,12 @@ class Checker(Observer):
 
 
 def _is_after(known: Known, stream: int, past: _Past) -> bool:
-    """Whether what is queued on `stream` next, which has `known`, comes after `past`."""
+    """Whether the next work on `stream`, which has `known`, comes after `past`."""
     return past.stream in (stream, -1) or known.get(past.stream, 0) >= past.time
 
 
 def join(known: Known, more: Known) -> None:
-    """What happened before is `more`, too."""
+    """Adds the order of `more` to `known`."""
     for stream, time in more.items():
         if known.get(stream, 0) < time:
             known[stream] = time

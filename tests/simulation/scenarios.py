@@ -1,4 +1,4 @@
-"""What the timeline compares: stock's engine and ours, on the same simulated device."""
+"""The scenarios that the timeline compares: stock's engine and ours, on the same simulated device."""
 
 from __future__ import annotations
 

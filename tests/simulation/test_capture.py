@@ -115,7 +115,7 @@ def test_what_was_gathered_before_the_capture_is_refused(on_device: Callable[...
 
 
 def _findings(program: Callable[[Any, Captures, torch.Tensor], None]) -> list[str]:
-    """What is found as `program` runs, which is given the device's module and a static tensor."""
+    """The findings while `program` runs, which is given the device's module and a static tensor."""
     captures = Captures()
     with simulate(captures, 2):
         x = torch.zeros(8, device="sim")
@@ -197,7 +197,7 @@ def memory(static: bool, stays: bool) -> list[str]:
 
 
 def replays() -> list[float]:
-    """What a graph frees is used again within it, and by nobody outside; the capture itself computes nothing."""
+    """Memory that a graph frees is used again within it, and by nobody outside. The capture itself computes nothing."""
     seen: list[float] = []
 
     def program(module: Any, captures: Captures, x: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from tests.simulation.races import Checker
 KNOWN: dict[str, str] = {}
 # Configurations in which stock's engine has findings of its own.
 STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
-# What the engine asks for though no configuration depends on it, by the functions that ask.
+# Waits and references that no configuration depends on, by the functions of the engine that ask for them.
 UNNEEDED_WAITS: set[str] = set()
 UNNEEDED_REFERENCES = {
     "first of CompressedTransport._gather",  # the lane owns its rows

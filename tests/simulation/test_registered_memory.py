@@ -1,4 +1,4 @@
-"""Memory of the process group: what travels lies in its pool, and nothing else is different."""
+"""Memory of the process group: buffers of communication lie in its pool, and nothing else is different."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ SCENARIOS = [
 
 @dataclass
 class Seen:
-    """What ran in the steps after the first, and what training ended with.
+    """The kernels of the steps after the first, and the final values of training.
 
     `outside`: bytes of each buffer of a collective that lies in no pool, by name and whether it is written.
     """

@@ -43,8 +43,8 @@ ON_PAGE = {
 }
 # Of the first forward: ranks compare their models, which takes a collective of a few bytes.
 SET_UP = 0.01
-# From torch 2.15 on stock lets go earlier of what it has gathered, and holds no more than two groups. Ours holds two,
-# and the buffer through which the small parameters of the second arrive.
+# From torch 2.15 on stock frees gathered groups earlier, and holds no more than two. Ours holds two, and the buffer
+# through which the small parameters of the second arrive.
 STOCK_FREES_EARLIER = torch.__version__ >= (2, 15)
 
 

@@ -1,7 +1,7 @@
 """The timeline: how long forward and backward take when kernels and collectives have costs, and nothing else does.
 
 Every stream has a clock, and so has every communicator (a process group): a collective begins when its stream and its
-communicator are free. The host takes no time, but what it waits for.
+communicator are free. The host takes no time, except in waits.
 """
 
 from __future__ import annotations
@@ -117,5 +117,5 @@ def _pass_on(accesses: Sequence[Access]) -> None:
 
 
 def holds_gathered(allocation: Allocation) -> bool:
-    """Whether an allocation ever held what an all-gather brought."""
+    """Whether an allocation ever held gathered values."""
     return bool(allocation.notes.get("gathered"))

@@ -105,7 +105,7 @@ def _pipelined_backward(run: Run, stage: Any, losses: list[torch.Tensor]) -> Non
 
 
 def unshard_ahead(stage: Any) -> list[Any]:
-    """Starts gathering every block of a root; returns what to wait for."""
+    """Starts gathering every block of a root; returns the handles to wait for."""
     handles = [block.unshard(async_op=True) for block in stage.blocks]
     return [handle for handle in handles if handle is not None]
 
@@ -114,9 +114,9 @@ def unshard_ahead(stage: Any) -> list[Any]:
 class Scenario:
     """A model, how it is sharded and how it is stepped.
 
-    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`; `our_options`: what stock does
-    not know. `build` runs before sharding and `prepare` after it; `order` before each step, with its number and the
-    number of blocks.
+    `in_root`: blocks that the root's own group holds. `options`: more of `fully_shard`; `our_options`: those that stock
+    does not have. `build` runs before sharding and `prepare` after it; `order` before each step, with its number and
+    the number of blocks.
     """
 
     name: str
