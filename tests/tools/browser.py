@@ -22,7 +22,7 @@ def installed() -> str | None:
 
 
 class Page:
-    """One page. `errors` are the exceptions and error messages of its scripts, `requests` what it asked the network."""
+    """One page. `errors` are the exceptions and error messages of its scripts, `requests` its network requests."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read = write, read
@@ -67,7 +67,7 @@ class Page:
         return result["result"].get("value")
 
     def screenshot(self, path: Path, height: int | None = None) -> None:
-        """Writes what the window shows as PNG; `height`: that many pixels of the page instead."""
+        """Writes the visible part of the page as PNG; `height`: that many pixels of the page instead."""
         clip = {}
         if height is not None:
             width = self.evaluate("innerWidth")

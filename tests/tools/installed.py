@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(directory: Path, **variables: str) -> dict[str, str]:
-    """An environment whose Python imports what this one does and finds the package's metadata in `directory`."""
+    """An environment whose Python has this one's import path, and finds the package's metadata in `directory`."""
     project = tomllib.loads((ROOT / "packages" / "tools" / "pyproject.toml").read_text())["project"]
     metadata = directory / "shardkit_tools-0.dist-info"
     if not metadata.exists():

@@ -1,4 +1,4 @@
-"""What real ranks take: every live storage counted after every operator, and core's communication as it happens."""
+"""The memory of real ranks: every live storage counted after every operator, and core's communication as it happens."""
 
 import contextlib
 import os

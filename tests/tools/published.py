@@ -91,7 +91,7 @@ def memory_gib(run: dict) -> float:
     """Predicted memory of the allocator with stock's engine; all layers are simulated, as holes do not grow evenly.
 
     Stock gathers into a buffer on a stream of its own and copies from there, where ours gathers in place; and its
-    sharded gradients, in float32, belong to the stream of reduce-scatters, where ours use again what activations leave
+    sharded gradients, in float32, belong to the stream of reduce-scatters, where ours reuse the memory of activations
     (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather, foreach_reduce).
     """
     found = _of(run, DATA["models"][run["model"]]["layers"])

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of tools: `small_job.py [what goes wrong in step 2 on the last rank]`."""
+"""A training script that knows nothing of tools: `small_job.py [failure of the last rank in step 2]`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Reports made by hand, for what needs no run: two ranks, two steps, one group of two modules below a root."""
+"""Reports made by hand, for tests without a run: two ranks, two steps, one group of two modules below a root."""
 
 from dataclasses import replace
 from typing import Any

@@ -16,7 +16,7 @@ from shardkit.tools.report.merge import merge
 from tests.tools.synthetic import rank, record
 
 GPT = ["tests.tools.jobs:GPT", "--vocabulary", "9", "--world-size", "2"]
-# What reads a file, with the place of its name.
+# Commands that read a file, with the place of its name.
 READERS = {
     "report": ["report", "FILE"],
     "report of two": ["report", "GOOD", "FILE"],
@@ -32,7 +32,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e</script>"
 
 
 def damaged(directory: Path) -> dict[str, bytes | None]:
-    """Contents of bad files by what is wrong with them; None for one that does not exist."""
+    """Contents of bad files by their defect; None for a file that does not exist."""
     report = directory / "report.json"
     write_report(merge([record(rank(0))]), report)
     whole = report.read_text()

@@ -1,4 +1,4 @@
-"""The `shardkit` command: one tree, what it prints, and its exit status for input that is good and bad."""
+"""The `shardkit` command: one tree of commands, its output, and its exit status for good and bad input."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The doctor: each rule finds what it is for, says what it costs, and keeps quiet otherwise."""
+"""The doctor: each rule finds its problem, states the cost, and reports nothing otherwise."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ def rules(made: Report) -> set[str]:
 
 
 def operations(*changes: dict[str, Any], steps: int = 2) -> list[Operation]:
-    """These in each of two steps, one behind the other."""
+    """These operations in each step, one after the other."""
     made = []
     for step in range(steps):
         for index, change in enumerate(changes):
@@ -110,7 +110,7 @@ def test_memory_is_spent_or_saved_but_not_both(capacity: int, category: str) -> 
 
 
 def test_the_share_of_a_finding_is_that_of_the_measure() -> None:
-    """One step of three was slow, and waited: a mean of seconds is no share of the median step."""
+    """One step of three was slow, and waited: the mean of the waits cannot be a share of the median step."""
     slow, (first, *_) = [0.01, 0.01, 0.7], rank(0).steps
     ends = [0.1, 0.2, 1.2]
     made = rank(
@@ -254,14 +254,14 @@ def _read(rank: int, world_size: int, prepare: Callable[[Any], None] | None) -> 
 
 
 def _heed(model: Any) -> None:
-    """What the doctor says."""
+    """The changes that the doctor advises."""
     model.embedding.set_unshard_in_backward(False)
     model.layer.set_reshard_after_forward(False)
     model.layer.set_reshard_after_backward(False)
 
 
 def test_advice_that_is_followed_makes_the_finding_go_away() -> None:
-    # What a gather costs here, and so whether it is worth a finding, depends on the machine: they are counted.
+    # The cost of a gather, and so whether there is a finding, depends on the machine. So the gathers are counted.
     before, after = (run_ranks(2, functools.partial(_read, prepare=advice))[0] for advice in (None, _heed))
     assert _gathers(before, "embedding") == {"forward": 2, "backward": 2}
     assert sum(_gathers(before, "layer").values()) == 2  # a repeated layer keeps its memory from one use to the next

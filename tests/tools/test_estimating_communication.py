@@ -1,4 +1,4 @@
-"""Communication that a training step starts itself, beside core's: counted as what it is, with its bytes."""
+"""Communication that a training step starts itself, beside core's: counted under its own kind, with its bytes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +66,7 @@ IN_PLACE: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def _steps(communicate: Callable[[], Any]) -> list[Any]:
-    """The transfers that are not core's, and what is awaited, of an iteration that only communicates."""
+    """The transfers that are not core's, and the waits for them, of an iteration that only communicates."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         communicate()

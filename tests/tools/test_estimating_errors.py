@@ -1,4 +1,4 @@
-"""Jobs that cannot be estimated, and what is said of them."""
+"""Jobs that cannot be estimated, and their errors."""
 
 import pytest
 import torch

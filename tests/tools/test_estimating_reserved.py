@@ -1,4 +1,4 @@
-"""The simulated caching allocator, against what torch documents of CUDA's."""
+"""The simulated caching allocator, against torch's documentation of CUDA's."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

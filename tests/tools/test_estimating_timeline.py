@@ -29,7 +29,7 @@ SCENARIOS = {
 
 
 class _Compute(torch.autograd.Function):
-    """What the simulated device's blocks compute; `cos` and `sin` stand for the declared costs."""
+    """The computation of the simulated device's blocks; `cos` and `sin` stand for the declared costs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cost: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Declared:
-    """Only what blocks declare takes time: it is the shape of what their stand-ins are given."""
+    """Only the costs that blocks declare take time: they are the shape of the argument of `cos` and `sin`."""
 
     def seconds(self, operator: Operator) -> float:
         name = operator.function._opname

@@ -1,4 +1,4 @@
-"""Descriptions of machines: presets, JSON, and what is said of holes."""
+"""Descriptions of machines: presets, JSON, and the errors for missing values."""
 
 import json
 from pathlib import Path

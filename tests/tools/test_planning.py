@@ -1,4 +1,4 @@
-"""Plans: what is proposed under a limit, and what its code does on real ranks."""
+"""Plans: the proposals under a limit, and their code on real ranks."""
 
 import os
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_a_limit_forces_a_choice(ample: list[Proposal]):
 
 def test_the_margin_stays_free(ample: list[Proposal]):
     unbudgeted = [one for one in ample if one.candidate.policies.prefetch_budget is None]
-    limit = max(one.estimate.reserved_bytes for one in unbudgeted)  # what takes most fits exactly
+    limit = max(one.estimate.reserved_bytes for one in unbudgeted)  # the largest fits exactly
     for margin in (0.0, 0.1):
         found = propose(JOB, 2, MACHINE, limit, most_micro_batch=2, count=100, margin=margin)
         most = max(one.estimate.reserved_bytes for one in found)

@@ -1,4 +1,4 @@
-"""Profiles of real runs: what is counted, to the byte and to the number, over transports and world sizes."""
+"""Profiles of real runs: exact bytes and counts, over transports and world sizes."""
 
 import contextlib
 import functools
@@ -65,7 +65,7 @@ def test_every_collective_is_there(world_size: int, shared: bool) -> None:
             assert one.bytes == (ROOT_BYTES if one.fqn == "FSDPChain" else BLOCK_BYTES)
             assert one.padding_bytes == 0
             assert rank.begin <= one.start <= one.end <= rank.end
-            # Local work on what has arrived is exposed, too, and comes behind the end.
+            # Local work on received data is exposed, too, and comes after the end.
             assert 0 <= one.blocked <= one.exposed <= rank.end - rank.begin
             assert one.blocked <= one.end - rank.begin
         assert sum(step.exposed for step in rank.steps) == pytest.approx(
@@ -202,7 +202,7 @@ def test_only_the_wanted_steps_are_recorded(warmup: int, steps: int | None, reco
     for rank in run_ranks(2, _profile_five, warmup, steps)[0].ranks:
         assert [step.index for step in rank.steps] == list(range(recorded))
         assert per_step(rank).total() == 3 * BLOCKS + 1
-        # What was allocated during the warm-up is still known.
+        # Memory that was allocated during the warm-up is still known.
         assert min(rank.memory.categories["optimizer"].values) > 0
 
 
@@ -360,7 +360,7 @@ def _one_comes_late(rank: int, world_size: int) -> Report | None:
 def test_who_starts_last_is_counted() -> None:
     report = run_ranks(2, _one_comes_late, isolated=True)[0]
     assert report is not None
-    # Rank 1 begins its forward when rank 0 waits for it already: what starts next starts late there, in both steps.
+    # Rank 1 begins its forward when rank 0 waits for it already: its next operation starts late, in both steps.
     late = [one for one in report.collectives if one.last.get("1") == one.count == 2 and one.skew >= _LATE]
     assert late, [(one.fqn, one.kind, one.phase, one.last, one.skew) for one in report.collectives]
     assert times_last(report)[1] == sum(one.last.get("1", 0) for one in report.collectives)
@@ -404,7 +404,7 @@ def _rounds(rank: int, world_size: int) -> Report | None:
 def test_what_compression_keeps_back_is_communication() -> None:
     report = run_ranks(2, _rounds)[0]
     assert report is not None
-    # Half of each block's matrix goes to the other rank, and what rounding took from it is kept in fp32.
+    # Half of each block's matrix goes to the other rank, and its rounding errors are kept in fp32.
     assert report.ranks[0].memory.categories["communication"].values[-1] == BLOCKS * WIDTH * WIDTH // 2 * 4
 
 

@@ -1,4 +1,4 @@
-"""Logs made by hand: what the replay makes of them."""
+"""The replay of logs made by hand."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""One clock for several hosts: what collectives demand of each pair, and of each through the others."""
+"""One clock for several hosts: the bounds that collectives set on each pair, directly and through other hosts."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +18,7 @@ Bounds = dict[tuple[int, int], tuple[float, float]]
 def on_hosts(bounds: Bounds, walls: list[float]) -> list[RankRecord]:
     """A rank on each host. By pairs: by how much the second's clock may be moved ahead of the first's, least and most.
 
-    Each pair meets in one gather, in ms: what the second has started the first sees end, and the other way round.
+    Each pair meets in one gather, in ms: the first sees its end after the second has started it, and vice versa.
     """
     groups = [Group(str(index), list(pair)) for index, pair in enumerate(bounds)]
     operations: list[list[Operation]] = [[] for _ in walls]

@@ -1,4 +1,4 @@
-"""`shardkit report`: what it prints, writes, and exits with."""
+"""`shardkit report`: its output, files and exit status."""
 
 import json
 import webbrowser

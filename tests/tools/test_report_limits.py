@@ -1,4 +1,4 @@
-"""Limits and quantities: what may be written, what it means, and what is said about anything else."""
+"""Limits and quantities: their notation and meaning, and the errors for anything else."""
 
 import math
 import re

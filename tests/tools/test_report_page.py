@@ -149,7 +149,7 @@ def test_categories_and_ranks_are_filters_of_the_memory_chart(page: Page) -> Non
     assert ink(page, "memory") == before
     choose(page, "#memory-by", "modules", "change")
     parts = page.evaluate("[...document.querySelectorAll('[data-part]')].map((one) => one.dataset.part)")
-    assert parts == ["blocks.0", "Net"]  # by what they hold
+    assert parts == ["blocks.0", "Net"]  # by the bytes that they hold
     assert ink(page, "memory") not in (0, before)
     choose(page, "#memory-rank", "1", "change")
     assert "Peak of rank 1" in page.evaluate("document.getElementById('peak').textContent")

@@ -1,4 +1,4 @@
-"""The trace: what the viewers need is there, for every rank."""
+"""The trace has the events that viewers need, for every rank."""
 
 import json
 from dataclasses import replace

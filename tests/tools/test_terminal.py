@@ -1,4 +1,4 @@
-"""What commands print into a pipe: every row of a table, and every sentence, on one line at its full width."""
+"""Output of commands into a pipe: every row of a table, and every sentence, is on one line at its full width."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each command writes into a pipe, by lines."""
+    """The lines that each command writes into a pipe."""
     directory = tmp_path_factory.mktemp("piped")
     waits = [operation(fqn=LONG, step=step, number=step, start=step / 10) for step in range(STEPS)]
     waits = [replace(one, end=one.start + one.exposed) for one in waits]

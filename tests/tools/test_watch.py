@@ -59,7 +59,7 @@ class Ranks:
             process.start()
 
     def said(self, *words: str) -> str:
-        """What was written, once all words are in it."""
+        """The output, once all words are in it."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             text = self.output.read_text()

@@ -1,4 +1,4 @@
-"""The verdict: from what ranks said to who is missing, also where that is not one rank alone."""
+"""The verdict: from the ranks' messages to the missing ranks, also if several are missing."""
 
 import msgspec
 
