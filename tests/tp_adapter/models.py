@@ -104,7 +104,7 @@ def parallelize_language_model(model: nn.Module, tp: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class TPSpec:
-    """A model, and what a training loop needs to know of it."""
+    """A model, with the parts that a training loop needs."""
 
     build: Callable[[], nn.Module]
     parallelize: Callable[[nn.Module, DeviceMesh], None]

@@ -20,7 +20,7 @@ def save(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ..
 
 
 def restore(rank: int, world_size: int, path: Path, again: Path, name: str, shape: Any) -> dict[str, torch.Tensor]:
-    """Into an optimizer that has taken no step; what was restored is saved again, and trained on."""
+    """Restores into an optimizer that has taken no step, saves the restored state again, and goes on training."""
     trainee = Trainee.of(name, shape, 2)
     trainee.optimizer = torch.optim.AdamW(trainee.model.parameters())
     state = TrainingState(trainee.model, trainee.optimizer)

@@ -87,7 +87,7 @@ class Trainee:
 
 
 def _full(value: torch.Tensor) -> torch.Tensor:
-    # Copies: what is not sharded would be the live tensor.
+    # Copies: a tensor that is not sharded would be the live one.
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
@@ -98,7 +98,7 @@ def save(rank: int, world_size: int, path: Path, name: str, shape: tuple[int, ..
 
 
 def load(rank: int, world_size: int, path: Path, again: Path | None, name: str, shape: Any, how: dict[str, Any]) -> Any:
-    """Load into a model with other weights; save what was loaded `again` elsewhere; then train on."""
+    """Load into a model with other weights; save the loaded state to the path `again`; then go on training."""
     trainee = Trainee.of(name, shape, 2, **how)
     trainee.load(path)
     full = trainee.full()
@@ -130,7 +130,7 @@ SHORT = [(4, 1), (1, 1), (2, 2)]
     ids=lambda value: value if isinstance(value, str) else str(len(value)),
 )
 def test_any_change_of_meshes(tmp_path: Path, name: str, optimizer: str, chain: list[tuple[int, ...]]):
-    """From 2x2 over other meshes back to 2x2: what comes out is what went in."""
+    """From 2x2 over other meshes back to 2x2: the values are the same at the end."""
     how = {"optimizer": optimizer}
     expected = run_ranks(4, save, tmp_path / "0", name, (2, 2), how)[0]
     for number, shape in enumerate(chain):
@@ -214,7 +214,7 @@ def test_the_disjoint_case_that_stock_refuses(tmp_path: Path):
 
 
 def damaged(rank: int, world_size: int, path: Path, damage: str) -> str:
-    """A checkpoint in which a rank's box is missing, or there twice; what is said when it is loaded."""
+    """The error of loading a checkpoint in which a rank's box is missing, or there twice."""
     trainee = Trainee.of("tensor", (2, 1), 1)
     trainee.save(path)
     dist.barrier()

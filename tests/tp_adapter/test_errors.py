@@ -64,7 +64,7 @@ def refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'0\.weight'.*Shard\(dim=0\).*local tensor of shape \(3, 4\).*\(2, 4\)"):
         fully_shard(holding(wrong), mesh=mesh["dp"])
 
-    # What stays after a refusal is the model as it was.
+    # After an error the model is unchanged.
     model = distributed(mesh, Replicate(), Shard(0))
     with pytest.raises(ValueError, match="overlap"):
         fully_shard(model, mesh=mesh["dp"])

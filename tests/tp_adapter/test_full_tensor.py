@@ -40,7 +40,7 @@ def slices(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def check(rank: int, world_size: int) -> int:
-    """Shard, look at what the rank holds, gather, compare; then through forward, backward and the gradient."""
+    """Shard, compare the rank's part, gather, compare; then the same with forward, backward and the gradient."""
     count = 0
     for mesh_shape, shape in itertools.product(MESHES[world_size], SHAPES):
         data, tensor = slices(mesh_shape)
@@ -87,7 +87,7 @@ class Cut:
     replicas: int = 1
 
     def held(self, whole: torch.Tensor, dp: int, tp: int) -> torch.Tensor:
-        """What the rank at (dp, tp) holds, by torch.chunk alone."""
+        """The part of the rank at (dp, tp), by torch.chunk alone."""
         parts = [_chunk(part, self.model_dim, self.tp, tp) for part in whole.chunk(self.parts, self.model_dim)]
         return _chunk(torch.cat(parts, self.model_dim), self.data_dim, self.dp, dp).clone()
 

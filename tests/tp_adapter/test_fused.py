@@ -312,7 +312,7 @@ def not_yet_sharded(rank: int, world_size: int) -> None:
         logical_state_dict(model, model.state_dict())
     shard(model, shardkit, mesh["dp"])
     assert "blocks.0.gate.weight" in logical_state_dict(model, model.state_dict())
-    # Whole groups are what the placements say.
+    # The ranks' parts are whole groups, so the placements describe them.
     model = build("grouped")
     whole = model.state_dict()["blocks.0.qkv_proj.weight"].clone()
     SPECS["grouped"].parallelize(model, mesh["tp"])

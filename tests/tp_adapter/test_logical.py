@@ -1,4 +1,4 @@
-"""What ranks hold of logical tensors, for any sizes and ranks: saved by some, loaded by others, whole in between."""
+"""Ranks' parts of logical tensors, for any sizes and ranks: saved by some, loaded by others, whole in between."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ class Mesh:
     data_dim: int
 
     def regions(self, shape: tuple[int, ...], blocks: SubBlocks) -> list[Region]:
-        """What each rank holds of the fused tensor."""
+        """The region of the fused tensor that each rank holds."""
         stacked = _StridedShard(blocks.dim, split_factor=len(blocks.names))
         placement: Placement = stacked if blocks.sizes is None else Shard(blocks.dim)
         axes = [Axis(self.dp, None), Axis(self.tp, placement if self.tp > 1 else Replicate())]
@@ -39,7 +39,7 @@ class Mesh:
 
 @st.composite
 def moves(draw):
-    """A fused tensor's shape, what it is made of, and two meshes."""
+    """A fused tensor's shape, its logical tensors, and two meshes."""
     names = tuple("qkv"[: draw(st.integers(1, 3))])
     sizes = draw(st.none() | st.tuples(*[st.integers(1, 4)] * len(names)))
     count = draw(st.integers(1, 6))  # of groups, or of indices of each logical tensor
@@ -54,7 +54,7 @@ def moves(draw):
 
 
 def shards(parts: list[LogicalTensor]) -> list[tuple[tuple[slice, ...], torch.Tensor]]:
-    """What a checkpoint would write, or read: boxes of the whole, each with the memory that it is in."""
+    """The shards that a checkpoint would write or read: boxes of the whole, each with its memory."""
     return [
         (tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)), memory)
         for part in parts

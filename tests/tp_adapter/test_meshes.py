@@ -113,7 +113,7 @@ def expert_parallel(rank: int, world_size: int) -> None:
     model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
     shardkit.fully_shard(model.experts, mesh=mesh["dp_mod_ep"])
     shardkit.fully_shard(model, mesh=mesh)
-    # Two batches, and each rank of "ep" has a part of the gradient of what lies below its experts.
+    # Two batches, and each rank of "ep" has a part of the gradient of the modules below its experts.
     model.set_gradient_divide_factor(2.0)
     assert model.experts.weight.device_mesh.mesh_dim_names == ("dp_mod_ep", "ep")
     assert model.experts.weight.to_local().shape == (1, 3, 3)

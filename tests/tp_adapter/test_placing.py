@@ -1,4 +1,4 @@
-"""The arithmetic of two parallelisms on one dim, against torch.chunk applied twice, and against what stock says."""
+"""The arithmetic of two parallelisms on one dim, against torch.chunk applied twice, and against stock."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
 def chunked_twice(whole: torch.Tensor, dim: int, axes: list[Axis], coordinate: tuple[int, ...]) -> torch.Tensor:
-    """What a rank holds, by torch.chunk: model axes first, the data-parallel one last."""
+    """The part that a rank holds, by torch.chunk: model axes first, the data-parallel one last."""
     cut = sorted(range(len(axes)), key=lambda index: axes[index].placement is None)
     for index in cut:
         placement = axes[index].placement or Shard(dim)

@@ -1,4 +1,4 @@
-"""What a fused tensor is made of: taken apart, put together, and refused where that does not go."""
+"""The logical tensors of a fused tensor: taken apart, put together, and refused where that is not possible."""
 
 import re
 

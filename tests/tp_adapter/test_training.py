@@ -151,7 +151,7 @@ def test_a_smaller_group_after_forward():
 
 
 def train_after_inference(rank: int, world_size: int) -> None:
-    """What a first forward in inference mode leaves behind can be trained, and gives what stock gives."""
+    """A model whose first forward was in inference mode can be trained, with the same gradients as stock."""
     case = Case("tensor", (2, 2))
     gradients = []
     for api in (shardkit, stock):
