@@ -1,4 +1,4 @@
-"""Runs the scripts of this directory under torchrun, on stock's engine and on ours, and compares what they noted."""
+"""Runs the scripts of this directory under torchrun, on stock's engine and on ours, and compares their notes."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ def _checkpoints(script: str, engine: Engine, ranks: int) -> Path:
 
 
 def results(script: str, engine: Engine, ranks: int = 2, only_across: bool = False) -> dict[str, dict[str, Any]]:
-    """What a script noted, by case.
+    """The notes of a script, by case.
 
     shardkit resumes from stock's checkpoints as well. With `only_across` stock resumes from shardkit's, nothing else.
 
@@ -60,7 +60,7 @@ def _run(script: str, engine: Engine, ranks: int, only_across: bool) -> dict[str
 def run_command(
     command: list[str], engine: Engine, directory: Path, out: Path, **variables: str
 ) -> dict[str, dict[str, Any]] | str:
-    """What the command saved in `out`, by case, or why there is nothing. `variables` are added to the environment."""
+    """The notes that the command saved in `out`, by case, or why there are none. `variables` join the environment."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"CUDA_VISIBLE_DEVICES": ""} | variables
     done = subprocess.run(command, env=env, cwd=directory, text=True, capture_output=True, timeout=500, check=False)
@@ -88,7 +88,7 @@ def assert_same(script: str, case: str, *, ranks: int = 2) -> None:
 
 
 def assert_case(seen: dict[str, Any], expected: dict[str, Any], case: str) -> None:
-    """What a case noted on shardkit is what it noted on stock, and each ran on its own engine alone."""
+    """The notes of a case on shardkit equal those on stock, and each ran on its own engine alone."""
     seen, expected = dict(seen), dict(expected)
     assert_engines(expected.pop("runs"), seen.pop("runs"))
     assert_equal(seen, expected, case)

@@ -21,7 +21,7 @@ def test_checkpoints_load_across(engine: Engine):
     assert_resumes_across("accelerate", engine)
 
 
-# What a user types in front of `accelerate launch`, and the variables that he sets.
+# The words in front of `accelerate launch`, and the variables to set.
 WAYS = {"shardkit run": (["shardkit", "run"], {}), "SHARDKIT_INSTALL": ([], {"SHARDKIT_INSTALL": "1"})}
 
 

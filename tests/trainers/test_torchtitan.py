@@ -30,7 +30,7 @@ def test_four_shards_differ_in_rounding_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_on_meshes_of_their_own(case: str):
-    """Checkpoints of stock's, with what each rank holds of the experts, are loaded with the same bits."""
+    """Checkpoints of stock's, with each rank's part of the experts, are loaded with the same bits."""
     stock, shardkit = (results("torchtitan_experts", engine, 4)[case] for engine in ("stock", "shardkit"))
     assert_engines(stock.pop("runs"), shardkit.pop("runs"))
     for name, weight in stock["weights"].items():

@@ -1,4 +1,4 @@
-"""What every script here notes: losses, gradient norms, final weights, and whose engine ran."""
+"""The notes of every script here: losses, gradient norms, final weights, and which engine ran."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ _runs = {"stock": 0, "shardkit": 0}
 
 
 def arguments() -> argparse.Namespace:
-    """--out: where rank 0 saves what was noted. --own: a directory for checkpoints.
+    """--out: where rank 0 saves the notes. --own: a directory for checkpoints.
 
     --other: the other engine's checkpoints, to resume from as well. --only-across: do nothing but that.
     """
@@ -88,7 +88,7 @@ class Recording:
             dist.barrier()
             dist.destroy_process_group()
         if not SHARDKIT:
-            # One rank in fifty died at its exit: a thread of gloo let go of its last work and asked for the GIL of an
+            # One rank in fifty died at its exit: a thread of gloo freed its last work and asked for the GIL of an
             # interpreter that was ending. shardkit waits for these threads (core/runtime/gloo_threads.py).
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What `accelerate launch` starts: a script that leaves everything to the configuration file."""
+"""A script for `accelerate launch` that leaves everything to the configuration file."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""What shards besides plain parameters: torchao's low-bit optimizers, bitsandbytes' 4-bit weights, torchft's hook."""
+"""Sharding beyond plain parameters: torchao's low-bit optimizers, bitsandbytes' 4-bit weights, torchft's hook."""
 
 import os
 
@@ -69,7 +69,7 @@ def qlora(recording: Recording) -> None:
 
 
 def torchft_hook(recording: Recording) -> None:
-    """Torchft brings replicas together in an all-reduce hook of its own; here the hook halves what it gets."""
+    """Torchft averages over replicas in an all-reduce hook of its own; here the hook halves its argument."""
     recording.begin("all-reduce hook")
     model = shard(tiny_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
     for module in (model, *model.model.layers):

@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 
 
 class Generating(TrainerCallback):
-    """What people do to see samples during training."""
+    """Generates samples during training, as people do."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording

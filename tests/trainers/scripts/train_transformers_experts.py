@@ -34,7 +34,7 @@ def save(directory: Path, model, optimizer) -> None:
 
 
 def go_on(recording: Recording, directory: Path, sizes: dict) -> None:
-    """Notes what is loaded, and one step more."""
+    """Notes the loaded weights, and one step more."""
     for way in ("whole", "shards"):
         model = MixtralForCausalLM.from_pretrained(directory / way, distributed_config=DistributedConfig(**sizes))
         for name, value in model.state_dict().items():
