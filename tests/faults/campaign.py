@@ -2,11 +2,11 @@
 
 A fault of a job hits two ranks that would otherwise end with known parameters. It has survived if the job, started
 again by itself, ends with the same parameters, optimizer, averages, data positions and random numbers to the last bit,
-and nothing is left behind. What faults of files and disks must lead to stands in `damage.py`.
+and nothing is left behind. `damage.py` says when faults of files and disks count as survived.
 
 Fault number `n` of a kind is the same for the same seed, in whatever order and by however many processes they are
 tried. With `--out` each result is a line of a file as soon as it is known; another run of the command goes on from
-there, and tries again what was not survived; the file and the table keep every outcome.
+there, and tries again the faults that were not survived; the file and the table keep every outcome.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _REPORTED = {*STEP_KINDS, "writer", "system"} - {"exit"}
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A job that nothing hit: where, what it ends with, and how many instants each rank has on the way."""
+    """A job that no fault hit: its directory, its final digests, and the number of instants of each rank."""
 
     path: Path
     final: list[tuple[str, str]]
@@ -79,7 +79,7 @@ def random_fault(kind: str, generator: random.Random, instants: list[int]) -> Fa
 
 
 def verdict(path: Path, fault: Fault, expected: Undisturbed) -> Seen:
-    """What became of a fault of a job."""
+    """Runs a job with a fault, and judges its end."""
     try:
         outcome = resume_until_done(path, fault)
     except RuntimeError as error:
@@ -110,7 +110,7 @@ def _tells(report: str) -> bool:
 
 @functools.cache
 def pristine(path: Path, full: str) -> Pristine:
-    """What faults of files start from; made once in each process."""
+    """The checkpoints that faults of files start from; made once in each process."""
     return Pristine.of(path / "checkpoints", full)
 
 
@@ -159,7 +159,7 @@ def _try_in_pool(*arguments: Any) -> Result:
 
 
 def machine() -> dict[str, Any]:
-    """What the results were made with."""
+    """The machine and the versions that the results were made with."""
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     commit, changed = (
         subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
@@ -188,7 +188,7 @@ def _note(outcomes: Outcomes, one: Result) -> None:
 
 
 def table(outcomes: Iterable[list[Result]]) -> str:
-    """For each kind how its faults ended, and at what instants they struck; a fault that was repeated counts once.
+    """For each kind, how its faults ended and at which instants they struck; a fault that was repeated counts once.
 
     *at once*: survived whenever it was tried. *when repeated*: survived when it was tried last, and not before.
     """
@@ -212,7 +212,7 @@ def table(outcomes: Iterable[list[Result]]) -> str:
 
 
 def run(options: argparse.Namespace, root: Path) -> Outcomes:
-    """Tries what is not known yet, and again what was not survived when it was tried last."""
+    """Tries the faults without a result, and again those that were not survived the last time."""
     outcomes = known(options.out)
     wanted = [(kind, number, options.seed) for number in range(options.each) for kind in options.kinds]
     todo = [key for key in wanted if key not in outcomes or outcomes[key][-1].wrong is not None]

@@ -21,7 +21,7 @@ from shardkit.core.checkpoint.saving import Image
 SYSTEM_CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 STEP_KINDS = ("forward", "backward", "hook", "optimizer", "nan", "branch", "exit")
-"""What goes wrong in a training step."""
+"""Kinds of faults that hit a training step."""
 
 _SLOW_SECONDS = 0.5
 
@@ -51,7 +51,7 @@ class Injector:
         self.struck = False
 
     def arm(self) -> None:
-        """Wrap what is counted. There is no way back: the process is given up afterwards."""
+        """Wrap the functions whose calls are counted. They stay wrapped: the process is given up afterwards."""
         for name in SYSTEM_CALLS:
             setattr(os, name, self._wrapped(getattr(os, name), name))
         Image.fill = self._wrapped(Image.fill, "staging")
@@ -106,7 +106,7 @@ def strike(fault: Fault, store: Path) -> None:
 
 
 class Broken(RuntimeError):
-    """What a rank raises when a fault says so."""
+    """The error that a rank raises for a fault."""
 
 
 def spoil(loss: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The job that is disturbed: a few steps of a sharded network, a save after each, resumed from what is there.
+"""The job that is disturbed: a few steps of a sharded network, a save after each, resumed from the newest checkpoint.
 
-`resume_until_done` does what torchrun does with `--max-restarts`: when a rank has ended badly it ends the others and
+`resume_until_done` behaves as torchrun with `--max-restarts`: when a rank has ended badly it ends the others and
 starts all of them again. It saves the seconds in which Python and torch start, so that hundreds of faults can be tried;
 the tests of `torchrun` itself are few.
 """
@@ -169,7 +169,7 @@ class Outcome:
     Attributes:
         attempts: that it took.
         final: the ranks' last digests.
-        reports: what the ranks of failed attempts said.
+        reports: the output of the ranks of failed attempts.
         instants: how many each rank had in the last attempt.
         hung: ranks that came to no end.
         struck: the instant at which the fault struck, None if the job ended before.
@@ -205,7 +205,7 @@ def resume_until_done(path: Path, fault: Fault | None, attempts: int = 4) -> Out
 
 
 def digests(outcome: Outcome) -> list[tuple[str, str]]:
-    """What the job ended with: of each rank, the state that all share and its own."""
+    """The final digests of the job: for each rank, of the state that all share and of its own."""
     return [(final["full"], final["own"]) for final in outcome.final]
 
 
@@ -244,9 +244,9 @@ def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | 
 
 
 def left_behind(path: Path, removal_failed: bool = False) -> list[str]:
-    """What should not be there after a job: hidden directories, notes.
+    """Files and directories that should not be there after a job: hidden directories, notes.
 
-    Where a call may have failed that removes an old checkpoint, which has lost its name, the next run removes it.
+    If the call that removes a renamed old checkpoint may have failed, the next run removes the checkpoint.
     """
     checkpoints = path / "checkpoints"
     hidden = list(checkpoints.glob(".*"))

@@ -1,7 +1,7 @@
 """The main job, killed at random moments and started again by torchrun: `python -m tests.faults.main_job [--kills N]`.
 
 The job ends with the same checkpoint, to the last bit, and the same losses as one that nothing disturbed, or this ends
-with 1. What is killed is one rank, or both, by SIGKILL.
+with 1. SIGKILL ends one rank or both.
 """
 
 import argparse

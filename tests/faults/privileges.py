@@ -22,7 +22,7 @@ class _Sets(ctypes.Structure):
 
 @contextlib.contextmanager
 def permissions_hold() -> Iterator[None]:
-    """For this thread, and those that it starts, permissions of files and directories mean what they say."""
+    """For this thread, and those that it starts, permissions of files and directories are enforced."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
     _check(libc.capget(ctypes.byref(header), sets))

@@ -56,7 +56,7 @@ def test_a_repeated_fault_keeps_its_outcomes(tmp_path: Path):
 
 @pytest.mark.timeout(120)
 def test_a_run_that_goes_on_wrongly_is_noticed(tmp_path: Path, expected: Undisturbed):
-    """The comparison can fail: what was undisturbed is said to end with other parameters."""
+    """The comparison can fail: the undisturbed job is given other final parameters."""
     other = dataclasses.replace(expected, final=[("", "")] * 2)
     wrong = verdict(tmp_path, Fault("slow", 0, 3), other).wrong
     assert wrong is not None and "ended otherwise than the undisturbed run: rank 0: state, rank 0: own" in wrong

@@ -1,6 +1,6 @@
 """Checkpoints from elsewhere: whatever their bytes are, they are read rightly or refused, and nothing else happens.
 
-`INPUTS` counts what was tried; `SHARDKIT_FUZZ` multiplies the number of examples.
+`INPUTS` counts the inputs that were tried; `SHARDKIT_FUZZ` multiplies the number of examples.
 """
 
 import json

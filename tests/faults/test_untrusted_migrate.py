@@ -1,7 +1,7 @@
 """Files of others that `migrate` reads: every one is read, or refused by `CheckpointError` in one line with its place.
 
-Bytes are changed anywhere, and values where they stand: opcodes of pickles, values of JSON. `INPUTS` counts what was
-tried; `SHARDKIT_FUZZ` multiplies the number of examples.
+Bytes are changed anywhere, and values where they stand: opcodes of pickles, values of JSON. `INPUTS` counts the inputs
+that were tried; `SHARDKIT_FUZZ` multiplies the number of examples.
 """
 
 import io
@@ -103,7 +103,7 @@ def check(kind: str, path: Path, read: Callable[[Path], object] = read_all, *, n
     assert rise < 64 << 10, f"took {rise >> 10} MiB for a few kilobytes"
 
 
-# -- what is changed ---------------------------------------------------------------------------------------------------
+# -- changes of files --------------------------------------------------------------------------------------------------
 
 
 def with_bytes(data: bytes, generator: random.Random) -> bytes:
