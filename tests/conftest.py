@@ -17,7 +17,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow what `daily` leaves to the night, before pytest reads `-m`.
+    """Mark the cases that `daily` leaves to the night as slow, before pytest reads `-m`.
 
     Raises:
         UsageError: for values that no case has, so that no case would run by day.

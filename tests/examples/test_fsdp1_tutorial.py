@@ -47,7 +47,7 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
 
 
 def run_rank(rank: int, port: int, script: Path, arguments: tuple[str, ...], output: Path, path: list[str]) -> None:
-    """The script as one rank; what it prints goes to a file."""
+    """Runs the script as one rank; its output goes to a file."""
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

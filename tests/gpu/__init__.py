@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL, real streams, the caching allocator. Stock is beside ours in each test that can have it.
+"""Tests that need a GPU: NCCL, real streams, the caching allocator. Stock is beside ours in each test that can have it.
 
     pytest tests/gpu                            on a machine with one GPU or several; skipped where there is none
     SHARDKIT_GPU_TESTS=cpu pytest tests/gpu     the same training over gloo, to see that the tests themselves work

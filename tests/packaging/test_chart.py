@@ -1,4 +1,4 @@
-"""The chart of the README shows what is saved."""
+"""The chart of the README shows the saved results."""
 
 import runpy
 

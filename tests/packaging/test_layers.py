@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
 
 # Comes with shardkit-core, beside it: imports neither it nor torch.
 AUTOINSTALL = "shardkit.autoinstall"
-# Options of commands, of several distributions: they import neither torch nor what runs the commands.
+# Options of commands, of several distributions: they import neither torch nor the modules that run the commands.
 COMMANDS = "shardkit.commands"
 
 # import name -> the sibling packages that it may import

@@ -1,4 +1,4 @@
-"""Rules about the files of the packages: what they are called, how long they are, which private names they touch."""
+"""Rules about the files of the packages: their names, their lengths, and the private names that they use."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Where the workspace keeps its packages, and what their sources import: read from the files, nothing is imported."""
+"""The workspace's packages and the imports of their sources: read from the files, nothing is imported."""
 
 import ast
 import tomllib

@@ -1,4 +1,4 @@
-"""What multi-rank tests are built from: a pool of rank processes and a parity harness.
+"""The parts of multi-rank tests: a pool of rank processes and a parity harness.
 
 A test hands a *body*, a plain module-level function, to :func:`run_ranks`, which runs it once on every rank of a pool
 of processes that already share a gloo process group::

@@ -1,4 +1,4 @@
-"""What a call of ``run_ranks`` can raise: every failing rank's own error, or the stacks of ranks that hang."""
+"""The errors of ``run_ranks``: every failing rank's own error, or the stacks of ranks that hang."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankError:
-    """What went wrong on one rank. ``when`` is seconds since the epoch: it tells first failures from followers."""
+    """The error of one rank. ``when`` is seconds since the epoch: it tells first failures from followers."""
 
     rank: int
     type_name: str
@@ -28,7 +28,7 @@ class RankError:
         return f"--- rank {self.rank}: printed\n{self.output.rstrip()}" if self.output else ""
 
     def is_like(self, other: "RankError") -> bool:
-        """Tell whether two ranks failed in the same way, so that one report will do."""
+        """Tell whether two ranks failed in the same way, so that one report is enough."""
         return (self.message, self.traceback, self.output) == (other.message, other.traceback, other.output)
 
 

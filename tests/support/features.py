@@ -36,7 +36,7 @@ def _no_preparation(model: nn.Module, api: Any, spec: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing that can be switched on. ``slots`` names what it occupies: features that share a slot cannot pair.
+    """One thing that can be switched on. ``slots`` are the settings that it needs: features that share one cannot pair.
 
     ``world_sizes`` are those on which it means something; ``models`` those it is for (empty: any).
     ``low_precision`` widens the tolerance of comparisons that have one; ``owns_reduction`` keeps the harness from
@@ -276,7 +276,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def model_for(names: Iterable[str], preferred: str = "mlp") -> str | None:
-    """Return a model that all named features are for: the preferred one if it will do, None if there is none."""
+    """Return a model that all named features are for: the preferred one if possible, None if there is none."""
     limits = [FEATURES[name].models for name in names if FEATURES[name].models]
     if not limits:
         return preferred

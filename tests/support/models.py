@@ -1,4 +1,4 @@
-"""Small models for differential tests: how to build and feed one, what its loss is, and which blocks to shard."""
+"""Small models for differential tests: how to build and feed one, its loss, and the blocks to shard."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ VOCABULARY = 17
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model and what a training loop needs to know of it.
+    """A model, with the parts that a training loop needs.
 
     ``blocks`` returns the submodules that get a ``fully_shard`` call each, innermost first, before the root's own.
     ``inputs`` draws one micro-batch from a generator; ``loss`` maps the model's output to a scalar.

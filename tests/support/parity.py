@@ -14,7 +14,7 @@ Bit for bit holds on any world size because stock's reduction is told to add in 
 (:class:`tests.support.comms.RankOrderReduceScatter`): gloo's own order differs from it as soon as three ranks add.
 ``Case(oracle_sums="gloo")`` compares with gloo's own sums instead, within the tolerance that is stated.
 
-``SHARDKIT_PARITY_CANDIDATE=torch.distributed.fsdp`` in the environment compares stock with itself: what has to pass
+``SHARDKIT_PARITY_CANDIDATE=torch.distributed.fsdp`` in the environment compares stock with itself. This has to pass
 before a difference is blamed on an engine.
 """
 
@@ -90,7 +90,7 @@ def compare_training(rank: int, world_size: int, case: Case) -> None:
 
 
 def train(rank: int, world_size: int, case: Case, engine: str) -> Trace:
-    """Train ``case`` with the ``fully_shard`` of ``engine`` and return what could be seen. Collective."""
+    """Train ``case`` with the ``fully_shard`` of ``engine`` and return the trace. Collective."""
     api = load_api(engine)
     model = build(case)
     shard(model, case, api, world_size)
@@ -182,7 +182,7 @@ def compare_with_single_process(rank: int, world_size: int, case: Case, toleranc
 
 
 def train_gathered(rank: int, world_size: int, case: Case) -> Trace:
-    """Train with the candidate and record what the single-process reference records. Collective."""
+    """Train with the candidate and record the same entries as the single-process reference. Collective."""
     api = load_api(case.candidate)
     model = build(case)
     shard(model, case, api, world_size)

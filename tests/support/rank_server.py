@@ -1,6 +1,6 @@
-"""What the server that ranks are forked from does, once for all of them: import what each needs, and freeze it.
+"""The server that ranks are forked from: it imports their modules once for all of them, and freezes the objects.
 
-A rank finds it there when it is forked. Its collections do not visit what is frozen, so it shares those pages, too.
+A forked rank finds them in place. Its garbage collections do not visit frozen objects, so it shares those pages, too.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""What one training step does: from a plain forward, backward, step to accumulation and pipeline-style micro-batches.
+"""Schedules of one training step: from plain forward, backward, step to accumulation and pipeline-style micro-batches.
 
-A schedule is a function of a :class:`Run` and the step's number. It records what can be seen on the way.
+A schedule is a function of a :class:`Run` and the step's number. It adds its observations to the trace.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a training run showed, as labelled entries, and the comparison of two such traces."""
+"""The trace of a training run, as labelled entries, and the comparison of two such traces."""
 
 import functools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Tolerance:
 
 
 EXACT = Tolerance()
-# What float32 sums of a few ranks may differ by when their order differs.
+# The largest difference of float32 sums of a few ranks in different order.
 SUMMATION_ORDER = Tolerance(rtol=1e-5, atol=1e-6)
 # The same when a bfloat16 or float16 rounding of such a sum can fall to the other side.
 LOW_PRECISION = Tolerance(rtol=2e-2, atol=2e-3)
