@@ -1,6 +1,6 @@
 """The chart of the README: step time and memory against FSDP2, drawn as SVG from the saved comparisons.
 
-`python website/benchmark_chart.py` writes it anew; a test fails while it does not show what is saved.
+`python website/benchmark_chart.py` writes it anew; a test fails while it does not show the saved results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bars:
 
 
 def read(results: Path = RESULTS) -> tuple[list[Bars], str]:
-    """The configurations that were run beside FSDP2, by name, and what they were taken on."""
+    """The configurations that were run beside FSDP2, by name, and the machine of the runs."""
     runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     bars = []
     for run in runs:

@@ -62,7 +62,7 @@ def main() -> int:
         stderr=subprocess.STDOUT,
     )
     print(done.stdout, end="")
-    # What griffe finds wrong in docstrings is no warning to zensical.
+    # zensical does not report problems that griffe finds in docstrings.
     return done.returncode or int("griffe: " in done.stdout)
 
 

@@ -1,6 +1,6 @@
 """transformers' Trainer on shardkit: a small Llama, byte-level, on the text of Python's standard library.
 
-All but the line of `shardkit.core.install()` is what one writes for torch's own FSDP2. Start it with
+Everything but the line `shardkit.core.install()` is as for torch's own FSDP2. Start it with
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer/train.py
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer on shardkit: a small byte-level language model on the text of Python's standard library.
 
-All but the line of `shardkit.core.install()` is what one writes for torch's own FSDP2. Start it with
+Everything but the line `shardkit.core.install()` is as for torch's own FSDP2. Start it with
 
     python examples/lightning/train.py
 

@@ -65,7 +65,7 @@ def launch(processes: int, restarts: int, argv: list[str]) -> int:
     # A rank that fails has said why on its own; torchrun's account of who was ended by which signal would bury that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     loop = str(Path(__file__).with_name("train.py"))
-    # What `torchrun --standalone --nproc-per-node=...` does, without its parser, which takes some of our flags for its
+    # As `torchrun --standalone --nproc-per-node=...`, but without its parser, which takes some of our flags for its
     # own. 127.0.0.1, because the name of a laptop or of a container often does not resolve.
     config = LaunchConfig(
         min_nodes=1,

@@ -71,7 +71,7 @@ def to_go_on_from(settings: Settings) -> Checkpoint | None:
 
 
 def how_to_go_on(settings: Settings) -> str:
-    """What to tell who has stopped a run."""
+    """The message for a user who has stopped a run."""
     complete = StoredCheckpoint.all_in(settings.out / "checkpoints")
     if not complete:
         return f"stopped before the first checkpoint, which --save-every {settings.save_every} had asked for"

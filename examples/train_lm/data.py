@@ -82,7 +82,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def standard_library() -> list[Path]:
-    """The sources of the running Python, less its tests and what was installed next to it."""
+    """The sources of the running Python, without its tests and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
     return sorted(file for file in root.rglob("*.py") if not left_out.intersection(file.relative_to(root).parts))

@@ -1,4 +1,4 @@
-"""What the user can put right: reported in one line, by one rank, with exit code 2."""
+"""Errors that the user can correct: reported in one line, by one rank, with exit code 2."""
 
 from __future__ import annotations
 

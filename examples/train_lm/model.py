@@ -113,7 +113,7 @@ class GPT(nn.Module):
         """
         for name, parameter in self.named_parameters():
             full = initial_value(name, parameter.shape, self.config.layers, seed).to(parameter.device)
-            if type(parameter) is DTensor:  # what shardkit cuts in ways of its own takes the whole tensor
+            if type(parameter) is DTensor:  # a placement of shardkit's own takes the whole tensor
                 full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(full)
         half = self.cos.shape[1]

@@ -1,4 +1,4 @@
-"""What the user sees: the progress bar, metrics.jsonl, the plot of the losses, the sample."""
+"""Output for the user: the progress bar, metrics.jsonl, the plot of the losses, the sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Report:
         self.trained = 0
         self.speed = 0.0
         self.started = self.since = time.perf_counter()
-        # Disabled where stderr is no terminal: a log file gets a line for each validation instead.
+        # Disabled where stderr is not a terminal: a log file gets a line for each validation instead.
         self.bar = tqdm(total=steps, initial=first_step, unit="step", disable=None if self.writes else True)
         if self.writes:
             out.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class Report:
             (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in self.records))
 
     def introduce(self, model: nn.Module, corpus: Corpus, found: Checkpoint | None, training: dict[str, Any]) -> None:
-        """Say what is trained on what, and where a resumed run departs from the one that wrote the checkpoint."""
+        """Print the model and its text, and the settings in which a resumed run differs from the checkpoint's."""
         size = sum(parameter.numel() for parameter in model.parameters())
         train, held_out = len(corpus.train) / 1e6, len(corpus.held_out) / 1e6
         self.say(

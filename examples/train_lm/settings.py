@@ -48,7 +48,7 @@ class Settings:
     sample: int
 
     def training(self) -> dict[str, Any]:
-        """What, besides model and text, decides the losses: a run resumed with other values takes another path."""
+        """The settings besides model and text that decide the losses: a run resumed with other values differs."""
         names = ("steps", "batch", "optimizer", "lr", "warmup", "weight_decay", "clip", "seed", "precision")
         return {name: getattr(self, name) for name in names}
 

@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """All that a checkpoint keeps, for what a model may draw, such as dropout."""
+    """Seed every generator that a checkpoint keeps: a model may draw from any, as for dropout."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
