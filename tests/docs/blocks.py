@@ -1,6 +1,6 @@
 """The code blocks of a page, run as a reader would: one after the other, in one directory that starts empty.
 
-What a block needs stands in comments on the lines above it, which no reader sees:
+Comments on the lines above a block, which no reader sees, say how to run it:
 
     <!-- processes: 2 -->           torchrun starts the Python block on so many ranks
     <!-- file: train.py -->         the Python or JSON block is saved under this name; later blocks use it

@@ -209,7 +209,7 @@ for _name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
 @case(
     ARGUMENTS,
     "sharding_strategy",
-    "what `parameters()` gives outside forward",
+    "the shapes of `parameters()` outside forward",
     "differs: DTensors with this rank's rows, `Replicate` with NO_SHARD (stock: 1-D pieces of the flat parameter)",
 )
 def _(engine: Engine) -> Any:
@@ -474,13 +474,13 @@ def _(engine: Engine) -> Any:
 # -- methods -----------------------------------------------------------------------------------------------------------
 
 
-@case(METHODS, "module", "what is wrapped")
+@case(METHODS, "module", "the wrapped module")
 def _(engine: Engine) -> Any:
     model = build()
     return engine.wrap(model).module is model
 
 
-@case(METHODS, "forward", "the type of the module, and of what `modules()` gives")
+@case(METHODS, "forward", "the types of the module and of its `modules()`")
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     names = [type(one).__name__ for one in model.modules()]
@@ -540,7 +540,7 @@ def _(engine: Engine) -> Any:
     METHODS,
     "named_parameters",
     "names with `use_orig_params=False`, outside `summon_full_params`",
-    "differs: those of the model's parameters, with what wrapping adds (stock: `..._flat_param`)",
+    "differs: those of the model's parameters, with the prefix of wrapping (stock: `..._flat_param`)",
 )
 def _(engine: Engine) -> Any:
     return [name for name, _ in engine.wrap(use_orig_params=False).named_parameters()]
@@ -558,7 +558,7 @@ KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 
 for _kind in KINDS:
 
-    @case(METHODS, "set_state_dict_type", f"`{_kind}`: names and types of `state_dict()`, and what was set before")
+    @case(METHODS, "set_state_dict_type", f"`{_kind}`: names and types of `state_dict()`, and the previous type")
     def _(engine: Engine, kind: str = _kind) -> Any:
         names = engine.api
         model = engine.wrap(use_orig_params=False)
@@ -743,7 +743,7 @@ def _(engine: Engine) -> Any:
 @case(
     METHODS,
     "no_sync",
-    "what `parameter.grad` is after a backward inside",
+    "the type of `parameter.grad` after a backward inside",
     "differs: a DTensor with `Partial` placements (stock: this rank's whole gradient)",
 )
 def _(engine: Engine) -> Any:
