@@ -1,7 +1,7 @@
 """Measures this machine's description: the performance of each of several ranks while all of them work.
 
-Starts ranks of gloo on the CPU. All of them measure the same thing at the same time, so the numbers account for what
-they share: cores, memory, caches.
+Starts ranks of gloo on the CPU. All of them measure the same thing at the same time, so the numbers account for shared
+cores, memory and caches.
 """
 
 from __future__ import annotations

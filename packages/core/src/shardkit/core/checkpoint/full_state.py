@@ -330,7 +330,7 @@ def load_full_state_dict(
 class _Verdict:
     """Rank 0's decision for all ranks."""
 
-    dtypes: dict[str, torch.dtype]  # of what is loaded, in order
+    dtypes: dict[str, torch.dtype]  # of the loaded tensors, in order
     objects: dict[str, Any]
     missing: list[str]
     unexpected: list[str]

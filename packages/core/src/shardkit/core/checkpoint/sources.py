@@ -65,7 +65,7 @@ def mapped_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, s
 
 
 def read_safetensors(path: Path, left_out: LeftOut) -> Checkpoint:
-    """A safetensors file, without what is left out; one written by shardkit has paths and objects too. Raises
+    """A safetensors file, without the left out entries; one written by shardkit has paths and objects too. Raises
     CheckpointError if it is not such a file, is truncated, or has an unknown dtype.
     """
     try:
@@ -126,7 +126,7 @@ class Source:
 
 
 def open_source(source: object) -> Source | None:
-    """The source for what a user passes: a mapping, a path, or None for anything else. Raises as `open_file`."""
+    """The source for a user's argument, a mapping or a path; None for anything else. Raises as `open_file`."""
     if isinstance(source, Mapping):
         return Source.of(source)
     return open_file(Path(source)) if isinstance(source, str | os.PathLike) else None

@@ -357,7 +357,7 @@ def _not_in_use(upcoming: _Upcoming) -> Iterator[FSDPParamGroup]:
 
 def _too_small(budget: int, group: FSDPParamGroup, nbytes: int, beside: Sequence[FSDPParamGroup], in_use: int) -> str:
     names = ", ".join(sorted(f"'{other.label}'" for other in beside))
-    taken = f" beside the {in_use} bytes of what is in use with it ({names})" if beside else ""
+    taken = f" beside the {in_use} bytes of groups that are in use with it ({names})" if beside else ""
     return (
         f"the prefetch budget of {budget} bytes does not hold group '{group.label}', which takes {nbytes} bytes "
         f"unsharded{taken}. Give set_prefetch_budget at least {in_use + nbytes} bytes, or shard the module in smaller "

@@ -187,7 +187,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _refusal(func: Any, tensor: PlacedTensor, because: str = "is not known to act on each element by itself") -> Any:
     return NotImplementedError(
         f"{func} {because}, and was called with {tensor._described()}. Use full_tensor() (collective), or to_local() "
-        "for what this rank holds; clip with shardkit.core.clip_grad_norm_. An optimizer that needs whole matrices "
+        "for this rank's part; clip with shardkit.core.clip_grad_norm_. An optimizer that needs whole matrices "
         "takes parameters on Owned()"
     )
 

@@ -42,8 +42,8 @@ class _NextStage(tuple[Waitable, ...]):
 
 
 NEXT_STAGE: Sequence[Waitable] = _NextStage()
-"""Yielded where a program needs its inputs no more: the lane's next program does not wait for what comes next, such as
-the all-reduce of a reduced shard."""
+"""Yielded where a program needs its inputs no more: the lane's next program does not wait for the rest of this one,
+such as the all-reduce of a reduced shard."""
 
 
 class _Holding(threading.local):
@@ -105,7 +105,7 @@ class Ticket(Protocol):
         """Events on the streams that have waited; their reads so far come before the events. None on CPU."""
 
     def abandon(self) -> None:
-        """Give up: wait for what is pending, ignore errors, close the program. For recovery after an exception."""
+        """Give up: wait for pending transfers, ignore errors, close the program. For recovery after an exception."""
 
 
 class Lane(Protocol):

@@ -497,7 +497,7 @@ def _wire_dtype(transport: Transport, grad_dtype: torch.dtype, reduce_dtype: tor
 
 
 def _parted(direct: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """The indices of what goes direct, and of what does not."""
+    """The indices of the items that go direct, and of the others."""
     return [i for i, one in enumerate(direct) if one], [i for i, one in enumerate(direct) if not one]
 
 

@@ -252,9 +252,9 @@ class RankFile:
 
 
 def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
-    """Opens the files, without what is left out, and determines the rank of each. In a hybrid run, whose shard groups
-    hold the same, the files of the first group are used. Raises CheckpointError for two files of one rank, a missing
-    rank, or files of different steps.
+    """Opens the files, without the left out entries, and determines the rank of each. In a hybrid run, whose shard
+    groups hold the same, the files of the first group are used. Raises CheckpointError for two files of one rank, a
+    missing rank, or files of different steps.
     """
     files = [_open(path, number, left_out) for number, path in enumerate(sorted(paths, key=_natural))]
     by_rank: dict[int, RankFile] = {}

@@ -288,7 +288,7 @@ class _Rewriter(cst.CSTTransformer):
         if m.matches(node.func, m.Attribute(attr=m.Name("state_dict"))) and "optim" in _name_of(node.func).lower():
             self._note(
                 node,
-                "optimizer.state_dict() holds one DTensor a parameter; use FSDP.optim_state_dict for what is saved",
+                "optimizer.state_dict() holds one DTensor a parameter; to save, use FSDP.optim_state_dict",
             )
         return True
 

@@ -185,7 +185,7 @@ def _without_data(one: torch.Tensor) -> torch.Tensor:
 _Name: TypeAlias = tuple[int, int | None, int]
 """Of a storage or a communication: the run of blocks that it began in, the block, a number there.
 
-What is held before the first step has a run for each category, below zero.
+Memory that is held before the first step has a run for each category, below zero.
 """
 
 

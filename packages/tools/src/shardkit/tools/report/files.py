@@ -134,7 +134,7 @@ def read_estimate(path: Path) -> Estimate:
     """
     found = read_json(path, _Predicted, "one estimate of `shardkit estimate --json`", ReportError)
     collectives = [row for row in found.traffic if row.of_core]
-    # What a device's allocator counts leaves out the context.
+    # The figures of a device's allocator leave out the context.
     beside = 0 if found.machine.device == "cpu" else found.machine.process_bytes
     return Estimate(
         source=str(path),

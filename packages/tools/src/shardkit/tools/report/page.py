@@ -71,7 +71,7 @@ def title_of(report: Report) -> str:
     return f"{run.world_size} ranks on {run.device} ({run.backend}), {run.recorded_steps} steps recorded, {run.created}"
 
 
-# -- rows of the page and of what `shardkit report` prints, as text by column ------------------------------------------
+# -- rows of the page and of the output of `shardkit report`, as text by column ----------------------------------------
 
 
 def rank_rows(report: Report, shown: list[Rank]) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ CATEGORIES = (
     "communication",
     "other",
 )
-"""Of memory, in the order of charts. `activations` are what autograd saved for backward, inputs included;
+"""Of memory, in the order of charts. `activations` are tensors that autograd saved for backward, inputs included;
 `other` are the model's buffers."""
 
 
