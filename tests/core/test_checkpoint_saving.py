@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from shardkit.core.checkpoint.saving import (
     write_part,
 )
 from tests.support import run_ranks
+from tests.support.waiting import await_file
 
 
 class Own:
@@ -57,14 +57,20 @@ def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) 
     manager = CheckpointManager(path)
     manager.save(4, state, blocking=True)
     write_part, limit = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
-    rmtree = shutil.rmtree
+    rmtree, fail = shutil.rmtree, saving.Save._fail
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    has_failed = path.with_name(f"{path.name}-failed")
 
     def later(*arguments: Any) -> None:
-        time.sleep(0.5)
+        await_file(has_failed, "the save of rank 0 fails")
         write_part(*arguments)
 
+    def fail_and_tell(save: saving.Save, error: BaseException) -> None:
+        fail(save, error)
+        has_failed.touch()
+
     saving.write_part = later if rank == 1 else write_part
+    saving.Save._fail = fail_and_tell if rank == 0 else fail
     try:
         if rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
@@ -80,7 +86,7 @@ def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) 
         manager.save(5, state, blocking=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        saving.write_part, shutil.rmtree = write_part, rmtree
+        saving.write_part, shutil.rmtree, saving.Save._fail = write_part, rmtree, fail
     own.values = torch.zeros(3000)
     manager.restore(state)
     return str(failed.value), left, own.values.unique().tolist()
@@ -102,7 +108,7 @@ def other_directories(rank: int, world_size: int, path: Path) -> str:
 
 
 def test_all_ranks_give_the_same_directory(tmp_path: Path):
-    """Else the first rank would wait half an hour for what the others write elsewhere."""
+    """Otherwise the first rank would wait half an hour for files that the others write elsewhere."""
     for text in run_ranks(2, other_directories, tmp_path):
         assert f"failed on rank 1: directory {tmp_path / '1'}, but rank 0 has {tmp_path / '0'}" in text
 
@@ -213,14 +219,15 @@ def test_a_writer_that_dies_is_reported_everywhere(tmp_path: Path):
 
 
 SCRIPT = """
-import sys, torch
+import sys, threading, torch
 from shardkit.core.checkpoint import CheckpointManager, TrainingState, saving
 write = saving.write_part
-def slowly(*arguments):
-    import time
-    time.sleep(1)
+def last(*arguments):
+    training = threading.main_thread()
+    training.join(30)
+    assert not training.is_alive(), "the script does not end before the save is on disk"
     write(*arguments)
-saving.write_part = slowly
+saving.write_part = last
 CheckpointManager(sys.argv[1]).save(1, TrainingState(torch.nn.Linear(1, 1)))
 """
 
@@ -255,23 +262,28 @@ def test_a_script_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path: Path
 
 
 def two_in_a_row(rank: int, world_size: int, path: Path) -> list[float]:
-    """The writer is slow: staging memory is the first save's until that is on disk."""
+    """The first save is written once the second one waits: staging memory is the first one's until then."""
     own = Own(rank)
     state = TrainingState(torch.nn.Linear(1, 1), per_rank={"own": own})
-    write_part = saving.write_part
+    write_part, await_part = saving.write_part, saving.Save.await_part
+    waits = threading.Event()
 
     def later(*arguments: Any) -> None:
-        time.sleep(0.3)
+        assert waits.wait(30), "nothing waits for the first save"
         write_part(*arguments)
 
-    saving.write_part = later
+    def wait_and_tell(save: saving.Save) -> Exception | None:
+        waits.set()
+        return await_part(save)
+
+    saving.write_part, saving.Save.await_part = later, wait_and_tell
     try:
         with CheckpointManager(path) as manager:
             for step in (1, 2):
                 manager.save(step, state)
                 own.values += 10
     finally:
-        saving.write_part = write_part
+        saving.write_part, saving.Save.await_part = write_part, await_part
     found = []
     for step in (1, 2):
         manager.restore(state, step=step)

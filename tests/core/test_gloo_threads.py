@@ -1,4 +1,4 @@
-"""A process ends cleanly though a thread of gloo still has to let go of tensors."""
+"""A process ends cleanly though a thread of gloo still has to free tensors."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-# Letting go of a tensor takes long here, in gloo's thread and without Python's lock, which the thread then wants back.
+# Freeing a tensor takes long here, in gloo's thread and without the GIL, which the thread then wants back.
 RANK = """
-import hashlib, sys, threading, time, weakref
+import hashlib, sys, threading, weakref
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,13 +25,15 @@ def let_go():
     hashlib.pbkdf2_hmac("sha256", b"", b"", 600_000)
 
 tensor = torch.ones(3)
+store = dist.distributed_c10d._get_default_store()
 if rank:
-    time.sleep(0.5)
+    store.wait(["only gloo has the tensor"])
     dist.all_reduce(tensor)
 else:
     weakref.finalize(tensor, let_go).atexit = False
     work = dist.all_reduce(tensor, async_op=True)
     del tensor, work
+    store.set("only gloo has the tensor", "")
     letting_go.wait(30)
     assert letting_go.is_set()
     print("done")
@@ -40,7 +42,7 @@ dist.destroy_process_group()
 
 
 def _ends(store: Path) -> tuple[int, str]:
-    """How rank 0 ends: its exit status, and what it said."""
+    """The exit status and the output of rank 0."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(store), str(rank)],

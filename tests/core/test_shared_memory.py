@@ -1,5 +1,6 @@
-"""Shared memory between ranks of one host: who may write when, what is left behind, what a missing peer looks like."""
+"""Shared memory between ranks of one host: who may write when, files left behind, and the errors of missing peers."""
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -9,7 +10,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.core import fully_shard
+from shardkit.core import UnshardHandle, events, fully_shard
 from shardkit.core.runtime.choice import choose_transports, transport_for
 from shardkit.core.runtime.lanes import make_lane
 from shardkit.core.runtime.pairwise import PairwiseTransport
@@ -29,6 +30,7 @@ from shardkit.core.runtime.shared.tables import Table
 from shardkit.core.runtime.shared.transport import SharedTransport
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan, transport
 from tests.support import RankFailure, rank_mesh, run_ranks
+from tests.support.waiting import await_file
 
 
 def _sharded(world_size: int, *widths: int) -> nn.Sequential:
@@ -93,7 +95,7 @@ def test_deleting_a_model_frees_its_shared_memory_at_once() -> None:
         assert mapped <= 6  # two groups of the peer, and four gradients: a parcel each where this rank always read late
 
 
-def _pages(rank: int, world_size: int) -> list[int]:
+def _pages(rank: int, world_size: int, deleted: Path) -> list[int]:
     """Bytes of all ranks' memory files together: while a model trains, and after it is gone."""
     seen = []
     model = _sharded(world_size, 1024, 1024, 1024)
@@ -101,8 +103,10 @@ def _pages(rank: int, world_size: int) -> list[int]:
     for ended in (False, True):
         if ended:
             if rank == 1:
-                time.sleep(0.2)  # one rank is the last to read, and to delete
+                await_file(deleted, "rank 0 deletes its model")
             del model
+            if rank == 0:
+                deleted.touch()
         dist.barrier()
         seen.append(_resident())
         dist.barrier()
@@ -120,8 +124,9 @@ def _resident() -> int:
     return nbytes
 
 
-def test_a_deleted_models_pages_are_given_back_though_peers_map_them() -> None:
-    training, gone = (sum(ranks) for ranks in zip(*run_ranks(2, _pages, isolated=True), strict=True))
+def test_a_deleted_models_pages_are_given_back_though_peers_map_them(tmp_path: Path) -> None:
+    seen = run_ranks(2, _pages, tmp_path / "deleted", isolated=True)
+    training, gone = (sum(ranks) for ranks in zip(*seen, strict=True))
     assert training > 8 * 2**20  # shards of two matrices, and gradients in the outbox
     assert gone == 0
 
@@ -162,54 +167,86 @@ def test_mappings_of_deleted_models_do_not_pile_up() -> None:
 # -- who may write when ------------------------------------------------------------------------------------------------
 
 
-class _Slow(nn.Module):
-    """Comes late to what follows it."""
+# Rank 1 reads a shard of rank 0 as late as possible: when rank 0 waits for it, or has written to the shard.
+
+
+@contextlib.contextmanager
+def _tells_that_it_waits(rank: int, waits: Path) -> Iterator[None]:
+    """Rank 0 makes the file when it starts to wait until its shards are read, at the latest at the end of the block."""
+
+    def tell(event: events.Event) -> None:
+        if isinstance(event, events.WaitStarted) and event.operation == "release":
+            waits.touch()
+
+    if rank != 0:
+        yield
+        return
+    with events.subscribe(tell):
+        yield
+    waits.touch()
+
+
+def _come_late(rank: int, waits: Path) -> None:
+    if rank == 1:
+        await_file(waits, "rank 0 waits for rank 1, or writes")
+
+
+class _Late(nn.Module):
+    """Delays rank 1 before the next layer, once it has a file to wait for."""
+
+    waits: Path | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
+        if self.waits is not None:
+            _come_late(dist.get_rank(), self.waits)
         return x
 
 
-def _slow_model(world_size: int) -> nn.Sequential:
+def _late_model(world_size: int) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _Slow(), nn.Linear(64, 64, bias=False))
+    model = nn.Sequential(nn.Linear(64, 64), _Late(), nn.Linear(64, 64, bias=False))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=rank_mesh((world_size,)))
     return fully_shard(model, mesh=rank_mesh((world_size,)))
 
 
 @torch.no_grad()
-def _writes_after_forward(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    model = _slow_model(world_size)
+def _writes_after_forward(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _late_model(world_size)
     first = model(torch.ones(2, 64))  # teaches the order: from now on layers are gathered ahead
-    again = model(torch.ones(2, 64))
-    for parameter in model.parameters():
-        parameter.to_local().zero_()
+    model[1].waits = waits
+    with _tells_that_it_waits(rank, waits):
+        again = model(torch.ones(2, 64))
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
     return first, again
 
 
 @torch.no_grad()
-def _writes_after_unshard(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    model = _slow_model(world_size)
-    layer = model[2]
+def _writes_after_unshard(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    layer = _late_model(world_size)[2]
     expected = layer.weight.full_tensor()
     handle = layer.unshard(async_op=True)
-    if rank == 1:
-        time.sleep(0.5)
-    handle.wait()
-    seen = layer.weight.clone()
-    layer.reshard()
-    layer.weight.to_local().zero_()
+    return expected, _weight_before_it_is_written(layer, handle, rank, waits)
+
+
+def _weight_before_it_is_written(layer: nn.Module, handle: UnshardHandle, rank: int, waits: Path) -> torch.Tensor:
+    """The unsharded weight on this rank. Rank 0 writes to its shard as soon as the layer is sharded again."""
+    with _tells_that_it_waits(rank, waits):
+        _come_late(rank, waits)
+        handle.wait()
+        seen = layer.weight.clone()
+        layer.reshard()
+        layer.weight.to_local().zero_()
     dist.barrier()
-    return expected, seen
+    return seen
 
 
 @pytest.mark.parametrize("body", [_writes_after_forward, _writes_after_unshard])
 def test_a_shard_may_be_written_to_as_soon_as_control_returns(
-    body: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+    body: Callable[[int, int, Path], tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
 ) -> None:
-    for expected, seen in run_ranks(2, body):
+    for expected, seen in run_ranks(2, body, tmp_path / "waits"):
         assert torch.equal(expected, seen)
 
 
@@ -229,21 +266,16 @@ def test_a_shard_whose_memory_has_moved_is_read_where_it_is() -> None:
 
 
 @torch.no_grad()
-def _unshards_around_a_forward(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    body, head = _slow_model(world_size), fully_shard(nn.Linear(64, 64, bias=False), mesh=rank_mesh((world_size,)))
+def _unshards_around_a_forward(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    body, head = _late_model(world_size), fully_shard(nn.Linear(64, 64, bias=False), mesh=rank_mesh((world_size,)))
     expected = head.weight.full_tensor()
     handle = head.unshard(async_op=True)
     body(torch.ones(2, 64))
-    handle.wait()
-    seen = head.weight.clone()
-    head.reshard()
-    head.weight.to_local().zero_()
-    dist.barrier()
-    return expected, seen
+    return expected, _weight_before_it_is_written(head, handle, rank, waits)
 
 
-def test_a_gather_across_a_forward_is_settled_too() -> None:
-    for expected, seen in run_ranks(2, _unshards_around_a_forward):
+def test_a_gather_across_a_forward_is_settled_too(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _unshards_around_a_forward, tmp_path / "waits"):
         assert torch.equal(expected, seen)
 
 
@@ -265,54 +297,55 @@ def test_a_first_gather_in_inference_mode_leaves_shards_that_can_be_trained() ->
     run_ranks(2, _first_in_inference_mode)
 
 
-class _SlowBackward(nn.Module):
-    """In backward rank 1 comes late to what follows, and rank 0 does not come at all once it `fails`."""
+class _LateBackward(nn.Module):
+    """In backward, once it has a file to wait for, it delays rank 1 before the next layer and raises on rank 0."""
 
-    fails = False
+    waits: Path | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.register_hook(self._backward)
         return x.clone()
 
     def _backward(self, gradient: torch.Tensor) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
-        elif self.fails:
+        if self.waits is None:
+            return
+        _come_late(dist.get_rank(), self.waits)
+        if dist.get_rank() == 0:
             raise RuntimeError("backward is interrupted")
 
 
-def _resets_and_writes(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _resets_and_writes(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), _SlowBackward(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), _LateBackward(), nn.Linear(64, 64))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=rank_mesh((world_size,)))
     fully_shard(model, mesh=rank_mesh((world_size,)))
     model.set_requires_gradient_sync(False)
     inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
     model(inputs[0]).sum().backward()
-    model[1].fails = True
+    model[1].waits = waits
     if rank == 0:
         with pytest.raises(RuntimeError, match="interrupted"):
             model(inputs[1]).sum().backward()
-        model.reset_iter_state()
-        with torch.no_grad():
+        with _tells_that_it_waits(rank, waits), torch.no_grad():
+            model.reset_iter_state()
             for parameter in model.parameters():
                 parameter.to_local().zero_()
         dist.barrier()
         return inputs[0].grad, inputs[0].grad
-    model(inputs[1]).sum().backward()  # reads what rank 0 lent before it failed
+    model(inputs[1]).sum().backward()  # reads the shards of rank 0, which failed afterwards
     dist.barrier()
     return inputs[0].grad, inputs[1].grad
 
 
-def test_a_shard_may_be_written_to_after_a_reset() -> None:
-    for expected, seen in run_ranks(2, _resets_and_writes):
+def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _resets_and_writes, tmp_path / "waits"):
         assert torch.equal(expected, seen)
 
 
 # -- launched far ahead ------------------------------------------------------------------------------------------------
 
-_FAR = 700  # messages: more than twice what a socket holds unread
+_FAR = 700  # messages: more than twice as many as a socket holds unread
 
 
 def _launches_far_ahead(rank: int, world_size: int, order: str) -> list[float]:
@@ -392,7 +425,7 @@ def _one_that_does_not_read(rank: int, world_size: int) -> None:
     receiver.collect(first, "block")
     receiver.release(first)
     sender.release(first)
-    # All that the sender needs is there. What the receiver needs to get as far is not.
+    # The sender has every message that it needs. The receiver waits for one that is not sent yet.
     for wait in (lambda: sender.collect(last, "block"), lambda: sender.wait_released(first)):
         with pytest.raises(TimeoutError, match="rank 1 of the group has not come within"):
             wait()
@@ -452,7 +485,7 @@ def test_what_is_heard_in_inference_mode_can_be_summed() -> None:
     run_ranks(1, _heard_in_inference_mode)
 
 
-# -- when it is not to be had ------------------------------------------------------------------------------------------
+# -- when it is not available ------------------------------------------------------------------------------------------
 
 
 def _one_declines(rank: int, world_size: int) -> str:

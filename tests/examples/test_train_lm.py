@@ -41,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_job(*flags: str | Path, script: Path = EXAMPLE, **env: str) -> str:
-    """What the job prints; it has to succeed."""
+    """Runs the job, which has to succeed, and returns its output."""
     command = [sys.executable, str(script), *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -184,6 +184,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_new_run_moves_the_old_one_aside(text: Pa
         time.sleep(0.01)
     os.killpg(job.pid, signal.SIGINT)
     printed, complaints = job.communicate(timeout=60)
+    assert list(out.glob("checkpoints/step-*")), f"no checkpoint within 120 s: {complaints}"
     newest = max(out.glob("checkpoints/step-*"))
     assert job.returncode == 130, complaints
     assert complaints.splitlines()[-1] == f"train_lm: stopped; --resume goes on from {newest}"

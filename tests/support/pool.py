@@ -1,6 +1,6 @@
 """Pools of rank processes: one per world size, started on first use and kept until the pytest session ends.
 
-Ranks are forked from one server process that has imported what they need (``rank_server.py``), so a pool costs little.
+Ranks are forked from a server process that has imported their modules (``rank_server.py``), so a pool costs little.
 A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
 It is then killed, and the next call starts a new one.
 """
@@ -31,6 +31,8 @@ _START_TIMEOUT = 120.0
 _CLEAN_TIMEOUT = 30.0
 # How long ranks that have not failed may go on once one has: enough for the same error to arrive from each of them.
 _GRACE = 2.0
+# How long a rank may take to write its stacks. A stopped one writes none.
+_STACKS_TIMEOUT = 10.0
 # A body's process groups stay for the life of its pool; each costs threads and sockets, so a pool is renewed in time.
 _MAX_PROCESS_GROUPS = 64
 
@@ -80,7 +82,7 @@ def start_server(*more: str) -> None:
     If it was not there yet it imports these modules, too.
     """
     # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
-    # The server looks for what it imports on this path, wherever pytest was started.
+    # The server imports from this path, wherever pytest was started.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
         multiprocessing.set_forkserver_preload(["tests.support.rank_server", *more])
@@ -189,13 +191,18 @@ class _Pool:
         return replace(error, output=self._new_output(rank)) if error else reply
 
     def _stacks(self, ranks: Any) -> dict[int, str]:
-        """Ask the ranks for their stacks and read what each has written, most recent call first."""
+        """Ask the ranks for their stacks and read the files that they write, most recent call first."""
         ranks = [rank for rank in ranks if self.processes[rank].is_alive()]
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        # The dump has no end mark. It is written by one signal handler in well under this time.
-        time.sleep(0.5 if ranks else 0.0)
+        deadline = time.monotonic() + _STACKS_TIMEOUT
+        while any(self._writes_stacks(rank) for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.005)
         return {rank: self.places[rank].stacks_file.read_text() + self._new_output(rank) for rank in ranks}
+
+    def _writes_stacks(self, rank: int) -> bool:
+        end = self.places[rank].stacks_end_file
+        return self.processes[rank].is_alive() and not (end.exists() and end.stat().st_size)
 
     def _new_output(self, rank: int) -> str:
         with self.places[rank].output_file.open("rb") as file:

@@ -51,6 +51,11 @@ class RankPlace:
         return self.directory / f"stacks-{self.rank}"
 
     @property
+    def stacks_end_file(self) -> Path:
+        """Not empty once the stacks have been written."""
+        return self.directory / f"stacks-end-{self.rank}"
+
+    @property
     def output_file(self) -> Path:
         return self.directory / f"output-{self.rank}"
 
@@ -75,7 +80,7 @@ class RankWarning:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job on one rank. ``result`` is a pickle; exactly one of the first three fields is set."""
+    """How a job ended on one rank. ``result`` is a pickle; exactly one of the first three fields is set."""
 
     result: bytes | None = None
     error: RankError | None = None
@@ -117,15 +122,15 @@ def serve(place: RankPlace, connection: Connection) -> None:
 
 
 def _measuring() -> Any:
-    """What measures coverage in this process, None if nothing does."""
+    """The object that measures coverage in this process, None if there is none."""
     coverage = sys.modules.get("coverage")
     return coverage and coverage.Coverage.current()
 
 
 def _save_coverage() -> None:
-    """If coverage is measured: write down what ran so far, because pools end by SIGKILL.
+    """If coverage is measured: save it now, because pools end by SIGKILL.
 
-    A body that has become another user, as those that test what strangers may do, can no longer write it.
+    A body that has become another user, as some tests of permissions do, can no longer save it.
     """
     if os.getuid() == _USER and (measuring := _measuring()):
         measuring.save()
@@ -141,7 +146,11 @@ def _prepare_process(place: RankPlace) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=sys.stderr, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True)
+    # When the stacks are written, faulthandler calls the handler before it, which writes a byte to the wakeup descriptor:
+    # at once and in C, so that it also does in a hang.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(os.open(place.stacks_end_file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC))
+    faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True, chain=True)
     torch.set_num_threads(1)
 
 
@@ -222,7 +231,7 @@ def _clean(environment: dict[str, str], *, all_garbage: bool) -> Clean:
 
 
 def _collect_garbage(*, all_of_it: bool) -> None:
-    """Collect what the last body left. What has survived a collection (torch, above all) is not visited each time."""
+    """Collect the garbage of the last body. Survivors of a collection (torch, above all) are not visited each time."""
     if all_of_it:
         gc.unfreeze()
     gc.collect()

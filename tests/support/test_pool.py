@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import RankFailure, RankTimeout, rank_mesh, run_ranks
+from tests.support import RankError, RankFailure, RankTimeout, pool, rank_mesh, run_ranks
+from tests.support.waiting import await_file
 
 
 def whoami(rank: int, world_size: int, *args: object) -> tuple[object, ...]:
@@ -28,15 +29,13 @@ def random_numbers(rank: int, world_size: int) -> float:
     return torch.rand(()).item()
 
 
-def fail_on(rank: int, world_size: int, failing: tuple[int, ...]) -> None:
+def fail_on(rank: int, world_size: int, failing: tuple[int, ...], reported: Path) -> None:
+    """Ranks fail one after the other, the highest one first."""
     print(f"about to look at rank {rank}")
     if rank in failing:
         value = rank + 10
-        store = dist.distributed_c10d._get_default_store()
-        store.wait([f"rank {higher} fails" for higher in failing if higher > rank])
-        if rank != max(failing):
-            time.sleep(0.5)  # the highest failing rank is the first to fail
-        store.set(f"rank {rank} fails", "")
+        for higher in (one for one in failing if one > rank):
+            await_file(reported / str(higher), f"rank {higher} reports its failure")
         assert value == -1
     dist.barrier()
 
@@ -145,10 +144,19 @@ def test_one_thread_each() -> None:
     assert run_ranks(2, threads) == [(1, "1"), (1, "1")]
 
 
-def test_every_failing_rank_is_reported_first_failure_first() -> None:
+def test_every_failing_rank_is_reported_first_failure_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = pids(3)
+    receive = pool._Pool._receive
+
+    def receive_and_tell(self: pool._Pool, rank: int) -> object:
+        reply = receive(self, rank)
+        if isinstance(reply, RankError):
+            (tmp_path / str(rank)).touch()
+        return reply
+
+    monkeypatch.setattr(pool._Pool, "_receive", receive_and_tell)
     with pytest.raises(RankFailure) as caught:
-        run_ranks(3, fail_on, (1, 2))
+        run_ranks(3, fail_on, (1, 2), tmp_path)
     failure = caught.value
     assert [(error.rank, error.type_name) for error in failure.errors] == [(2, "AssertionError"), (1, "AssertionError")]
     assert "assert 12 == -1" in failure.errors[0].message, "asserts in bodies are explained"
@@ -195,8 +203,8 @@ def test_warnings_reappear() -> None:
     assert found == {(FutureWarning, "mind the gap [on rank 0, 1]"), (UserWarning, "only here [on rank 1]")}
 
 
-def test_output_reappears(capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(2, fail_on, ())
+def test_output_reappears(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_ranks(2, fail_on, (), tmp_path)
     assert capsys.readouterr().out == "[rank 0] about to look at rank 0\n[rank 1] about to look at rank 1\n"
 
 
