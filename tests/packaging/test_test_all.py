@@ -1,0 +1,33 @@
+"""`hatch run test-all` runs every part, whichever fails, and then fails itself."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "test_all.sh"
+PARTS = [
+    "pytest -k one test",
+    "hatch run trainers:test-all",
+    "python -m tests.core.random_programs --count 200",
+    "python -m tests.faults.campaign --each 10",
+]
+
+
+@pytest.mark.parametrize("failing", [None, *PARTS])
+def test_every_part_runs_and_one_that_fails_fails_all(tmp_path: Path, failing: str | None) -> None:
+    stand_in = f'#!/bin/sh\necho "${{0##*/}} $*" >>{tmp_path}/ran\n[ "${{0##*/}} $*" != "{failing}" ]\n'
+    for name in {part.split()[0] for part in PARTS}:
+        (tmp_path / name).write_text(stand_in)
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, SCRIPT, "-k", "one test"], env={"PATH": path}, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (tmp_path / "ran").read_text().splitlines() == PARTS
+    assert done.returncode == (failing is not None)
+    assert done.stderr.split("failed: ")[1:] == ([] if failing is None else [f"{failing}\n"])
