@@ -11,17 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]["default"]["scripts"]
-# Instead of ours, which take a minute: what is tested is the scripts.
+# Instead of our benchmarks, which take a minute: the test is about the scripts.
 BENCHMARK = "def test_one(benchmark):\n    benchmark(sum, range(1000))\n"
 
 
 def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script of the workspace on the benchmark in `directory`, with results there."""
+    """Runs a script of the workspace on the benchmark in `directory`, or on ours, with results in `directory`."""
     first, options = SCRIPTS[script].split(maxsplit=1)
     assert first == "bench"
     words = shlex.split(SCRIPTS["bench"].replace("{args}", options.removesuffix("{args}")))
     assert words[:2] == ["pytest", "benchmarks"]
-    command = [sys.executable, "-m", "pytest", str(directory / "test_one.py"), *words[2:]]
+    where = directory / "test_one.py"
+    command = [sys.executable, "-m", "pytest", str(where) if where.exists() else "benchmarks", *words[2:]]
     command += [f"--benchmark-storage=file://{directory / 'results'}", "-p", "no:cacheprovider"]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
@@ -43,3 +44,12 @@ def test_a_benchmark_that_is_slower_than_the_saved_one_fails(tmp_path: Path) -> 
         done = _run("bench-check", tmp_path)
         assert done.returncode == expected, done.stdout + done.stderr
     assert "Performance has regressed" in done.stdout + done.stderr
+
+
+def test_a_comparison_with_nothing_says_what_to_run_first(tmp_path: Path) -> None:
+    """As in a fresh clone, before any benchmark runs."""
+    done = _run("bench-check", tmp_path)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "ERROR: no benchmarks have been saved on this machine" in done.stderr
+    assert "run `hatch run bench-save` first" in done.stderr
+    assert "collected" not in done.stdout
