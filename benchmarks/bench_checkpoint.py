@@ -74,7 +74,7 @@ def _load_full(rank, world_size, path):
         seconds = sampled(lambda: shardkit.core.load_full_state_dict(network, full if rank == 0 else None))
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        # A copy: it puts what it has distributed into the dict that it is given.
+        # A copy: the call puts its distributed tensors into the dict that it is given.
         seconds = sampled(lambda: set_model_state_dict(network, dict(full), options=options))
     assert all(bool((parameter.to_local() == 0.5).all()) for parameter in network.parameters())
     return seconds

@@ -1,6 +1,6 @@
 """Gathering and reducing one group with and without compression, pairwise over gloo's loopback device.
 
-Loopback is fast: what stands here is the cost of rounding, not what fewer bytes save on a network.
+Loopback is fast: the results show the cost of rounding, not the time that fewer bytes save on a network.
 """
 
 import pytest

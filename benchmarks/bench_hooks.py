@@ -1,4 +1,4 @@
-"""What hooks cost: forward and backward of 16 small groups at world size 1, where nothing has to be communicated."""
+"""The cost of hooks: forward and backward of 16 small groups at world size 1, where nothing has to be communicated."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What recording costs: steps of a GPT with and without a recorder, in turn, in the same processes."""
+"""The cost of recording: steps of a GPT with and without a recorder, in turn, in the same processes."""
 
 import time
 

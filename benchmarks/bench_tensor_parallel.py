@@ -35,7 +35,7 @@ def test_step_2d(benchmark, path):
 @by_ranks
 @PATHS
 def test_save_2d(benchmark, path):
-    """`torch.distributed.checkpoint.save` of the weights; `collectives` counts what redistributes tensors."""
+    """`torch.distributed.checkpoint.save` of the weights; `collectives` counts those that redistribute tensors."""
     benchmark.extra_info["collectives"] = max(run_ranks(4, _collectives_of_a_save, path))
     clock.report(benchmark, [seconds[path] for seconds in _both(_saves)])
 

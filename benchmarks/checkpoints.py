@@ -1,7 +1,7 @@
 """Checkpoints against stock's, in one run and in turn: `python -m benchmarks.checkpoints [--what PART ...]`.
 
 The first table: a GPT of 34 M parameters with AdamW on two ranks, sharded by shardkit for both, so that both save the
-same tensors. The second (`--what planning`): what planning costs for up to 4,096 ranks, simulated in one process.
+same tensors. The second (`--what planning`): the cost of planning for up to 4,096 ranks, simulated in one process.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
         value.to_local().nbytes if isinstance(value, DTensor) else value.nbytes
         for value in [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
     )
-    with CheckpointManager(path / "warm") as small:  # what is imported and made on first use
+    with CheckpointManager(path / "warm") as small:  # imports, and objects made on first use
         small.save(0, TrainingState(torch.nn.Linear(1, 1)))
     gc.collect()
     manager = CheckpointManager(path / "ours")
@@ -142,7 +142,7 @@ def stock_memory(rank: int, world_size: int, path: Path) -> dict[str, float]:
 
 
 def loading(rank: int, world_size: int, path: Path, rounds: int) -> Rounds:
-    """Restoring what two ranks have saved."""
+    """Restoring a checkpoint of two ranks."""
     warnings.simplefilter("ignore")
     model, optimizer = build(world_size)
     state = TrainingState(model, optimizer)
@@ -246,7 +246,7 @@ def plan_for(ranks: int) -> str:
 
 
 def pieces_by_rank(layouts: list[tuple[int, Layout]]) -> dict[int, list[Piece]]:
-    """What each rank writes, in the order in which it writes."""
+    """The pieces that each rank writes, in the order in which it writes."""
     pieces: dict[int, list[Piece]] = {}
     for number, layout in layouts:
         for rank, offsets, sizes in layout.boxes(number):
@@ -255,7 +255,7 @@ def pieces_by_rank(layouts: list[tuple[int, Layout]]) -> dict[int, list[Piece]]:
 
 
 def _stock_plans(layouts: list[tuple[int, Layout]], ranks: int) -> list[SavePlan]:
-    """What each rank would send to stock's coordinator."""
+    """The plan that each rank would send to stock's coordinator."""
     items: list[list[WriteItem]] = [[] for _ in range(ranks)]
     for rank, below in pieces_by_rank(layouts).items():
         for piece in below:

@@ -1,8 +1,8 @@
 """Trains the model of examples/train_lm under several compression policies and prints bytes, time and loss as a table.
 
 The ranks are processes of one host that are told to
-exchange over gloo, as ranks of different hosts would, but over the loopback device: its bytes cost next to nothing, so
-the times show what rounding costs, and not what fewer bytes save.
+exchange over gloo, as ranks of different hosts would, but over the loopback device. There bytes cost next to nothing,
+so the times show the cost of rounding, not the time that fewer bytes save.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLICIES: dict[str, CompressionPolicy | None] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, alike for every policy; `text` are files and directories to learn."""
+    """A training job, the same for every policy; `text` are files and directories to learn."""
 
     model: ModelConfig = MODEL
     steps: int = 60
@@ -105,7 +105,7 @@ HEAD = "| policy | gather, MiB | reduce, MiB | step, ms | loss |\n|---|---|---|-
 
 
 def row(name: str, results: list[Result]) -> str:
-    """Markdown: what a rank sends in a step, the slowest rank's median step, mean loss of the last 20 steps."""
+    """Markdown: bytes that a rank sends in a step, the slowest rank's median step, mean loss of the last 20 steps."""
     gather, reduce = (fmean(getattr(r, f"{kind}_bytes") for r in results) / 2**20 for kind in ("gather", "reduce"))
     step = max(median(result.seconds) for result in results) * 1e3
     return f"| {name} | {gather:.1f} | {reduce:.1f} | {step:.0f} | {last_loss(results, 20):.3f} |"

@@ -82,7 +82,7 @@ def counted_rank(rank: int, ranks: int, name: str, directory: str) -> None:
 
 
 def on_ranks(body, ranks: int, name: str) -> dict:
-    """What rank 0 found; a step takes as long as the slowest rank says."""
+    """The results of rank 0, with the step time of the slowest rank."""
     with tempfile.TemporaryDirectory() as directory:
         spawn(body, (ranks, name, directory), nprocs=ranks)
         found = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]

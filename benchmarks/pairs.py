@@ -1,4 +1,4 @@
-"""Steps under two conditions side by side, in the same processes, in turn: what one costs against the other.
+"""Steps under two conditions side by side, in the same processes, in turn: the cost of one against the other.
 
 A round is four blocks, A B B A, so that a machine whose speed drifts meets both alike. A block is one step that is not
 timed, as a condition may have a beginning, and two that are. Each timed step under B is held against the one in its
@@ -37,7 +37,7 @@ def rounds(seconds: float) -> Iterator[bool]:
 
 def timed_block(step: Callable[[], object]) -> Block:
     """Runs the steps of a block on this rank; all ranks begin each timed one together."""
-    gc.collect()  # what the block before has left, such as a report, would be collected within a timed step
+    gc.collect()  # else garbage of the block before, such as a report, would be collected within a timed step
     step()
     seconds = []
     for _ in range(TIMED):
@@ -49,7 +49,7 @@ def timed_block(step: Callable[[], object]) -> Block:
 
 
 def on_ranks(body: Callable[..., dict], ranks: int, *args: object) -> list[dict]:
-    """What `body(rank, ranks, *args)` returns on each of so many fresh processes of one group."""
+    """The results of `body(rank, ranks, *args)` on each of so many fresh processes of one group."""
     with tempfile.TemporaryDirectory() as directory:
         spawn(_one_rank, (ranks, directory, body, args), nprocs=ranks)
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,10 +1,10 @@
-"""What recording costs: steps with and without a recorder side by side (`benchmarks/pairs.py` says how).
+"""The cost of recording: steps with and without a recorder side by side (`benchmarks/pairs.py` says how).
 
     python benchmarks/profiler_overhead.py --ranks 2 --seconds 60
     python benchmarks/profiler_overhead.py --ranks 1 --calls
 
-Beside the median of the pairs stands what the recorder says of itself. `--calls` counts the calls of functions in a
-step, Python's and built-in ones, which no other program on the machine disturbs.
+Beside the median of the pairs stands the recorder's own figure. `--calls` counts the calls of functions in a step,
+Python's and built-in ones, which no other program on the machine disturbs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Time on rank processes for pytest-benchmark: the ranks measure, and the fixture is handed what they measured."""
+"""Time on rank processes for pytest-benchmark: the ranks measure, and the fixture gets their times."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ class RankClock:
         self._now += self._samples.pop(0)
 
     def measure(self, benchmark: Any, world_size: int, body: Callable[..., list[float]], *args: Any) -> None:
-        """Report what `body(rank, world_size, *args)`, see `sampled`, measured: of each sample the slowest rank's."""
+        """Report the times of `body(rank, world_size, *args)`, see `sampled`: for each sample the slowest rank's."""
         self.report(benchmark, run_ranks(world_size, body, *args, timeout=120.0))
 
     def report(self, benchmark: Any, ranks: Sequence[Sequence[float]]) -> None:
-        """Report what the ranks have measured, a list of seconds each."""
+        """Report the ranks' times, a list of seconds each."""
         self._samples = [max(sample) for sample in zip(*ranks, strict=True)]
         benchmark.pedantic(self.tick, rounds=len(self._samples))
 

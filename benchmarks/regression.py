@@ -49,9 +49,9 @@ def _line(change: Change, first: str) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="what compare.py --json wrote")
+    parser.add_argument("file", type=Path, help="a file written by compare.py --json")
     parser.add_argument("--save", action="store_true", help="afterwards, keep it under --results")
-    parser.add_argument("--tolerance", type=float, default=0.1, help="growth of a ratio that is no regression (0.1)")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="growth of a ratio that is allowed (0.1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="benchmarks/results/compare")
     return parser.parse_args()
 

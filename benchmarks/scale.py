@@ -1,14 +1,14 @@
-"""What the host of one rank pays as ranks and groups become more: shardkit and stock FSDP2 in turn, in one run.
+"""The host's cost of one rank with more ranks and groups: shardkit and stock FSDP2 in turn, in one run.
 
     python benchmarks/scale.py                                     8 to 16,384 ranks of 32 groups
     python benchmarks/scale.py --ranks 2 --groups 100 1000         the number of groups
     python benchmarks/scale.py --rows 16                           parameters that most ranks hold nothing of
     python benchmarks/scale.py --ranks 2 --groups 1000 --budget 0.5
 
-torch's `fake` process group stands in for the other ranks: this process is rank 0 of as many as are asked for. Each
-group has nine parameters, in bf16, with gradients reduced in fp32. Printed is CPU time of this process without that of
-the fake group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its
-own. See docs/explanation/scale.md.
+torch's `fake` process group stands in for the other ranks: this process is rank 0 of any number. Each group has nine
+parameters, in bf16, with gradients reduced in fp32. The output is CPU time of this process without that of the fake
+group's own collectives, which copy as many chunks as there are ranks. Every configuration has a process of its own. See
+docs/explanation/scale.md.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one system: CPU seconds, and what Python objects take for each parameter (stock's or ours, not torch's)."""
+    """Of one system: CPU seconds, and bytes of Python objects for each parameter (stock's or ours, not torch's)."""
 
     sharding: float
     first: float
@@ -153,7 +153,7 @@ def measure(configuration: Configuration) -> dict[str, Cost]:
     if configuration.budget is not None:
         makers["budget"] = lambda: _with_budget(configuration, mesh, clock)
     small = replace(configuration, groups=2, budget=None)
-    for library in (stock, shardkit.core):  # imports, and what is made once
+    for library in (stock, shardkit.core):  # imports, and objects that are made once
         warm = Trainer(library, small, mesh, clock)
         warm.step()
         warm.step()

@@ -2,8 +2,8 @@
 
     python benchmarks/stock_estimates.py --ranks 2
 
-`FSDPMemTracker` estimates memory; what measures it here is what measures ours: every live storage after every
-operator. Its neighbours that estimate time (`RuntimeEstimator`, `SACEstimator`) run on CUDA only.
+`FSDPMemTracker` estimates memory. It is compared with the same measurement as our estimates: every live storage after
+every operator. Stock's estimators of time (`RuntimeEstimator`, `SACEstimator`) run on CUDA only.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ITERATIONS = 3
 
 def build(job: TrainingJob, mesh: DeviceMesh) -> torch.nn.Module:
     """The job's model, sharded by stock with the same settings."""
-    # Pinning is no operator that fake tensors know.
+    # Fake tensors do not support pinning.
     offload = partial(CPUOffloadPolicy, pin_memory=False)
     with mock.patch.multiple(jobs, fully_shard=fully_shard, CPUOffloadPolicy=offload):
         try:
@@ -99,7 +99,7 @@ def fake_world(name: str, ranks: int) -> Iterator[DeviceMesh]:
 
 
 def predict(name: str, ranks: int) -> int:
-    """What stock's tracker says of rank 0, in an iteration after the first; raises what it raises."""
+    """The estimate of stock's tracker for rank 0, in an iteration after the first; its exceptions pass through."""
     job = jobs.JOBS[name]
     with fake_world(name, ranks) as mesh, FakeTensors() as fake:
         model = build(job, mesh)

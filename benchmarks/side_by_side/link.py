@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RATES = ("100mbit", "1gbit", "10gbit")
-"""What `--link` takes: bits a second in each direction."""
+"""The values of `--link`: bits a second in each direction."""
 
 _CLONE_NEWNET = 0x40000000
 _BURST = "256kb"

@@ -1,4 +1,4 @@
-"""The most memory that a rank has held, beyond what it held when the meter was made."""
+"""The most memory that a rank has held, less the memory that it held when the meter was made."""
 
 import gc
 import resource
@@ -23,7 +23,7 @@ class MemoryMeter:
     `restart` does nothing and the peak is that of the whole run. On CUDA: allocated and reserved device memory.
 
     A page that several processes map is resident in each of them. `held_during` counts it by shares instead, so that
-    the ranks' figures add up to what the machine needs.
+    the ranks' figures add up to the machine's total.
     """
 
     def __init__(self, device: torch.device) -> None:

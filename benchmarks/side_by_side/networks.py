@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """What every system wraps as one unit."""
+    """The block that every system wraps as one unit."""
 
 
 class Attention(nn.Module):

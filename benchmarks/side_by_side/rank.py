@@ -117,7 +117,7 @@ class Trainer:
         return Times(**{name: value / steps for name, value in vars(times).items()})
 
     def traffic(self) -> dict[str, Any]:
-        """What one step sends. Nothing here is timed."""
+        """The traffic of one step, which is not timed."""
         counts: dict[str, Any] = {}
         self._meet()
         if self.device.type == "cpu":
@@ -221,7 +221,7 @@ def _device(assignment: Assignment) -> torch.device:
 
 
 def _warm(device: torch.device) -> None:
-    """Load what torch loads lazily (autograd, kernels, a gloo connection) before memory is metered."""
+    """Make torch load its lazy parts (autograd, kernels, a gloo connection) before memory is metered."""
     dist.barrier(group=_host_group())
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.randn(8, 64, device=device)).sum().backward()

@@ -24,7 +24,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what each system needs, and how the first one compares."""
+    """One line of the table: the figures of each system, and how the first one compares."""
 
     key: str
     label: str

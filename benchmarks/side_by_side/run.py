@@ -14,7 +14,7 @@ from side_by_side.workloads import WORKLOADS
 CHECKED_STEPS = 3
 LOSS_TOLERANCE = {False: 1e-4, True: 2e-2}
 """Relative, by whether anything is computed in low precision: bfloat16 (systems that autocast round at other places),
-Muon (it orthogonalises in bfloat16 what was summed in another order), compression."""
+Muon (it orthogonalises in bfloat16 sums of another order), compression."""
 GRAD_NORM_TOLERANCE = {False: 1e-3, True: 5e-2}
 
 Say = Callable[[str], None]
@@ -26,7 +26,7 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compare. `steps` are timed in each of `rounds` turns; `profile`: a directory for profiles, or None.
+    """A comparison. `steps` are timed in each of `rounds` turns; `profile`: a directory for profiles, or None.
 
     `link`: the rate of a link between two halves of the ranks, or None for the loopback interface.
     """
@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one system's ranks measured.
+    """The measurements of one system's ranks.
 
     `rounds` holds one entry for each turn: of `step` and the optimizer the slowest rank's, of everything else the mean
     over the ranks.
@@ -100,7 +100,7 @@ def compare(settings: Settings, say: Say) -> dict[str, Measured]:
 
 
 def check(agreements: dict[str, list[Agreement]], settings: Settings) -> str:
-    """Hold every system against the first one that averages gradients over the ranks; say what was compared.
+    """Compare every system with the first one that averages gradients over the ranks; return a text that says so.
 
     A system that does not average (`alone`) sees its own data only: from its second step on, it is comparable only at
     world size 1.

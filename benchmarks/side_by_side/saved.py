@@ -10,7 +10,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results" / "compare"
 
 Run = Mapping[str, Any]
-"""One entry of `runs` in what `compare.py --json` writes."""
+"""One entry of `runs` in a file of `compare.py --json`."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Change:
 
 
 def machine(run: Run) -> str:
-    """What the machine is made of: runs are only held against runs on the same."""
+    """A description of the machine: runs are only compared with runs on the same."""
     facts = run["surroundings"]
     return ", ".join(str(facts[name]) for name in ("cpu", "cores", "system", "gpu") if name in facts)
 

@@ -1,4 +1,4 @@
-"""What a figure needs beside it to mean anything: machine, versions, commit, load."""
+"""Facts that a figure needs beside it: machine, versions, commit, load."""
 
 import os
 import platform

@@ -29,11 +29,11 @@ class Place:
 
 @dataclass(frozen=True)
 class System:
-    """A network ready to train. `around_forward` opens what the forward runs in.
+    """A network ready to train. `around_forward` makes the context that forward runs in.
 
     `shards`: each rank holds a part of the gradients, so that their squares add up over the ranks.
     `averages`: gradients are averaged over the ranks.
-    `prepare_optimizer`: what the system's users are told to do with an element-wise optimizer.
+    `prepare_optimizer`: the change to an element-wise optimizer that the system's documentation recommends.
     """
 
     network: nn.Module

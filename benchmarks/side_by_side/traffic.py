@@ -1,4 +1,4 @@
-"""What one rank sends in one step, counted outside of the timed steps."""
+"""The bytes that one rank sends in one step, counted outside of the timed steps."""
 
 import contextlib
 from collections import Counter
@@ -13,7 +13,7 @@ _IO = Path("/proc/self/io")
 def socket_bytes(step: Callable[[], None]) -> int | None:
     """Bytes that the process writes while `step` runs: gloo's sockets, for every system alike.
 
-    They are what its algorithm really sends, headers included. None where the kernel does not count them.
+    They are the bytes on the wire, headers included. None where the kernel does not count them.
     """
     if not _IO.exists():
         return None

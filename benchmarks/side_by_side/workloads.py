@@ -1,4 +1,4 @@
-"""What is trained: a network, the batch of one rank, the precision, the optimizer."""
+"""Workloads to train: a network, the batch of one rank, the precision, the optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
