@@ -315,6 +315,12 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("optimizer on another stream", step=_optimizer_on_a_stream),
     configuration("int8", options=_compressed(gather="int8", reduce="int8"), on_stock=False),
     configuration(
+        "int8, sums in bf16",
+        options=_compressed(gather="int8", reduce="int8")
+        | {"mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        on_stock=False,
+    ),
+    configuration(
         "bf16 gradients, errors fed back", options=_compressed(reduce="bf16", error_feedback=True), on_stock=False
     ),
 ]

@@ -17,10 +17,7 @@ KNOWN: dict[str, str] = {}
 STOCKS_OWN = {"unshard ahead, forward on another stream", "two forwards, two backwards"}
 # Waits and references that no configuration depends on, by the functions of the engine that ask for them.
 UNNEEDED_WAITS: set[str] = set()
-UNNEEDED_REFERENCES = {
-    "first of CompressedTransport._gather",  # the lane owns its rows
-    "last of CompressedTransport._reduce",  # the sum is the group's
-}
+UNNEEDED_REFERENCES: set[str] = set()
 
 # How many streams the engine makes: for gathers and reductions, and more where all-reduces or transfers have their own.
 STREAMS = {"plain": 2, "HSDP": 3, "CPU offload": 3, "all-reduce hook": 3}

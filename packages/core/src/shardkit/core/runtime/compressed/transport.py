@@ -157,7 +157,6 @@ class CompressedTransport(Transport):
         buffer: torch.Tensor,
     ) -> Program:
         launched = time.perf_counter()
-        hold(buffer)
         own = buffer[rows.slots.start(plan.rank) :]
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
@@ -200,7 +199,9 @@ class CompressedTransport(Transport):
         mean: Mean,
     ) -> Program:
         launched = time.perf_counter()
-        hold(outgoing, incoming, total)
+        hold(outgoing, incoming)
+        if total is not output:
+            hold(total)
         self._pack(plan, rows, grads, outgoing, plan.output_views(total))
         grads.clear()
         note_released(plan.nbytes, plan.label)
