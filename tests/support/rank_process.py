@@ -146,8 +146,8 @@ def _prepare_process(place: RankPlace) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=sys.stderr, all_threads=True)
-    # When the stacks are written, faulthandler calls the handler before it, which writes a byte to the wakeup descriptor:
-    # at once and in C, so that it also does in a hang.
+    # After it has written the stacks, faulthandler calls the handler before it, which writes a byte to the wakeup
+    # descriptor, in C and at once, so also in a hang.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.set_wakeup_fd(os.open(place.stacks_end_file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC))
     faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True, chain=True)
