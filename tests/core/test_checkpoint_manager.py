@@ -1,4 +1,4 @@
-"""`CheckpointManager`: what is saved comes back, on these ranks and on others; what cannot be saved is refused."""
+"""`CheckpointManager`: state comes back on the same ranks and on others; state that cannot be saved is refused."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ def restore_elsewhere(rank: int, world_size: int, path: Path, again: Path, shape
     seen, position = trainee.full(), trainee.loader.position
     with CheckpointManager(again) as manager:
         manager.save(2, trainee.state)
-    trainee.train(1)  # what was restored can be trained
+    trainee.train(1)  # training goes on after a restore
     return seen, position
 
 
@@ -189,7 +189,7 @@ def failing_writes(rank: int, world_size: int, path: Path) -> list[str]:
         texts.append(str(refused.value))
         assert [one.step for one in manager.checkpoints()] == [1]
         dist.barrier()
-        assert [one.name for one in path.iterdir()] == ["step-000001"], "what was written of it is removed"
+        assert [one.name for one in path.iterdir()] == ["step-000001"], "the partial checkpoint was not removed"
     manager.save(3, trainee.state, blocking=True)
     return texts
 

@@ -1,4 +1,4 @@
-"""Who writes what, worked out by one rank for all: against each rank's own answer, and each element exactly once."""
+"""Each rank's pieces, computed by one rank for all: they match each rank's own answer, and hold each element once."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def test_each_element_is_written_once(layout: Layout, number: int):
     for rank, offsets, sizes in layout.boxes(number):
         box = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
         written[box] += 1
-        assert box in [in_full for in_full, _ in alone[rank].boxes()], "a rank writes what it holds"
+        assert box in [in_full for in_full, _ in alone[rank].boxes()], "a rank writes a box that it does not hold"
     assert (written == 1).all()
 
 
@@ -90,7 +90,7 @@ def test_an_index_comes_back_from_its_manifest(entries: list[tuple[tuple[int, ..
 
 
 def check_metadata(index: Index) -> None:
-    """What is written byte by byte is what stock's own objects are."""
+    """The metadata that we write byte by byte unpickles to stock's own objects."""
     described: dict[str, object] = {}
     stored = {}
     for name, entry in index.tensors.items():

@@ -1,4 +1,4 @@
-"""Lists, dicts and dataclasses that a caller hands down, and what forwards put into them: as in one process."""
+"""Lists, dicts and dataclasses that a caller hands down get the same contents from forward as in one process."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import run_ranks
 
 @dataclasses.dataclass
 class Cache:
-    """What blocks leave for later ones."""
+    """Values that blocks leave for later blocks."""
 
     total: Any = 0.0
     calls: int = 0
@@ -112,7 +112,7 @@ def _fill_a_cache(rank: int, world_size: int, fails: bool) -> None:
                 model(x, cache)
     assert cache["seen"] is seen
     assert len(seen) == 2
-    assert cache["scale"] is scale, "a cast of what forward has not changed came back"
+    assert cache["scale"] is scale, "the cast copy of an unchanged entry came back"
     assert ("last" in cache) is not fails
 
 
@@ -122,7 +122,7 @@ def test_a_cache_is_filled_although_inputs_are_cast(fails: bool) -> None:
 
 
 class _Recomputing(_Model):
-    """Recomputes blocks in backward, which adds to the list once more; what they add has no gradient in forward."""
+    """Recomputes blocks in backward, which adds to the list once more; the tensors of forward need no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         into: list[Tensor] = []

@@ -1,6 +1,6 @@
 """Random training programs on ranks have the gradients of a single process, or raise an error that names a module.
 
-``python -m tests.core.random_programs --count 20000 --seed 1`` runs more of them, and makes what it finds small.
+``python -m tests.core.random_programs --count 20000 --seed 1`` runs more of them, and reduces its findings.
 """
 
 from collections import defaultdict
@@ -42,12 +42,12 @@ def test_programs_drawn_from_a_seed() -> None:
 )
 @given(programs((2,)))
 def test_programs_drawn_by_hypothesis(program: Program) -> None:
-    """Fewer, as it repeats itself; but what it finds it makes small."""
+    """Fewer, as hypothesis repeats itself; but it reduces its findings."""
     (outcome,) = run_programs([program])
     assert outcome.good, f"{outcome.kind}: {outcome.message}\n{program!r}"
 
 
-# -- what the campaigns have found: made small, named after what goes on in it -----------------------------------------
+# -- findings of the campaigns: reduced, and named after the program ---------------------------------------------------
 
 LINEAR = Block("beta", ops=("linear",))
 ALPHA = (Wrap(("alpha",)), Wrap(("",)))

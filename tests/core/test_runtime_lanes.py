@@ -1,4 +1,4 @@
-"""Tickets on CPU: when a program moves, what is kept alive, and how failures are told."""
+"""Tickets on CPU: when a program moves, which memory stays alive, and how failures are reported."""
 
 import contextlib
 import datetime as dt
@@ -156,7 +156,7 @@ def test_a_cpu_lane_ignores_events_and_knows_its_name() -> None:
 
 
 class _Device:
-    """A device module that records what a stream lane orders, for machines without streams."""
+    """A device module that records the calls of a stream lane, for machines without streams."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -232,7 +232,7 @@ def test_a_stream_lane_orders_memory_and_work(monkeypatch: pytest.MonkeyPatch) -
     ]
     gc.collect()
     assert not ticket.done
-    assert reference() is not None, "the device may still write to what the program held"
+    assert reference() is not None, "the device may still write to memory of the program"
     ticket.wait_for_stage()
     ticket.wait()
     assert device.log[5:] == ["compute waits for event of lane-1"]

@@ -141,7 +141,7 @@ def test_logical_names_over_any_change_of_meshes(tmp_path: Path):
 
 
 def test_a_checkpoint_of_separate_layers_fits_a_plain_model(tmp_path: Path):
-    """Without processes: what is loaded into the packed model computes the same."""
+    """Without processes: the packed model computes the same after the load."""
     torch.manual_seed(3)
     separate, packed = GroupedModel(packed=False), GroupedModel()
     dcp.save(separate.state_dict(), checkpoint_id=tmp_path)

@@ -17,7 +17,7 @@ _BATCH = 25
 
 
 class Campaign:
-    """Runs programs in batches of one world size and remembers what it finds."""
+    """Runs programs in batches of one world size and remembers its findings."""
 
     def __init__(self, engine: str, output: Path | None, tries: int, keep: int) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Training programs as data: what the modules do, how they are sharded, and what the training loop does.
+"""Training programs as data: the operations of the modules, how they are sharded, and the training loop.
 
 Everything prints as the code that makes it, with defaults left out, so a counterexample can be pasted into a test.
 """
