@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def uncommitted(root: Path = ROOT) -> list[str]:
-    """What git would not build from the commit."""
+    """Files that differ from the commit, so that a build of the commit would not have them."""
     changed = git("status", "--porcelain", root=root).splitlines()
     return [f"not committed: {line.strip()}" for line in changed]
 
@@ -76,14 +76,14 @@ def wrong_versions(version: str, root: Path = ROOT) -> list[str]:
 
 
 def undated_changelog(version: str, root: Path = ROOT) -> str | None:
-    """What is missing from the changelog's heading, None if it has a date."""
+    """The problem with the changelog's heading, None if it has a date."""
     heading = re.compile(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", re.MULTILINE)
     dated = heading.search((root / "CHANGELOG.md").read_text())
     return None if dated else f"CHANGELOG.md has no date behind [{version}]"
 
 
 def build_and_check(directory: Path, version: str) -> list[str]:
-    """Builds the commit twice, in two places, and says what is wrong with the files."""
+    """Builds the commit twice, in two places, and returns the problems of the files."""
     first, second = (build(directory / name) for name in ("first", "second"))
     if (names := sorted(first)) != sorted(second):
         return [f"two builds made other files: {names} and {sorted(second)}"]
@@ -115,7 +115,7 @@ def build(directory: Path) -> dict[str, Path]:
 
 
 def unpack(archive: Path, directory: Path) -> None:
-    """What git and hatchling have packed. Python knows filters from 3.11.4 on."""
+    """Unpacks an archive of git or hatchling. Python knows filters from 3.11.4 on."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):
             tar.extraction_filter = tarfile.data_filter
@@ -130,7 +130,7 @@ def hatchling(target: str, source: Path, dist: Path) -> None:
 
 
 def wheel_problems(wheel: Path, version: str) -> list[str]:
-    """What is missing from a wheel, or should not be in it."""
+    """Files that are missing from a wheel, or should not be in it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -141,7 +141,7 @@ def wheel_problems(wheel: Path, version: str) -> list[str]:
         if wanted not in names:
             problems.append(f"{wheel.name}: no {wanted}")
     problems += [
-        f"{wheel.name}: {name} is no part of the package"
+        f"{wheel.name}: {name} is not part of the package"
         for name in names
         if re.search(r"(^|/)(tests?|conftest\.py|test_[^/]*\.py)(/|$)", name) or name.endswith((".pyc", ".so"))
     ]
@@ -175,7 +175,7 @@ def keep(built: Path, version: str) -> None:
 
 
 def git(*arguments: str, root: Path = ROOT) -> str:
-    """What git answers."""
+    """The output of a git command."""
     return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
 
 

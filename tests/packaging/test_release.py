@@ -1,4 +1,4 @@
-"""`scripts/release.py` refuses what is not ready; `hatch run release --dry-run` builds for real."""
+"""`scripts/release.py` refuses a release that is not ready; `hatch run release --dry-run` builds for real."""
 
 import runpy
 import subprocess
@@ -38,8 +38,8 @@ def test_a_whole_wheel_has_no_problem(tmp_path: Path):
     [
         ({"shardkit/core/py.typed": None}, "no shardkit/core/py.typed"),
         ({"shardkit_core-0.1.0.dist-info/licenses/LICENSE": None}, "licenses/LICENSE"),
-        ({"tests/core/test_clip.py": ""}, "tests/core/test_clip.py is no part"),
-        ({"shardkit/core/test_clip.py": ""}, "test_clip.py is no part"),
+        ({"tests/core/test_clip.py": ""}, "tests/core/test_clip.py is not part"),
+        ({"shardkit/core/test_clip.py": ""}, "test_clip.py is not part"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("0.1.0", "0.2.0")}, "Version is '0.2.0'"),
         ({"shardkit_core-0.1.0.dist-info/METADATA": METADATA.replace("Text\n", "")}, "no description"),
     ],
