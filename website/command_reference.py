@@ -28,7 +28,7 @@ def page() -> str:
     lines = [
         "# Commands",
         "",
-        "Generated from the parsers. What all commands have in common stands in [the tools](tools.md). Without",
+        "Generated from the parsers. [The tools](tools.md) describes the options of all commands. Without",
         "shardkit-tools, `python -m shardkit.core checkpoint`, `python -m shardkit.core run` and",
         "`python -m shardkit.legacy_fsdp_compat migrate` are the same commands.",
         "",
