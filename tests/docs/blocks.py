@@ -8,8 +8,9 @@ Comments on the lines above a block, which no reader sees, say how to run it:
     <!-- not run: the reason -->    the block is not run
 
 Python and shell blocks (python, bash) without one run as they stand. A `text` block that is the next one after a block
-that runs shows its output: each line has to be printed, in any order, and numbers with a decimal point may differ by
-1 %. A line `...` stands for lines that are left out. Fences of other languages are for reading only.
+that runs shows its output: each line has to be printed, in any order. Numbers with a decimal point may differ by 1 %,
+and whole seconds by any amount. A line `...` stands for lines that are left out. Fences of other languages are for
+reading only.
 
 A reader does not see the notes, so the text of the page has to name the file and the number of processes as well.
 """
@@ -29,6 +30,7 @@ _FENCE = re.compile(
 )
 _COMMENTS = re.compile(r"(?:^ *<!-- [^\n]*? -->\n+)+\Z", re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (?P<key>[^:\n]+): (?P<value>[^\n]*?) -->")
+_WHOLE_SECONDS = re.compile(r"(?<![\d.])\d+ s\b")
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 _KNOWN = {"processes", "file", "exits", "not run"}
 RUN = {"python", "bash"}
@@ -70,12 +72,11 @@ class Block:
 
     def missing(self, printed: str) -> list[str]:
         """Lines of the output on the page that are not among those printed."""
-        lines = [line.split() for line in printed.splitlines()]
-        missing = []
+        lines, missing = printed.splitlines(), []
         for shown in filter(None, map(str.strip, self.output.splitlines())):
             if shown == "...":
                 continue
-            found = next((line for line in lines if _alike(shown, " ".join(line))), None)
+            found = next((line for line in lines if _alike(shown, line)), None)
             if found is None:
                 missing.append(shown)
             else:
@@ -87,8 +88,8 @@ class Block:
 
 
 def _alike(shown: str, printed: str) -> bool:
-    """Whether two lines are the same but for spaces, and for decimals that differ by less than 1 %."""
-    shown = " ".join(shown.split())
+    """Whether two lines are the same but for spaces, whole seconds, and decimals that differ by less than 1 %."""
+    shown, printed = (_WHOLE_SECONDS.sub("# s", " ".join(line.split())) for line in (shown, printed))
     pairs = zip(_DECIMAL.findall(shown), _DECIMAL.findall(printed), strict=False)
     return _DECIMAL.sub("#", shown) == _DECIMAL.sub("#", printed) and all(
         math.isclose(float(one), float(other), rel_tol=0.01) for one, other in pairs
@@ -146,7 +147,9 @@ def _blocks(page: Path, text: str) -> Iterator[Block]:
 def run(
     block: Block, directory: Path, python: str = sys.executable, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run one block in `directory`, or save it if it is a file; output and errors come back together in `stdout`.
+    """Run one block in `directory`, or save it if it is a file.
+
+    Output and errors come back together in `stdout`, with paths below `directory` relative to it.
 
     Args:
         block: one that runs.
@@ -167,7 +170,7 @@ def run(
     # Only what is installed may be found, never the checkout that the caller happens to stand in.
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "stock_exit")}
     environment["PATH"] = f"{Path(python).parent}{os.pathsep}{environment['PATH']}"
-    return subprocess.run(
+    done = subprocess.run(
         command,
         cwd=directory,
         env=environment | {"OMP_NUM_THREADS": "1"},
@@ -177,3 +180,5 @@ def run(
         timeout=timeout,
         check=False,
     )
+    done.stdout = done.stdout.replace(f"{directory}{os.sep}", "")
+    return done

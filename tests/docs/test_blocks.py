@@ -11,6 +11,9 @@ from tests.packaging.workspace import ROOT, packages
 READMES = [ROOT / "README.md", *(package.readme for package in packages())]
 PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+# How-to pages that take some seconds.
+QUICK = ("estimate", "hang", "mixed-precision", "offload", "plan", "profile", "trainers")
+
 
 def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -22,7 +25,7 @@ def _pages() -> list[ParameterSet]:
     `hatch run wheels` runs the packages' READMEs.
     """
     pages = [page for page in PAGES if any(block.runs for block in blocks(page))]
-    quick = {ROOT / "README.md", ROOT / "docs" / "how-to" / "mixed-precision.md"}
+    quick = {ROOT / "README.md", *(ROOT / "docs" / "how-to" / f"{name}.md" for name in QUICK)}
     return [pytest.param(page, id=_name(page), marks=[] if page in quick else [pytest.mark.slow]) for page in pages]
 
 
@@ -89,14 +92,18 @@ def test_notes_that_a_reader_does_not_see_are_found(tmp_path: Path):
 def test_the_output_on_a_page_is_compared(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
-        "```bash\nrun\n```\nIt prints:\n```text\nrank 0: 2 of 4\nrank 1:  2 of 4\n...\nloss 1.000 in 2.5e-03\n```\n"
+        "```bash\nrun\n```\nIt prints:\n"
+        "```text\nrank 0: 2 of 4\nrank 1:  2 of 4\n...\nloss 1.000 in 2.5e-03 after 4 s\n```\n"
         "```bash\nquiet\n```\n```\nnot its output\n```\n"
         "<!-- not run: there is no cluster -->\n```bash\n```\n```text\nx\n```\n"
     )
     first, *others = blocks(page)
-    assert first.missing("rank 1: 2 of 4\nwarning\nrank 0: 2 of 4\nloss 1.005 in 2.49e-03\n") == []
-    assert first.missing("rank 1: 2 of 4\nloss 1.02 in 2.5e-03\n") == ["rank 0: 2 of 4", "loss 1.000 in 2.5e-03"]
-    assert first.missing("rank 0: 3 of 4\nrank 1: 2 of 4\nloss 1.0 in 2.5e-03\n") == ["rank 0: 2 of 4"]
+    assert first.missing("rank 1: 2 of 4\nwarning\nrank 0: 2 of 4\nloss 1.005 in 2.49e-03 after 7 s\n") == []
+    assert first.missing("rank 1: 2 of 4\nloss 1.02 in 2.5e-03 after 4 s\n") == [
+        "rank 0: 2 of 4",
+        "loss 1.000 in 2.5e-03 after 4 s",
+    ]
+    assert first.missing("rank 0: 3 of 4\nrank 1: 2 of 4\nloss 1.0 in 2.5e-03 after 4 s\n") == ["rank 0: 2 of 4"]
     assert [block.output for block in others] == ["", ""]
 
 
