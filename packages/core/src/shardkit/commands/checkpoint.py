@@ -13,8 +13,8 @@ from typing import NoReturn
 __all__ = ["Parser", "add_conversion_options", "parse"]
 
 _DESCRIPTION = """\
-Looks at and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
-CheckpointManager or torch.distributed.checkpoint has written; of a directory of several, the newest is meant. Sources
+Inspects and converts checkpoints on one machine, without a process group. A checkpoint is a directory that
+CheckpointManager or torch.distributed.checkpoint has written; in a directory of several, the newest is used. Sources
 are only read, and verified where they have checksums; a target appears when it is complete. Start an interrupted
 conversion again, and it continues where it stopped.
 """
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--fallback", action="store_true", help="if it is damaged, take the one before it")
         return command
 
-    add_for_one("inspect", "what a checkpoint holds; no values are read")
+    add_for_one("inspect", "the contents of a checkpoint; no values are read")
     _add_progress_option(add_for_one("verify", "read all of a checkpoint and compare every checksum"))
     one = add("diff", "the tensors and values in which two checkpoints differ, however they are sharded")
     one.add_argument("first", type=Path)

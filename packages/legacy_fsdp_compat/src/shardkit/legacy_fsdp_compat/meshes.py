@@ -57,7 +57,7 @@ _hybrid_meshes: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.Proc
 _node_groups_of: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
     WeakKeyDictionary()
 )
-"""By the default process group, as a new one makes all other groups void."""
+"""By the default process group: a new default group invalidates all other groups."""
 
 
 def placement_for(
@@ -75,7 +75,7 @@ def placement_for(
     """
     if device_mesh is not None:
         if process_group is not None:
-            raise ValueError("pass process_group or device_mesh, not both")
+            raise ValueError("process_group and device_mesh were both passed; pass one of them")
         return _from_mesh(device_mesh, strategy)
     device = _device(module, device_id, process_group)
     if strategy.is_hybrid:
@@ -83,7 +83,7 @@ def placement_for(
             # Each call would make separate groups, but nested modules must share theirs.
             raise ValueError(
                 f"{strategy} without an auto_wrap_policy needs process_group=(shard group, replicate group) or a 2-D "
-                "device_mesh, so that all FSDP modules share them"
+                "device_mesh, so that all FSDP modules share them; pass either"
             )
         shard, replicate = _pair(process_group, strategy)
         mesh = _hybrid_mesh(shard, replicate, device.type)

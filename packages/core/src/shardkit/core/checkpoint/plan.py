@@ -180,7 +180,7 @@ class Plan:
     described: list[Piece] = field(default_factory=list)
     told: list[Piece] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)  # the tensors of both, in that order
-    objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)  # bytes of values that are no tensors
+    objects: list[tuple[LeafPath, bytes]] = field(default_factory=list)  # bytes of values that are not tensors
     empties: list[LeafPath] = field(default_factory=list)  # paths of empty mappings
     # the leaves in this rank's note, if any object comes before a tensor
     order: list[LeafPath] = field(default_factory=list)

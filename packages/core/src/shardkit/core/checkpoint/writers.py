@@ -220,7 +220,7 @@ class Place:
 class Content:
     """The contents of one file. Its tensors only have sizes: untouched memory is never allocated."""
 
-    leaves: dict[LeafPath, Any] = field(default_factory=dict)  # by path, what is pickled
+    leaves: dict[LeafPath, Any] = field(default_factory=dict)  # the pickled values, by path
     # by path of a tensor of the checkpoint, the target of its part in this file
     places: dict[LeafPath, Place] = field(default_factory=dict)
     # memory, first and last element, and the fill value

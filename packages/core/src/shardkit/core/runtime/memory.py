@@ -10,7 +10,7 @@ of the pool with the group's communicator when the allocator makes it.
     gradients                                where autograd has made them. A reduce-scatter reads those that go direct
                                              from there, unregistered: packing them first would cost the copy that the
                                              direct way saves. Its output is registered. Others are packed anyway.
-    shards, what a smaller group keeps       ordinary memory: copied into a slot, which is in the pool
+    shards, parts kept in a smaller group    ordinary memory: copied into a slot, which is in the pool
 
 NCCL can also register a pool as symmetric windows. It then relies on the buffers of one collective lying at the same
 place of the same window on all ranks. A rank whose allocator gives memory back alone would break that without an error,
@@ -33,14 +33,14 @@ __all__ = ["RegisteredMemory", "require_memory"]
 
 @dataclass(frozen=True)
 class RegisteredMemory:
-    """A pool whose segments, those that it will have included, are registered with one process group."""
+    """A pool whose segments, present and future, are registered with one process group."""
 
     pool: Any
     device: torch.device
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> RegisteredMemory:
-        """A new pool of `group` on `device`; `require_memory` has been asked (collective)."""
+        """A new pool of `group` on `device` (collective). Call `require_memory` before."""
         backend = torch_compat.backend_of(group, device)
         # Memory is registered with a communicator, and the first collective makes it.
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -45,10 +45,10 @@ _ATTRIBUTES = {
     "_handle": _FLAT,
     "_handles": _FLAT,
     "flat_param": _FLAT,
-    "_fsdp_wrapped_module": "still there; .module says the same without a private name",
+    "_fsdp_wrapped_module": "still there; .module is the same without a private name",
 }
 _LOST = (
-    "of a parameter or its gradient it raises in the next forward or step, but for whole parameters inside "
+    "on a parameter or its gradient it raises in the next forward or step, except on whole parameters inside "
     "FSDP.summon_full_params; write in place (copy_)"
 )
 _REFUSED = {"FlatParameter", "FlatParamHandle"}
