@@ -4,6 +4,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,21 +25,30 @@ BETTER = {
     r"\bsuperfluous\b": "old, unused",
     r"\bhas got\b|\bhave got\b": "has, is",
     r"\bbehind (?:the|each) other\b|\bone behind the other\b": "one after the other",
+    r"\b(?:of|for|from|than|beside|without|is|are) what\b(?! to\b)": "name it",
+    # A sentence that begins with "What" and is not a question, first in its paragraph or after another sentence.
+    r"(?:^|(?<=[.!] ))What [^\s.!?]+(?=(?:(?![.?!](?:\s|$)).)*(?:[.!]|$))": "name it",
 }
 PAGES = [
     *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
     *(package.readme for package in packages()),
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in ("errors.md", "commands.md")),
+    *(
+        path
+        for path in sorted((ROOT / "docs").rglob("*.md"))
+        # The site generates these from sources, which are read below.
+        if path.name not in ("errors.md", "commands.md") and path.parent.name != "api"
+    ),
 ]
 # "There is no flat parameter" is plain; "It is no parameter" is not.
 _THERE = re.compile(r"\b[Tt]here (?:is|was) no\b|\bthere is no\b")
 
 
 def stumbles(text: str) -> Iterator[tuple[str, str]]:
-    """Every phrase of the list that stands in a text, with what to write in its place."""
-    text = _THERE.sub("", re.sub(r"\s+", " ", text))
-    for pattern, better in BETTER.items():
-        yield from ((match[0], better) for match in re.finditer(pattern, text))
+    """Every phrase of the list that stands in a text, with words to write in its place."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        plain = _THERE.sub("", re.sub(r"\s+", " ", paragraph).strip())
+        for pattern, better in BETTER.items():
+            yield from ((match[0], better) for match in re.finditer(pattern, plain))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,12 @@ def stumbles(text: str) -> Iterator[tuple[str, str]]:
     [
         ("It is no tensor, and\nthat which is kept.", ["is no tensor", "that which"]),
         ("There is no tensor; it is no longer kept, and is no more than a view.", []),
+        ("The part of what\nremains is what it was.", ["of what", "is what"]),
+        (
+            "What remains, is kept.\n\nWhat is left:\n\nIt ends. What\nstays stays.",
+            ["What remains,", "What is", "What stays"],
+        ),
+        ("What remains? The title:\n## What remains\n\nIt says what to do. Which is it? It knows what remains.", []),
     ],
 )
 def test_phrases_are_found(text: str, phrases: list[str]):
@@ -57,13 +73,10 @@ def test_pages_are_plain():
     assert {page: phrases for page, phrases in found.items() if phrases} == {}
 
 
-_NAMELESS = re.compile(r"\s*(What\s+\w+)")  # at the beginning of a docstring
-
-
 def _strings(source: str) -> Iterator[str]:
-    """All string literals: messages, help texts and docstrings."""
+    """All string literals of several words: messages, help texts and docstrings."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.value
 
 
@@ -81,18 +94,9 @@ def _comments(source: str) -> Iterator[str]:
         yield " ".join(lines)
 
 
-def _docstrings(source: str) -> Iterator[str]:
-    """Docstrings, of attributes and constants too."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
-
-
 def stumbles_in_source(source: str) -> list[tuple[str, str]]:
-    """Every phrase of the list in the strings and comments of Python source, and docstrings that begin with "What"."""
-    found = [one for text in (*_strings(source), *_comments(source)) for one in stumbles(text)]
-    begin = (match for text in _docstrings(source) if (match := _NAMELESS.match(text)))
-    return [*found, *((match[1], "name it") for match in begin)]
+    """Every phrase of the list in the strings and comments of Python source."""
+    return [one for text in (*_strings(source), *_comments(source)) for one in stumbles(text)]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def stumbles_in_source(source: str) -> list[tuple[str, str]]:
         ("x = 1  # it is no\n\n# tensor\n", []),
         ("raise E(f'{x} will do, {y}')\n", ["will do"]),
         ('class A:\n    x: int\n    """What it keeps."""\n', ["What it"]),
-        ('"""What\nfollows."""\n', ["What\nfollows"]),
+        ('"""What\nfollows here."""\n', ["What follows"]),
         ('print("What is this?")\n', []),
     ],
 )
@@ -111,8 +115,18 @@ def test_phrases_are_found_in_source(source: str, phrases: list[str]):
     assert [phrase for phrase, _ in stumbles_in_source(source)] == phrases
 
 
+# This file has the phrases themselves. The benchmarks, examples and tests are read as often as the packages.
+SOURCES = [
+    path
+    for folder in ("packages", "tests", "benchmarks", "website", "scripts", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != Path(__file__) and "built" not in path.parts
+]
+OTHERS = [ROOT / ".ci" / "run", ROOT / "pyproject.toml"]  # read as text, without the marks of comments
+
+
 def test_sources_are_plain():
-    found = {
-        str(one.relative_to(ROOT)): stumbles_in_source(one.read_text()) for one in (ROOT / "packages").rglob("*.py")
-    }
+    found = {str(one.relative_to(ROOT)): stumbles_in_source(one.read_text()) for one in SOURCES}
+    for one in OTHERS:
+        found[str(one.relative_to(ROOT))] = list(stumbles(re.sub(r"^\s*# ?", "", one.read_text(), flags=re.MULTILINE)))
     assert {path: phrases for path, phrases in found.items() if phrases} == {}
