@@ -72,7 +72,7 @@ def mixed_precision(rank: int, world_size: int, options: dict[str, Any]) -> None
     gradients = [parameter.grad.to_local() for parameter in model.parameters()]
     reduced_in = options.get("reduce_dtype") or options.get("param_dtype")
     rounded = all(torch.equal(one, one.bfloat16().float()) for one in gradients)
-    assert rounded == (reduced_in == torch.bfloat16), "what was added up in bfloat16 has its few digits"
+    assert rounded == (reduced_in == torch.bfloat16), "gradients have the precision of another dtype"
     assert_same_tensors(seen[STOCK][1], seen[OURS][1], rtol=2e-2, atol=1e-2)
     assert seen[OURS][2] == seen[STOCK][2]
 
@@ -207,7 +207,7 @@ def test_gradients_stay_in_low_precision():
     run_ranks(2, low_precision_gradients)
 
 
-# -- what stock cannot do on CPU ---------------------------------------------------------------------------------------
+# -- features that stock lacks on CPU ----------------------------------------------------------------------------------
 
 
 def offloaded(rank: int, world_size: int, strategy: str) -> None:
@@ -261,7 +261,7 @@ def placement_errors(rank: int, world_size: int) -> None:
     names = api(OURS)
     hybrid = names.ShardingStrategy.HYBRID_SHARD
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="pass one of them"):
         names.FSDP(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=mesh)
     with pytest.raises(ValueError, match="needs process_group"):
         names.FSDP(nn.Linear(2, 2), sharding_strategy=hybrid)
@@ -533,7 +533,7 @@ def summon(rank: int, world_size: int) -> None:
     with pytest.raises(ZeroDivisionError):
         fill_and_fail(model)
     assert isinstance(model.inp.weight, DTensor)
-    assert torch.all(model.inp.weight.to_local() == 3.0), "what was half done is not written back"
+    assert torch.all(model.inp.weight.to_local() == 3.0), "values of a block that raised were written back"
     with names.FSDP.summon_full_params(model):
         model.inp.weight.requires_grad_(False)
     assert not model.inp.weight.requires_grad
@@ -563,7 +563,7 @@ def test_apply_sees_whole_parameters():
 
 
 def replicated_state(rank: int, world_size: int) -> None:
-    """What is not sharded has whole state dicts, whatever is asked for; what was asked for ends with the context."""
+    """With NO_SHARD every type of state dict is whole. The type is reset at the end of the context."""
     names = api(OURS)
     model = wrap(OURS, Setting("NO_SHARD"))
     for kind in ("SHARDED", "LOCAL"):
@@ -629,7 +629,7 @@ def ignoring_while_syncing(rank: int, world_size: int) -> None:
         model.inp.bias.fill_(rank)
         model.out.bias.fill_(rank)
     model = wrap(OURS, Setting(), model, sync_module_states=True, ignored_states=[model.out.bias])
-    assert torch.all(model.out.bias == rank), "what is ignored stays this rank's own"
+    assert torch.all(model.out.bias == rank), "an ignored parameter was synchronised"
     assert torch.all(model.inp.bias.to_local() == 0)
 
 
@@ -849,7 +849,7 @@ def test_another_order_of_execution_is_reported():
 
 
 def casts_and_assignments(rank: int, world_size: int) -> None:
-    """What changes parameters behind FSDP's back: a cast, a load by assignment."""
+    """Operations that replace parameters without FSDP: a cast, a load by assignment."""
     names = api(OURS)
     model = wrap(OURS, Setting())
     train(model, sgd(model), rank, range(1))
