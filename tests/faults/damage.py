@@ -1,7 +1,7 @@
 """Faults that one process can try out: files that are spoilt, before a restore or in the midst of it, and bad disks.
 
-What two ranks have saved is copied, and one file of its newest checkpoint is spoilt. A restore then refuses it by name,
-or fills in the same bits as ever; with `fallback=True` the checkpoint before comes back to the last bit.
+The checkpoints of two ranks are copied, and one file of the newest is spoilt. A restore then refuses it by name, or
+restores the same bits as without the fault; with `fallback=True` it restores the checkpoint before to the last bit.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _OLDER, _NEWER = f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of one fault: at which instant it struck, and what is wrong, None if nothing is."""
+    """The outcome of one fault: the instant at which it struck, and the problem, None if there is none."""
 
     struck: str | None
     wrong: str | None
@@ -56,7 +56,7 @@ class Instants:
 
         def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                if not getattr(busy, "busy", False):  # what the action calls is no instant
+                if not getattr(busy, "busy", False):  # calls of the action itself do not count as instants
                     self.seen += 1
                     if self.seen == at:
                         busy.busy = True
@@ -77,14 +77,14 @@ class Instants:
 
 
 def trainee() -> Trainee:
-    """One that can take what any number of ranks have saved."""
+    """A trainee that can restore the checkpoints of any number of ranks."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return Trainee((1,), loader_kind=ElasticLoader)
 
 
 def restored_digest(path: Path, fallback: bool = False) -> tuple[int | None, str, tuple[str, ...]]:
-    """Restores into a fresh trainee: the step, a digest of its state, what was passed over."""
+    """Restores into a fresh trainee. Returns the step, a digest of its state, and the checkpoints passed over."""
     fresh = trainee()
     restored = CheckpointManager(path).restore(fresh.state, fallback=fallback)
     assert restored is not None
@@ -96,7 +96,7 @@ def restored_digest(path: Path, fallback: bool = False) -> tuple[int | None, str
 
 @dataclass(frozen=True)
 class Pristine:
-    """A directory with two checkpoints, what each restores to, and how many instants a restore has."""
+    """A directory with two checkpoints, the digest that each restores to, and the number of instants of a restore."""
 
     path: Path
     older: str
@@ -105,12 +105,12 @@ class Pristine:
 
     @classmethod
     def of(cls, path: Path, full: str) -> "Pristine":
-        """`full` is the digest of what the ranks had when they saved the newer one."""
+        """`full` is the digest of the ranks' state when they saved the newer one."""
         instants = Instants(_READING)
         fresh = trainee()
         with instants.counted(0, lambda: None):
             CheckpointManager(path).restore(fresh.state)
-        assert digest(fresh.full()) == full, "one rank restores what two had"
+        assert digest(fresh.full()) == full, "one rank restores another state than the two ranks saved"
         newer = digest([fresh.full(), fresh.loader.position])
         CheckpointManager(path).restore(fresh.state, step=STEPS - 1)
         return cls(path, digest([fresh.full(), fresh.loader.position]), newer, instants.seen)

@@ -62,7 +62,7 @@ def main() -> int:
     timeline = tools.add_parser("timeline", help="stock's and our times and memory, one row a scenario")
     timeline.add_argument("--json", type=Path, metavar="FILE", help="write every step's figures, too")
     races = tools.add_parser("races", help="races, and memory that is used while it is another's")
-    captures = tools.add_parser("captures", help="what breaks the capture of a training step as a CUDA graph")
+    captures = tools.add_parser("captures", help="operations that break the capture of a step as a CUDA graph")
     for tool in (races, captures):
         tool.add_argument("--engine", choices=list(ENGINES), default="ours")
     for tool in (timeline, races, captures):
