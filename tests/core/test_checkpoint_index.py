@@ -159,7 +159,7 @@ def test_names_of_files_that_lead_elsewhere(name: str):
 
 @pytest.mark.parametrize(("nbytes", "blocks"), [(-1, 0), (0, 1), (1, 0), (BLOCK_BYTES, 2), (BLOCK_BYTES + 1, 1)])
 def test_a_checksum_for_each_block(nbytes: int, blocks: int):
-    with pytest.raises(DamagedCheckpointError, match="bytes do not go with its checksums"):
+    with pytest.raises(DamagedCheckpointError, match="bytes do not match its number of checksums"):
         File("f", nbytes, ("0" * 32,) * blocks)
 
 

@@ -714,7 +714,7 @@ class _Keeps(nn.Module):
 
 def _computes_with_the_original(rank: int, world_size: int, way: str) -> None:
     model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
-    with pytest.raises(RuntimeError, match=r"a plain tensor that parameter '0\.linear\.weight' was before fully_shard"):
+    with pytest.raises(RuntimeError, match=r"the plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
 
 

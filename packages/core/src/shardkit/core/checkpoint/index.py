@@ -43,7 +43,7 @@ class File:
         if not _FILE_NAME.fullmatch(self.name) or self.name in (".", ".."):
             raise DamagedCheckpointError(f"file name {self.name!r}: expected a plain name inside the checkpoint")
         if self.nbytes < 0 or (self.blocks is not None and len(self.blocks) != -(-self.nbytes // BLOCK_BYTES)):
-            raise DamagedCheckpointError(f"{self.name}: {self.nbytes} bytes do not go with its checksums")
+            raise DamagedCheckpointError(f"{self.name}: {self.nbytes} bytes do not match its number of checksums")
 
 
 @dataclass(frozen=True)

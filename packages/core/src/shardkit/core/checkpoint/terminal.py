@@ -15,7 +15,7 @@ from shardkit.core.checkpoint.leaves import name_of
 from shardkit.core.checkpoint.stored import Checkpoint
 
 Progress = Callable[[int], object]
-"""Is told how many bytes were done."""
+"""Receives the number of bytes done."""
 
 
 def say(line: str) -> None:

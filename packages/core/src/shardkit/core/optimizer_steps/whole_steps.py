@@ -14,7 +14,7 @@ made it, on the owner only. See Note [Two views of one state] in `shard_steps.py
 torch's foreach and fused operators accept either plain tensors or DTensors of one mesh. So an element-wise optimizer of
 torch sees plain tensors for all of its DTensors if it sees one; otherwise one list would mix both kinds.
 
-Our hooks are added at each step, as the innermost: users' hooks see DTensors, and no norm of one rank's part.
+Our hooks are added at each step, as the innermost: users' hooks see DTensors, so a norm there is that of the whole.
 
 A step that raises runs no post-hook. The next step, state dict or forward of a root first restores everything.
 """
@@ -151,8 +151,8 @@ def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
             owned, param = sharded_counterpart(group["params"][plainly.index(True)]), sharded_counterpart(rest)
             raise RuntimeError(
                 f"parameter '{'?' if owned is None else owned.fqn}' is a plain tensor while {type(optimizer).__name__} "
-                f"steps, and '{'?' if param is None else param.fqn}' with placements {tuple(rest.placements)} is none; "
-                "torch's foreach and fused operators take no list of both. Give them a parameter group each, or build "
+                f"steps, and '{'?' if param is None else param.fqn}' with placements {tuple(rest.placements)} is not; "
+                "torch's foreach and fused operators do not mix both. Give them a parameter group each, or build "
                 "the optimizer with foreach=False, fused=False"
             )
 

@@ -46,8 +46,8 @@ def move_gradient_hooks(original: torch.Tensor, sharded: torch.Tensor, name: Cal
         def refuse(original: torch.Tensor) -> NoReturn:
             original.grad = None
             raise RuntimeError(
-                f"backward has come to a plain tensor that parameter '{name()}' was before fully_shard, and that some "
-                "module, list, view or closure still computes with. It is not trained any more. Read the parameter "
+                f"backward reached the plain tensor that was parameter '{name()}' before fully_shard: some module, "
+                "list, view or closure still computes with it, although it is not trained any more. Read the parameter "
                 "from its module in forward, or call fully_shard before you keep it elsewhere"
             )
 
