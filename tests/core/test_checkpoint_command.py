@@ -545,7 +545,8 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
         assert status == 2 and "odd.pt cannot be read: weight: " in text and what in text
     torch.save({"epoch": 3}, tmp_path / "odd.pt")
     assert (
-        said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")[1] == f"error: {tmp_path}/odd.pt holds no tensors\n"
+        said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")[1]
+        == f"error: {tmp_path}/odd.pt holds no tensors; choose another file\n"
     )
 
 

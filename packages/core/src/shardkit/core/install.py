@@ -114,7 +114,9 @@ def _check_torch() -> None:
     low, high = (re.search(rf"{bound}(\d+)\.(\d+)", wanted) for bound in (">=", "<"))
     here = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if (low and here < (int(low[1]), int(low[2]))) or (high and here >= (int(high[1]), int(high[2]))):
-        raise RuntimeError(f"torch {torch.__version__} is installed; shardkit-core needs {wanted}")
+        raise RuntimeError(
+            f"torch {torch.__version__} is installed; shardkit-core needs {wanted}; install that version"
+        )
 
 
 def _check_homes() -> None:
@@ -196,7 +198,8 @@ def _replacements_of_fsdp1() -> Iterator[tuple[Any, Any]]:
         for name, ours in replacements.items():
             if name not in vars(module):
                 raise RuntimeError(
-                    f"torch {torch.__version__} has no {home}.{name}, which install(fsdp1=True) replaces"
+                    f"torch {torch.__version__} has no {home}.{name}, which install(fsdp1=True) replaces; "
+                    "use a version of torch that shardkit supports"
                 )
             yield vars(module)[name], ours
 

@@ -143,13 +143,16 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError(f"dp_mesh_dims names axes, but the mesh has no axis names: {mesh}")
+        raise ValueError(
+            f"dp_mesh_dims names axes, but the mesh has no axis names: {mesh}; pass mesh_dim_names to init_device_mesh"
+        )
     wanted = dims.shard_names + dims.replicate_names
     if unknown := [name for name in wanted if name not in names]:
-        raise ValueError(f"dp_mesh_dims names {unknown}, but the mesh has the axes {names}")
+        raise ValueError(f"dp_mesh_dims names {unknown}, but the mesh has the axes {names}; use these")
     if len(set(wanted)) < len(wanted):
         raise ValueError(
-            f"dp_mesh_dims names an axis twice: shard {dims.shard_names}, replicate {dims.replicate_names}"
+            f"dp_mesh_dims names an axis twice: shard {dims.shard_names}, replicate {dims.replicate_names}; "
+            "name it once"
         )
     named = frozenset(wanted)
     if not dims.shard_names:

@@ -185,7 +185,7 @@ class FSDPModule(StockFSDPModule):
     def _root_schedule(self, method: str) -> Schedule:
         state = self._get_fsdp_state()
         if state.is_root is False:
-            raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it")
+            raise RuntimeError(f"{method} must be called on the root, '{state.fqn}' is below it; call it there")
         return state.schedule
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -250,7 +250,7 @@ class FSDPModule(StockFSDPModule):
         """
         for group in self._groups():
             if stream is not None and group.mesh.shard_axis is not None and group.mesh.replicate_axes:
-                raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP")
+                raise ValueError(f"group '{group.label}': stream cannot be set together with native HSDP; leave it out")
         for group in self._groups():
             group.change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
@@ -438,7 +438,10 @@ def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[
     states = [state_of(cast(nn.Module, module)) for module in modules]
     for module, state in zip(modules, states, strict=True):
         if state is None:
-            raise ValueError(f"can only prefetch modules that fully_shard was called on, got a {type(module).__name__}")
+            raise ValueError(
+                f"can only prefetch modules that fully_shard was called on, got a {type(module).__name__}; "
+                "pass such modules"
+            )
     return [weakref.ref(state) for state in states if state is not None]
 
 
@@ -460,7 +463,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     bound = getattr(module, method_name, None)
     if not callable(bound):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register; define it first")
     # A bound method would make the module hold itself. Any other callable is called as it is.
     own = isinstance(bound, types.MethodType) and bound.__self__ is module
     function: Callable[..., Any] = bound.__func__ if own else _without_self(bound)

@@ -153,7 +153,7 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError("DataParallelMeshDims needs at least one of shard and replicate, got neither")
+            raise ValueError("DataParallelMeshDims needs at least one of shard and replicate, got neither; name one")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

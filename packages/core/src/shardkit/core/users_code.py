@@ -63,7 +63,7 @@ def import_named(name: str, option: str, expected: str, error: type[Exception] =
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise error(f"{option} is not MODULE:FUNCTION, such as training.model:build")
+        raise error(f"{option} is not MODULE:FUNCTION, such as training.model:build; give it in this form")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     hint = f"expected a module that can be imported from {Path.cwd()} or PYTHONPATH"

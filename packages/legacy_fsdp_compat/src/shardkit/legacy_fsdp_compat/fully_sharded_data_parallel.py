@@ -435,7 +435,9 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         if not recurse:
             chosen = [one for one in chosen if one is module]
         if any(one._summoned for one in chosen):
-            raise AssertionError("summon_full_params inside another summon_full_params of the same module")
+            raise AssertionError(
+                "summon_full_params inside another summon_full_params of the same module; leave the outer one first"
+            )
         with summoned([(one._unit, one._state) for one in chosen], options):
             below = [(one, outer) for outer in chosen for one in outer.fsdp_modules(outer) if one not in chosen]
             for one, outer in below:
@@ -531,21 +533,25 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
             ValueError: if `hook` is not callable.
         """
         if not self.check_is_root():
-            raise AssertionError("register_comm_hook can only be called on the root FSDP module")
+            raise AssertionError("register_comm_hook can only be called on the root FSDP module; call it there")
         if not callable(hook):
             raise ValueError(f"the communication hook must be callable, got {hook!r}")
         for one in self.fsdp_modules(self):
             if one.sharding_strategy.is_hybrid:
-                raise AssertionError(f"communication hooks are not supported with {one.sharding_strategy}")
+                raise AssertionError(
+                    f"communication hooks are not supported with {one.sharding_strategy}; use another strategy"
+                )
             if one._comm_hook is not None:
-                raise AssertionError("a communication hook is already registered")
+                raise AssertionError("a communication hook is already registered; register one only")
         for one in self.fsdp_modules(self):
             one._comm_hook = hook
             install_hook(one._state.groups, state, hook)
 
     def _require_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise RuntimeError(f"{method}() must be called on the root FSDP module, this one is below another")
+            raise RuntimeError(
+                f"{method}() must be called on the root FSDP module, this one is below another; call it there"
+            )
 
 
 class NoFlatParameterError(NotImplementedError, AttributeError):

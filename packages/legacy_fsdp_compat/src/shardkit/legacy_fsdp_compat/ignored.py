@@ -33,7 +33,7 @@ def resolve_ignored(
         TypeError: for anything that is neither a module nor a parameter, or an ignored FSDP module.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError("pass ignored_modules or ignored_states, not both at the same time")
+        raise ValueError("ignored_modules and ignored_states were both given; pass ignored_modules or ignored_states")
     states = list(ignored_states or ())
     modules = list(ignored_modules or ())
     parameters: set[nn.Parameter] = set()

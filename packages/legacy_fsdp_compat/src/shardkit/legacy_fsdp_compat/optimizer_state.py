@@ -233,7 +233,8 @@ def _group_to_load(names: ParameterNames, keys: Mapping[str, int | str], group: 
         if named is None or named.fqn not in keys:
             where = "model" if named is None else "optimizer"
             raise ValueError(
-                f"a parameter group of the optimizer state dict lists '{fqn}', which is not in the {where}"
+                f"a parameter group of the optimizer state dict lists '{fqn}', which is not in the {where}; "
+                "load the state that belongs to this model"
             )
         numbers.add(keys[named.fqn])
     return {**_hyper_parameters(group), "params": sorted(numbers)}

@@ -47,7 +47,10 @@ def calibrate(ranks: int | None = None) -> Machine:
         try:
             spawn(_rank, (ranks, directory), nprocs=ranks)
         except (ProcessRaisedException, ProcessExitedException) as error:
-            raise MachineError(f"measuring this machine with {ranks} ranks failed: {error}") from error
+            raise MachineError(
+                f"measuring this machine with {ranks} ranks failed: {error}; "
+                "describe it in a file (shardkit estimate --show-machine h100 prints one)"
+            ) from error
         found: dict[str, Any] = torch.load(Path(directory) / "found.pt")
     return Machine(
         name=f"this machine ({platform.machine()}, {ranks} ranks)",

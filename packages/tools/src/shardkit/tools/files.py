@@ -28,9 +28,11 @@ def check_targets(*paths: Path | None) -> None:
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no directory {path.parent}; make it first")
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise InputError(f"{path} cannot be written: no permission to write into {path.parent}")
+            raise InputError(f"{path} cannot be written: no permission to write into {path.parent}; name another file")
     if len(set(given)) < len(given):
-        raise InputError(f"two outputs would be written to one file: {', '.join(map(str, given))}")
+        raise InputError(
+            f"two outputs would be written to one file: {', '.join(map(str, given))}; name a file for each"
+        )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -58,9 +60,11 @@ def read_json(path: Path, kind: type[_T], what: str, error: type[InputError] = I
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as failed:
-        raise error(f"{path} cannot be read as {what}: {failed.strerror}") from failed
+        raise error(
+            f"{path} cannot be read as {what}: {failed.strerror}; check the path and its permissions"
+        ) from failed
     except msgspec.ValidationError as failed:
-        raise error(f"{path} is not {what}: {failed}") from failed
+        raise error(f"{path} is not {what}: {failed}; correct the file") from failed
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failed:
         told = "it is nested too deeply" if isinstance(failed, RecursionError) else failed
-        raise error(f"{path} is not {what}, or was cut short: {told}") from failed
+        raise error(f"{path} is not {what}, or was cut short: {told}; write it again") from failed

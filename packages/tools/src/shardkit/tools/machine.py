@@ -173,7 +173,7 @@ def load_machine(path: Path) -> Machine:
     try:
         return read_json(path, Machine, "a description of a machine", MachineError)
     except MachineError as error:
-        raise MachineError(f"{error}; a complete one to start from: shardkit estimate --show-machine h100") from error
+        raise MachineError(f"{error}; start from a complete one: shardkit estimate --show-machine h100") from error
 
 
 @cache
@@ -191,7 +191,7 @@ def preset(name: str) -> Machine:
     """
     if name not in presets():
         raise MachineError(
-            f"there is no preset '{name}'; there are {', '.join(presets())}, 'this' (measured), and files (x.json)"
+            f"there is no preset '{name}'; choose one of {', '.join(presets())}, 'this' (measured), and files (x.json)"
         )
     return presets()[name]
 

@@ -93,7 +93,7 @@ class Boxes:
         for offset, _, in_local in self:
             if offset == index.offset:
                 return local[in_local]
-        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}")
+        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}; load with CheckpointManager")
 
 
 class BoxedTensor(torch.Tensor):

@@ -106,7 +106,8 @@ def placements_in_whole(parameter: DTensor, blocks: SubBlocks, fqn: str) -> tupl
     if length % ranks:
         raise ValueError(
             f"parameter '{fqn}' with placements {tuple(parameter.placements)} is made of {blocks.names}, of {length} "
-            f"each on dim {blocks.dim}, which {ranks} ranks do not divide"
+            f"each on dim {blocks.dim}, which {ranks} ranks do not divide; "
+            "use a number that does"
         )
     return tuple(placements)
 

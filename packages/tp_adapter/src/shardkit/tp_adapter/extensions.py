@@ -152,7 +152,7 @@ class DTensorExtensions:
             raise ValueError(f"a {_described(tensor)} lies on {mesh}, expected the ranks of {parent_mesh}")
         if mesh.mesh_dim_names is None or parent_mesh.mesh_dim_names is None:
             raise ValueError(
-                f"a {_described(tensor)} lies on {mesh}, of {parent_mesh}; without names of the axes nothing says "
+                f"a {_described(tensor)} lies on {mesh}, of {parent_mesh}; name the axes, to say "
                 "which of them is tensor-parallel: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
             )
         local = local_of(tensor)

@@ -95,7 +95,7 @@ def _by_rank(described: str, whole: torch.Tensor, blocks: SubBlocks, ranks: int)
     if whole.shape[0] % (parts * ranks):
         raise ValueError(
             f"{described} is made of {blocks.names}, each of {whole.shape[0] // parts} on dim 0, which {ranks} ranks "
-            "do not divide"
+            "do not divide; use a number that does"
         )
     grouped = whole.reshape(parts, ranks, -1, *whole.shape[1:]).transpose(0, 1)
     return grouped.reshape(whole.shape).contiguous()

@@ -119,7 +119,9 @@ def _check_placements(described: str, placements: Sequence[Placement]) -> None:
                 "Shard before fully_shard"
             )
         if not isinstance(placement, Shard | Replicate | StridedShard):
-            raise ValueError(f"{described}: {placement} is none of Shard, strided Shard and Replicate")
+            raise ValueError(
+                f"{described}: {placement} is none of Shard, strided Shard and Replicate; redistribute it first"
+            )
 
 
 def _ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
@@ -179,6 +181,6 @@ def _check_names(described: str, meshes: Sequence[DeviceMesh], data: DeviceMesh)
     names = _names(meshes)
     if len(set(names)) < len(names):
         raise ValueError(
-            f"{described}: together with the data-parallel mesh {data} the axes are {names}; every axis needs a name "
+            f"{described}: together with the data-parallel mesh {data} the axes are {names}; give every axis a name "
             "of its own, as slices of one mesh have"
         )

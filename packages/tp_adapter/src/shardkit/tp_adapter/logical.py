@@ -130,7 +130,9 @@ def _renamed(entries: Mapping[str, Any], fused: Mapping[str, _Fused]) -> dict[st
         entry = _Entry.of(key, fused)
         for number, name in enumerate(entry.names()):
             if name in renamed or (name != key and name in entries):
-                raise ValueError(f"'{key}' would be saved as '{name}', but the state dict has such an entry already")
+                raise ValueError(
+                    f"'{key}' would be saved as '{name}', but the state dict has such an entry already; rename one"
+                )
             renamed[name] = value if entry.fused is None else _part(key, value, entry.fused, number)
     return renamed
 

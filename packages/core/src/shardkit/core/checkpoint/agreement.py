@@ -201,7 +201,7 @@ def check_same(everyone: Sequence[Fingerprints]) -> None:
         for box, number in found.items():
             looks.setdefault(box.path, {}).setdefault(box.look, []).append(rank)
             numbers.setdefault(box, {}).setdefault(number, []).append(rank)
-    what = "; modules that differ from rank to rank need names that differ, or go into per_rank="
+    what = "; give modules that differ from rank to rank names that differ, or put them into per_rank="
     for path, by_look in looks.items():
         if len(by_look) > 1:
             told = ", ".join(f"ranks {_listed(ranks)} {look}" for look, ranks in by_look.items())

@@ -165,7 +165,8 @@ def _verify(options: argparse.Namespace) -> int:
     path, index, nbytes = _of_one(options, read)
     if any(file.blocks is None for file in index.files.values()):
         raise CheckpointError(
-            f"{path} has no checksums to compare: it has no {MANIFEST}, as torch.distributed.checkpoint writes none"
+            f"{path} has no checksums to compare: it has no {MANIFEST}, as torch.distributed.checkpoint writes none; "
+            "reshard it to write some"
         )
     say(f"{path}: {len(index.files)} files verified, {nbytes / 1e6:.1f} MB")
     return 0
@@ -219,7 +220,7 @@ def _weights(path: Path, index: Index, prefix: str) -> Checkpoint:
     flat = ((name.removeprefix(prefix),) for name in named)
     checkpoint.tensors = {path: replace(one, path=path) for path, one in zip(flat, named.values(), strict=True)}
     if not checkpoint.tensors:
-        raise CheckpointError(f"{path} has no tensor whose name begins with '{prefix}'")
+        raise CheckpointError(f"{path} has no tensor whose name begins with '{prefix}'; give another --prefix")
     return checkpoint
 
 
@@ -228,7 +229,7 @@ def _import(options: argparse.Namespace) -> int:
     checkpoint = weights_of_files(options.source, left_out, options.key)
     left_out.check(options.source)
     if not checkpoint.tensors:
-        raise CheckpointError(f"{options.source} holds no tensors")
+        raise CheckpointError(f"{options.source} holds no tensors; choose another file")
     return _write_sealed(options, checkpoint, {})
 
 

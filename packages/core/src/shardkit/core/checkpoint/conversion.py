@@ -214,11 +214,12 @@ def _verify(
     """Compares names, shapes, dtypes, every byte and every object of the output, read as a user would."""
     if output.objects.keys() != checkpoint.objects.keys():
         odd = [name_of(path) for path in output.objects.keys() ^ checkpoint.objects.keys()]
-        raise CheckpointError(f"the objects {odd} are in one of source and output only")
+        raise CheckpointError(f"the objects {odd} are in one of source and output only; convert again")
     for path, value in checkpoint.objects.items():
         if repr(output.objects[path]) != repr(writer.kept(value)):
             raise CheckpointError(
-                f"'{name_of(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}"
+                f"'{name_of(path)}' reads back as {output.objects[path]!r:.200}, expected {writer.kept(value)!r:.200}; "
+                "convert again"
             )
     written = {name_of(path): stored for path, stored in output.tensors.items()}
     with ThreadPoolExecutor(1) as beside:
@@ -228,7 +229,7 @@ def _verify(
             if copy is None or (copy.shape, copy.dtype) != (stored.shape, stored.dtype):
                 seen = "missing" if copy is None else f"of shape {copy.shape} and {copy.dtype}"
                 raise CheckpointError(
-                    f"'{name}' is {seen} in the output; expected shape {stored.shape} and {stored.dtype}"
+                    f"'{name}' is {seen} in the output; expected shape {stored.shape} and {stored.dtype}; convert again"
                 )
             digest = hashlib.sha256()
             for _ in _hashed(copy, digest, beside, progress):

@@ -243,7 +243,9 @@ def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
         return read_manifest(path).without(left_out)
     if (path / METADATA).exists():
         return read_stock(path, left_out)
-    raise CheckpointError(f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}")
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}; choose another directory"
+    )
 
 
 def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
@@ -261,7 +263,7 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
         return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(before))]
     found = StoredCheckpoint.all_in(path)
     if not found:
-        raise CheckpointError(f"{path} is not a checkpoint, and contains none")
+        raise CheckpointError(f"{path} is not a checkpoint, and contains none; choose another directory")
     return [(one.path, one.read) for one in reversed(found)]
 
 

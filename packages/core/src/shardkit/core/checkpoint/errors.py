@@ -22,7 +22,11 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files that differ from those written: truncated, changed, missing, or swapped. The message names the file."""
+    """Files that differ from those written: truncated, changed, missing, or swapped. The message names the file.
+
+    Remedy: restore an older checkpoint, as `fallback=True` and `--fallback` do, or copy the files again from where they
+    are intact.
+    """
 
 
 _PASSING = (OSError, MemoryError)

@@ -345,7 +345,7 @@ def _judge(module: nn.Module, reports: list[Report], source: Source | None, stri
     if mine.unreadable is not None:
         raise mine.unreadable
     if source is None:
-        raise TypeError("the source on rank 0 is neither a dict of tensors nor a path")
+        raise TypeError("the source on rank 0 is neither a dict of tensors nor a path; pass either there")
     seen = [*source.tensors, *source.objects]
     expected = [*mine.slots, *mine.objects]
     tied = {name: names for names in mine.ties for name in names}
@@ -356,8 +356,12 @@ def _judge(module: nn.Module, reports: list[Report], source: Source | None, stri
         complaints += [f"{name}: missing in the source, {_expected(name, mine)}" for name in missing]
         complaints += [f"{name}: in the source, but not in the module" for name in unexpected]
     if complaints:
-        hint = " (strict=False accepts missing and unknown names)" if strict and (missing or unexpected) else ""
-        raise RuntimeError(f"the source does not fit {type(module).__name__}{hint}:\n  " + "\n  ".join(complaints))
+        hint = "; strict=False accepts missing and unknown names" if strict and (missing or unexpected) else ""
+        raise RuntimeError(
+            f"the source does not fit {type(module).__name__}:\n  "
+            + "\n  ".join(complaints)
+            + f"\nGive the weights of this model{hint}"
+        )
     fingerprints = {report.fingerprint for report in reports}
     return _Verdict(
         dtypes={name: source.tensors[name].dtype for name in mine.slots if name in source.tensors},

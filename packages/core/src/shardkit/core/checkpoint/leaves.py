@@ -229,7 +229,7 @@ def _check_plain(name: str, value: Any) -> None:
 def check_has_values(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor on the meta device."""
     if tensor.device.type == "meta":
-        raise TypeError(f"{name}: is on the meta device and has no values; materialize the model first")
+        raise TypeError(f"{name}: is on the meta device and has no values; call materialize on the model first")
 
 
 class LeftOut:
@@ -253,4 +253,6 @@ class LeftOut:
     def check(self, source: object) -> None:
         """Raises `CheckpointError` for keys that matched nothing. Call it after reading all of a checkpoint."""
         if unknown := [key for key in self.keys if key not in self._found]:
-            raise CheckpointError(f"{source} has no {', '.join(map(repr, unknown))}, which is to be left out")
+            raise CheckpointError(
+                f"{source} has no {', '.join(map(repr, unknown))}, which is to be left out; correct the name"
+            )

@@ -136,7 +136,8 @@ class CheckpointManager:
             raise_together(self._peers, error, f"saving step {step}")
         if most != -least:
             raise CheckpointError(
-                f"ranks save different steps, {-least} to {most}, this one {step}: they took other ways"
+                f"ranks save different steps, {-least} to {most}, this one {step}; "
+                "call save with the same step on all ranks"
             )
         assert captured is not None
         self._alike = high == -low
@@ -271,7 +272,8 @@ class CheckpointManager:
             if nobody:
                 raise CheckpointError(
                     f"{what} failed: the checkpoint does not fit the model: it has beside it {', '.join(nobody[:5])}"
-                    f"{' ...' if len(nobody) > 5 else ''}"
+                    f"{' ...' if len(nobody) > 5 else ''}; "
+                    "build the model that was saved, or add the state that it lacks"
                 )
         with self._together(what):
             restore_state(path, index, state, self._peers.rank, self._peers.size)
@@ -288,7 +290,9 @@ class CheckpointManager:
                 found = [one.path for one in reversed(there) if step is None or one.step <= step]
                 if step is not None and (not found or found[0] != self._directory.final(step)):
                     have = [one.step for one in there]
-                    raise CheckpointError(f"{self._directory.path} has no checkpoint of step {step}, only of {have}")
+                    raise CheckpointError(
+                        f"{self._directory.path} has no checkpoint of step {step}, only of {have}; choose one of them"
+                    )
         return self._peers.from_rank0(found)
 
     # -- ends ---------------------------------------------------------------------------------------------------------

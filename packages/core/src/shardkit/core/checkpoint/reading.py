@@ -75,12 +75,13 @@ def read_tensors(directory: Path, index: Index, wanted: Iterable[tuple[LeafPath,
         if entry is None:
             raise CheckpointError(
                 f"{name_of(path)}: the checkpoint {directory} has no such tensor, expected one of shape "
-                f"{tuple(tensor.shape)}"
+                f"{tuple(tensor.shape)}; build the model that was saved"
             )
         if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{name_of(path)}: the checkpoint {directory} has shape {entry.shape} and {entry.dtype}, expected "
-                f"{tuple(tensor.shape)} and {tensor.dtype}: it is of another model, or of other settings"
+                f"{tuple(tensor.shape)} and {tensor.dtype}: it is of another model, or of other settings; "
+                "build the model that was saved"
             )
         for offsets, _, values in boxes_of(path, tensor):
             reads.extend(reads_of(entry, offsets, values))

@@ -271,7 +271,8 @@ def build_index(header: Header, layouts: Sequence[tuple[int, Layout]], parts: Se
         if end + sum(length for _, _, length in part.objects) != part.nbytes:
             raise CheckpointError(
                 f"rank {rank} wrote {part.nbytes} bytes, but its tensors and objects take {end} and "
-                f"{part.nbytes - end}: the ranks do not agree on the state that they save"
+                f"{part.nbytes - end}: the ranks do not agree on the state that they save; "
+                "save the same state on all ranks"
             )
         for piece, chunk in zip(part.told, told, strict=True):
             look = looks.setdefault(piece.path, (piece.dtype, piece.shape))

@@ -146,7 +146,7 @@ def open_file(path: Path, key: str | None = None) -> Source:
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} holds a {type(state).__name__}, expected a dict of name -> tensor")
         if key is not None and not isinstance(state.get(key), Mapping):
-            raise ValueError(f"no dict under {key!r}, only {', '.join(map(str, state))}")
+            raise ValueError(f"no dict under {key!r}, only {', '.join(map(str, state))}; give one of these keys")
         return Source.of(state if key is None else state[key], path)
     if head[8:9] == b"{":
         if key is not None:

@@ -235,7 +235,8 @@ def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
             continue
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
-                f"{where.fqn}: is transformed by {info.transform_descriptors}, which is not supported"
+                f"{where.fqn}: is transformed by {info.transform_descriptors}, which is not supported; "
+                "save it without a transform"
             )
         infos.setdefault(str(where.fqn), {})[None if where.offset is None else tuple(where.offset)] = info
     names = {str(info.relative_path) for found in infos.values() for info in found.values()}

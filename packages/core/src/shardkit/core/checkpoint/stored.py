@@ -235,7 +235,7 @@ def mapped_reader(name: str, tensor: torch.Tensor, file: str) -> Read:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise CheckpointError(
             f"'{name}' in {file} is a tensor of {tensor.layout} on {tensor.device}; only dense tensors in memory are "
-            "converted"
+            "converted; save it as one"
         )
     memory, first = tensor.detach(), tensor.storage_offset()
 

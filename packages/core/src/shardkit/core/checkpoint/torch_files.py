@@ -196,7 +196,7 @@ def load_torch_file(path: Path, allowed: Sequence[Any] = ()) -> Any:
     allowed.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, or is not a file")
+        raise CheckpointError(f"{path} does not exist, or is not a file; correct the path")
     with path.open("rb") as file:
         return _loaded(file, path, path.stat().st_size, str(path), allowed)
 
@@ -220,7 +220,8 @@ def _loaded(file: IO[bytes], path: Path | None, length: int, name: str, allowed:
             told = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
             reason = str(told).strip().partition(" Please use")[0].partition("\n")[0]
             raise CheckpointError(
-                f"{name} holds more than tensors and plain containers, which is refused: {reason}"
+                f"{name} holds more than tensors and plain containers, which is refused: {reason}; "
+                "save it without the rest"
             ) from error
 
 

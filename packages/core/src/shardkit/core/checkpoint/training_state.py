@@ -363,7 +363,9 @@ class _Targets:
         missing = sorted(name_of(path) for path in paths if path not in known and name_of(path) not in names)
         if missing:
             listed = ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else "")
-            raise CheckpointError(f"the checkpoint does not fit the model: it lacks {listed}")
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: it lacks {listed}; build the model that was saved"
+            )
         for name, live in state.items():
             path = (MODEL, name)
             if name.endswith("_extra_state") or not isinstance(live, torch.Tensor):  # may be of any type and shape
@@ -371,13 +373,18 @@ class _Targets:
             elif name_of(path) in self._index.tensors:
                 self._tensors[path] = live  # a mismatch is refused when it is read
             else:
-                raise CheckpointError(f"{name_of(path)} is a tensor in the model, but not in the checkpoint")
+                raise CheckpointError(
+                    f"{name_of(path)} is a tensor in the model, but not in the checkpoint; "
+                    "build the model that was saved"
+                )
 
     def like(self, prefix: LeafPath, leaves: Mapping[LeafPath, Any]) -> None:
         """Reads everything under `prefix`, in place where `leaves` has a tensor of the same shape and dtype."""
         stored = _entries(self._index, prefix)
         if not stored and leaves and prefix not in self._index.empties:
-            raise CheckpointError(f"the checkpoint has nothing under '{name_of(prefix)}', which the state has")
+            raise CheckpointError(
+                f"the checkpoint has nothing under '{name_of(prefix)}', which the state has; leave it out of the state"
+            )
 
         def target(entry: TensorEntry) -> torch.Tensor | None:
             live = leaves.get(entry.path)
@@ -446,7 +453,9 @@ def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: in
     for key, one in state.per_rank.items():
         stored = sorted(_ranks_of(index, key))
         if not stored:
-            raise CheckpointError(f"the checkpoint has nothing under '{key}', which the state has per rank")
+            raise CheckpointError(
+                f"the checkpoint has nothing under '{key}', which the state has per rank; leave it out of the state"
+            )
         if index.world_size == world_size:
             found[key] = [rank]
         elif hasattr(one, "load_state_dicts"):

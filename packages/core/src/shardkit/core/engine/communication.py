@@ -57,7 +57,8 @@ class Communication:
         for comm in (self.all_gather, self.reduce_scatter):
             if comm is not None:
                 raise ValueError(
-                    f"group '{label}' has custom communication ({type(comm).__name__}), which brings its own buffers"
+                    f"group '{label}' has custom communication ({type(comm).__name__}), which brings its own buffers; "
+                    "use either of the two"
                 )
         if enable:
             self._refuse_compression("memory of the process group", label)

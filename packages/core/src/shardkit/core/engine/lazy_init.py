@@ -54,7 +54,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         if state is not root and state.schedule.manual_finalization:
             raise RuntimeError(
                 f"set_manual_backward_finalization(True) was called on '{state.fqn}', below the root "
-                f"{type(module).__name__}; it is a setting of the root, call it there"
+                f"{type(module).__name__}; it is a setting of the root; call it there"
             )
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
@@ -93,7 +93,7 @@ def _check_prefetching(state: RootedState, root: RootedState, name: str) -> None
         if seen not in (None, expected):
             raise RuntimeError(
                 f"set_prefetch_{setting}({seen}) was called on '{state.fqn}', below the root {name}; it is a setting "
-                "of the root, call it there"
+                "of the root; call it there"
             )
 
 
@@ -167,7 +167,10 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
             found = _difference(mine, process_group, device)
             message = _first_of(message or found, process_group, device)
     except RuntimeError as error:  # the backend's, if a rank does not arrive
-        raise RuntimeError(f"{fqn}: set-up failed (comparing models with the other ranks): {error}") from error
+        raise RuntimeError(
+            f"{fqn}: set-up failed (comparing models with the other ranks): {error}; "
+            "check that every rank runs this forward"
+        ) from error
     raise RuntimeError(message)
 
 

@@ -70,6 +70,7 @@ class OrderCheck:
             raise RuntimeError(
                 f"SHARDKIT_DEBUG=order: this rank reached {entry}, but a peer did not reach its next collective "
                 f"on the same process group ({error}). Last {_SHOWN} of this rank, newest last: {' -> '.join(history)}"
+                ". Compare with the peer's own message or log"
             ) from error
         if agreed:
             return

@@ -174,7 +174,7 @@ def form_of(
     if adapter is None:
         raise TypeError(
             f"parameter '{fqn}' is already a DTensor with placements {tuple(parameter.placements)} on "
-            f"{parameter.device_mesh}; shardkit-core shards plain tensors. Tensor-parallel parameters need the package "
+            f"{parameter.device_mesh}; shardkit-core shards plain tensors. For tensor-parallel parameters install "
             "shardkit-tp-adapter; a parameter that fully_shard has sharded before cannot be sharded again"
         )
     if isinstance(placement, Owned):

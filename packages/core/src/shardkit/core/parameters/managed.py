@@ -81,7 +81,7 @@ def modules_of_argument(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Mod
     """
     given = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not given:
-        raise ValueError("fully_shard got an empty list of modules")
+        raise ValueError("fully_shard got an empty list of modules; pass at least one")
     for one in given:
         if not isinstance(one, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, got {type(one).__name__}")

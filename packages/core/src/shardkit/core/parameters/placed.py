@@ -100,7 +100,10 @@ class PlacedTensor(DTensor):
         """
         wanted = tuple(self.placements if placements is None else placements)
         if device_mesh is not None and device_mesh != self.device_mesh:
-            raise ValueError(f"{self._described()} cannot be redistributed to another mesh, {device_mesh}")
+            raise ValueError(
+                f"{self._described()} cannot be redistributed to another mesh, {device_mesh}; "
+                "save a checkpoint and load it into a model on that mesh"
+            )
         if wanted == tuple(self.placements):
             return self
         if any(is_ours(one) for one in wanted):
@@ -166,7 +169,9 @@ class PlacedTensor(DTensor):
         for offset, size, in_local in self._boxes():
             if offset == index.offset:
                 return local_of(self).detach()[in_local].view(size)
-        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset} of {self._described()}")
+        raise ValueError(
+            f"{index.fqn}: this rank holds no box at {index.offset} of {self._described()}; use CheckpointManager"
+        )
 
 
 def _first(args: Sequence[Any]) -> PlacedTensor:

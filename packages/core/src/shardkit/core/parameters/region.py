@@ -231,7 +231,9 @@ def _placed(
     if isinstance(placement, Owned):
         return rows if position == placement.rank else ()
     if rows != ((0, shape[0]),) and shape[0]:
-        raise ValueError(f"{name}: {placement} counts rows of the whole tensor, but another axis cuts them too")
+        raise ValueError(
+            f"{name}: {placement} counts rows of the whole tensor, but another axis cuts them too; use Shard(dim)"
+        )
     layout = layout_for(placement, tuple(shape), size)
     first = layout.offset(position)
     return ((first, first + layout.length(position)),) if layout.length(position) else ()
@@ -245,7 +247,9 @@ def _flat_cut(
     if not any(isinstance(one, Blocks) and one.elements is not None for one, _ in cutting):
         return None
     if len(cutting) > 1:
-        raise ValueError(f"{name}: {cutting[0][0]} counts elements of the whole tensor, but another axis cuts it too")
+        raise ValueError(
+            f"{name}: {cutting[0][0]} counts elements of the whole tensor, but another axis cuts it too; use Shard(dim)"
+        )
     placement, size = cutting[0]
     layout = layout_for(placement, tuple(shape), size)
     return [FlatRegion.of(shape, layout.offset(r), layout.offset(r) + layout.length(r)) for r in range(size)]

@@ -78,7 +78,10 @@ def choose_transports(
         try:
             chosen = transport_for(group, device, registered)
         except (OSError, RuntimeError) as error:  # a missing peer causes a timeout, of a socket or of gloo
-            raise RuntimeError(f"{label}: set-up failed (meeting the other ranks of its group): {error}") from error
+            raise RuntimeError(
+                f"{label}: set-up failed (meeting the other ranks of its group): {error}; "
+                "check that every rank runs this forward"
+            ) from error
         return chosen if compression is None or rounding is None else chosen.compressing(compression)
 
     policy = compression or CompressionPolicy()

@@ -506,7 +506,8 @@ def _check_world(layouts: Sequence[ChunkLayout], transport: Transport, label: st
         if layout.world_size != transport.world_size:
             raise ValueError(
                 f"{label}: a layout of shape {layout.shape} is cut for {layout.world_size} ranks, "
-                f"but the process group has {transport.world_size}"
+                f"but the process group has {transport.world_size}; "
+                "pass the group that it is cut for"
             )
 
 

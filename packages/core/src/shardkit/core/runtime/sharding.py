@@ -50,7 +50,7 @@ class ChunkLayout:
 
     def __post_init__(self) -> None:
         if not self.shape:
-            raise ValueError("cannot cut shape (): a layout needs at least one dim, replicate 0-dim tensors instead")
+            raise ValueError("cannot cut shape (): a layout needs at least one dim; replicate 0-dim tensors instead")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"cannot cut shape {self.shape}: sizes must not be negative")
         if not 0 <= self.dim < len(self.shape):

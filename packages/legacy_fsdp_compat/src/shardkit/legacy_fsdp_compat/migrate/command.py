@@ -50,10 +50,13 @@ def _run(options: argparse.Namespace) -> int:
     refuse_existing(options.target)  # before reading anything
     if (options.to in (SHARDED, LOCAL)) != (options.ranks is not None):
         raise CheckpointError(
-            f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' and '{LOCAL}' need a number, others none"
+            f"--to {options.to} and --ranks {options.ranks}: '{SHARDED}' and '{LOCAL}' need a number, others none; "
+            "give --ranks for these alone"
         )
     if options.like is not None and options.to != LOCAL:
-        raise CheckpointError(f"--to {options.to} and --like {options.like}: only '{LOCAL}' depends on the wrapping")
+        raise CheckpointError(
+            f"--to {options.to} and --like {options.like}: only '{LOCAL}' depends on the wrapping; leave --like out"
+        )
     known = _known(options)
     source = options.source[0] if len(options.source) == 1 else options.source
     checkpoint = open_checkpoint(source, known.shapes, without=options.without)

@@ -67,7 +67,7 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
     if path.is_file():
         return _file(path, shapes, left_out)
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; correct the path")
     if (path / METADATA).exists():
         return _directory(path, left_out)
     files = sorted(one for one in path.iterdir() if one.suffix in _TORCH_SUFFIXES or one.suffix == ".safetensors")

@@ -227,7 +227,7 @@ def _model(
     if unknown:
         raise CheckpointError(
             f"{files[0].path} and others hold {unknown} beside '{name_of((*base, FLAT_NAME))}', which the shapes lack. "
-            "A parameter that is tied to another one stands among the shapes as well: in JSON as "
+            "Add a parameter that is tied to another one to the shapes as well: in JSON as "
             '"name": "the other name"'
         )
     cuts = {name: cut for name in shapes.own if (cut := _piece_cut(files, (*base, name), shapes.own[name])) is not None}
@@ -328,9 +328,9 @@ def _flat_unit(
     if layout.numel != flat.numel:
         raise CheckpointError(
             f"'{flat.name}' has {flat.numel} elements in {files[0].path} and others, the parameters that the shapes "
-            f"have below '{unit}' make {layout.numel}: {list(shapes.items())}. Are these the shapes of the model that "
-            "was saved, in its order, and are tied parameters marked (in JSON as "
-            '"name": "the other name"; --model finds them)?'
+            f"have below '{unit}' make {layout.numel}: {list(shapes.items())}. Give the shapes of the model that "
+            "was saved, in its order, and mark tied parameters (in JSON as "
+            '"name": "the other name"; --model finds them)'
         )
     ranks = range(len(files))
     cuts = []

@@ -203,7 +203,7 @@ def _check_units(model: nn.Module, wrapping: Wrapping) -> None:
         if 0 < len(frozen) < len(members):
             raise CheckpointError(
                 f"of the FSDP module '{unit}' {frozen} are frozen and the others train, which FSDP1 has only with "
-                "use_orig_params=True"
+                "use_orig_params=True; set that"
             )
 
 

@@ -216,7 +216,10 @@ def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
         return local
     place, found = mesh.get_coordinate(), ranks_of_mesh(mesh)
     if place is None or found is None:
-        raise CheckpointError(f"'{name}' in {path} is a DTensor of a rank that is not in its mesh {mesh}")
+        raise CheckpointError(
+            f"'{name}' in {path} is a DTensor of a rank that is not in its mesh {mesh}; "
+            "save it on the ranks of the mesh"
+        )
     ranks, own = found
     ranks = ranks.permute(*(at for at in range(mesh.ndim) if at not in axes), *axes)
     ranks = ranks[*(one for at, one in enumerate(place) if at not in axes)]
@@ -260,7 +263,7 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
     by_rank: dict[int, RankFile] = {}
     for file in files:
         if file.rank in by_rank:
-            raise CheckpointError(f"{by_rank[file.rank].path} and {file.path} are both of rank {file.rank}")
+            raise CheckpointError(f"{by_rank[file.rank].path} and {file.path} are both of rank {file.rank}; remove one")
         by_rank[file.rank] = file
     _check_same_step(files)
     in_order = [file for _, file in sorted(by_rank.items())]
@@ -272,7 +275,8 @@ def read_rank_files(paths: Iterable[Path], left_out: LeftOut) -> list[RankFile]:
     if missing:
         raise CheckpointError(
             f"the checkpoint was written by ranks {sorted(group)}, but there is no file of rank "
-            f"{', '.join(map(str, missing))} among {[str(file.path) for file in files]}"
+            f"{', '.join(map(str, missing))} among {[str(file.path) for file in files]}; "
+            "add it"
         )
     return [RankFile(file.path, number, file.leaves) for number, file in enumerate(members)]
 
@@ -347,7 +351,7 @@ def _check_same_step(files: list[RankFile]) -> None:
             if _is_number(other) and float(other) != float(value):
                 raise CheckpointError(
                     f"'{name_of(path)}' is {float(value):g} in {files[0].path} and {float(other):g} in {file.path}: "
-                    "the files are of different steps"
+                    "the files are of different steps; pass those of one"
                 )
 
 
@@ -374,7 +378,7 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
         if not isinstance(value, StoredShards):
             raise CheckpointError(
                 f"'{name}' is {'missing' if value is None else type(value).__name__} in {file.path}, but a "
-                f"ShardedTensor of shape {first.whole} in another file"
+                f"ShardedTensor of shape {first.whole} in another file; pass the files of one checkpoint"
             )
         if value.whole != first.whole:
             raise CheckpointError(

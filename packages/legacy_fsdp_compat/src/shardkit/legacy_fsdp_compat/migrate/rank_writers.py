@@ -111,7 +111,9 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Lea
     shapes = {path[-1]: one.shape for path, one in checkpoint.tensors.items() if path[-1] in parameters}
     missing = sorted(name for name in parameters if name not in shapes)
     if shapes and missing:
-        raise CheckpointError(f"the checkpoint lacks the parameters {missing[:5]} ({len(missing)} in all)")
+        raise CheckpointError(
+            f"the checkpoint lacks the parameters {missing[:5]} ({len(missing)} in all); build the model that was saved"
+        )
     cut = set()
     for path, stored in checkpoint.tensors.items():
         if not stored.numel or not stored.shape:
@@ -121,8 +123,7 @@ def _what_is_cut(checkpoint: Checkpoint, parameters: Collection[str]) -> set[Lea
         elif len(path) > 2 and path[-3] == _STATE:
             if not isinstance(path[-2], str):
                 raise CheckpointError(
-                    f"'{name_of(path)}' is optimizer state by number; rank files need names, as "
-                    "FSDP.optim_state_dict gives them"
+                    f"'{name_of(path)}' is optimizer state by number; save names, as FSDP.optim_state_dict gives them"
                 )
             if path[-2] in parameters and stored.shape == shapes.get(path[-2], stored.shape):
                 cut.add(path)
@@ -186,7 +187,8 @@ class LocalWriter(ShardedWriter):
         if len(set(dtypes.values())) != 1:
             raise CheckpointError(
                 f"a LOCAL checkpoint keeps one flat tensor for each FSDP module, but '{name_of((*base, unit))}' has "
-                f"parameters of {len(set(dtypes.values()))} dtypes: {dtypes}"
+                f"parameters of {len(set(dtypes.values()))} dtypes: {dtypes}; "
+                "wrap them separately"
             )
         dtype = next(iter(dtypes.values()))
         return _Unit(base, names, self._wrapping.layout(unit, self._count, dtype), dtype)

@@ -46,7 +46,7 @@ class ModelShapes:
                 raise CheckpointError(f"the shape of '{name}' is {shape!r}, expected a list of numbers")
         for name, first in ties.items():
             if first not in own:
-                raise CheckpointError(f"'{name}' is tied to '{first}', which is not among the shapes")
+                raise CheckpointError(f"'{name}' is tied to '{first}', which is not among the shapes; add it")
         return cls({name: tuple(shape) for name, shape in own.items()}, ties, dict(shapes))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -68,7 +68,8 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
     if not models:
         raise CheckpointError(
             f"none of the {len(shapes.own)} names of the shapes ({_some(list(shapes.own))}) is in "
-            f"{_some(checkpoint.files)}; it has {_some([name_of(path) for path in checkpoint.tensors])}"
+            f"{_some(checkpoint.files)}; it has {_some([name_of(path) for path in checkpoint.tensors])}. "
+            "Give the shapes of the model that was saved"
         )
     for base, found in models.items():
         where = f"below '{name_of(base)}'" if base else "at its top"
@@ -83,7 +84,7 @@ def check_shapes(checkpoint: Checkpoint, shapes: ModelShapes) -> None:
             raise CheckpointError(
                 f"{_some(checkpoint.files)}: the checkpoint does not fit the shapes {where}: {len(unknown)} unknown "
                 f"names ({_some(unknown)}), {len(missing)} missing ({_some(missing)}), {len(misfits)} other shapes "
-                f"({_some(misfits)})"
+                f"({_some(misfits)}). Give the shapes of the model that was saved"
             )
 
 
@@ -230,7 +231,7 @@ def alignment_of(param_dtype: object, dtype: torch.dtype) -> int:
     found = dtype if param_dtype is None else getattr(torch, str(param_dtype), None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
-            f"param_dtype {param_dtype!r} is not a dtype of torch, such as 'bfloat16'; null stands for none"
+            f"param_dtype {param_dtype!r} is not a dtype of torch, such as 'bfloat16'; write null for none"
         )
     return aligned_numel(found.itemsize)
 
@@ -267,9 +268,11 @@ def json_of(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}; correct the file") from error
 
 
 def wrapping_of_config(config: Any, file: Path) -> Wrapping:
@@ -296,7 +299,7 @@ def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[s
         raise CheckpointError(f"{file}: use_orig_params is {flag!r}, expected true or false")
     unknown = sorted(map(str, buffers - shapes.keys()))
     if unknown:
-        raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes")
+        raise CheckpointError(f"{file} lists the buffers {unknown}, which have no shapes; add these")
     shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
     odd = [one for one in (*shapes, *units, *buffers) if not isinstance(one, str)]
     if odd:
@@ -315,7 +318,9 @@ def _expanded(path: Path, units: Mapping[str, Any], names: Iterable[str]) -> dic
             if module.count(".") + 1 == len(wanted) and all(map(fnmatch.fnmatchcase, module.split("."), wanted))
         ]
         if not matching:
-            raise CheckpointError(f"{path}: no name of the shapes lies in an FSDP module '{pattern}'")
+            raise CheckpointError(
+                f"{path}: no name of the shapes lies in an FSDP module '{pattern}'; correct the pattern"
+            )
         dtypes = tuple(given) if isinstance(given, list) and given else (given,)
         for name in dtypes:
             alignment_of(name, torch.float32)
@@ -330,6 +335,7 @@ def with_members(wrapping: Wrapping) -> Wrapping:
     units = {unit: wrapping.units[unit] for unit, names in wrapping.members.items() if names}
     if not units:
         raise CheckpointError(
-            f"no FSDP module has parameters: all {len(wrapping.buffers)} names are of buffers or ignored parameters"
+            f"no FSDP module has parameters: all {len(wrapping.buffers)} names are of buffers or ignored parameters; "
+            "list buffers only there"
         )
     return replace(wrapping, units=units)

@@ -51,7 +51,7 @@ def _config(path: Path) -> Any:
     """The config object of transformers. Nothing is downloaded, and no code that a config names is run."""
     settings = read_json(path, dict[str, Any], "a Hugging Face config", EstimateError)
     if not isinstance(settings.get("model_type"), str):
-        raise EstimateError(f'{path} is not a Hugging Face config: it has no "model_type"')
+        raise EstimateError(f'{path} is not a Hugging Face config: it has no "model_type"; choose another file')
     if settings.get("torch_dtype") == "auto":  # "auto" means the dtype of weights, which do not exist here
         del settings["torch_dtype"]
     with users_code(f"the config {path}", "expected a config that this transformers knows", EstimateError):

@@ -169,7 +169,9 @@ def blocks_of(model: nn.Module, wrap: Sequence[str] | None) -> list[tuple[str, n
         matching = [(fqn, module) for fqn, module in modules if name in (fqn, type(module).__name__)]
         if not matching:
             classes = sorted({type(module).__name__ for _, module in modules})
-            raise EstimateError(f"no module has the FQN or class name '{name}'; classes of the model are {classes}")
+            raise EstimateError(
+                f"no module has the FQN or class name '{name}'; use a FQN or one of the classes {classes}"
+            )
         chosen += matching
     return sorted(dict(chosen).items(), key=lambda one: -one[0].count("."))
 

@@ -60,7 +60,7 @@ def _fake_world(axes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
     """
     if dist.is_initialized():
         raise EstimateError(
-            "this process has a default process group already; an estimate runs in a process of its own, without "
+            "this process has a default process group already; run the estimate in a process of its own, without "
             "torchrun and before init_process_group"
         )
     world_size = math.prod(axes.values())

@@ -288,7 +288,9 @@ def _explore(
             if search.too_few_shards(wider, one) or not search.fits(wider):
                 break
     if not search.known:
-        raise EstimateError(f"none of the ways to shard this model could be estimated; the last: {search.problem}")
+        raise EstimateError(
+            f"none of the ways to shard this model could be estimated. Correct the last: {search.problem}"
+        )
     _cut_further(search, world_size)
     grown = [replace(one, micro_batch=2 * one.micro_batch) for one in search.ranked()[:_GROWN]]
     search.workers.begin(one for one in grown if one.micro_batch <= most_micro_batch and not search.too_large(one))

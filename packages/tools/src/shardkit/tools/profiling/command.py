@@ -52,7 +52,7 @@ def _clear(records: Path) -> None:
     try:
         records.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--records {records} cannot be made: {error.strerror}") from error
+        raise InputError(f"--records {records} cannot be made: {error.strerror}; choose another directory") from error
     old = list(records.glob("rank-*.json"))
     foreign = next((path for path in old if not is_record(path)), None)
     if foreign is not None:

@@ -36,7 +36,9 @@ def read_report(path: Path) -> Report:
     """
     head = read_json(path, _Head, "a report of `shardkit profile`", ReportError)
     if head.schema != SCHEMA:
-        raise ReportError(f'{path} is not a report of `shardkit profile`: its "schema" is not "{SCHEMA}"')
+        raise ReportError(
+            f'{path} is not a report of `shardkit profile`: its "schema" is not "{SCHEMA}"; choose another file'
+        )
     if head.version != VERSION:
         newer = head.version > VERSION
         advice = "read it with a newer shardkit-tools" if newer else "record the run again with this shardkit-tools"
@@ -88,7 +90,10 @@ def read_records(directory: Path) -> list[RankRecord]:
             raise ReportError(f"{path} is not a record of this version of shardkit-tools; record the run again")
         records.append(read_json(path, RankRecord, "a complete record of a rank", ReportError))
     if not records:
-        raise ReportError(f"{directory} holds no records (rank-*.json): no rank has come to the end of its recording")
+        raise ReportError(
+            f"{directory} holds no records (rank-*.json): no rank has come to the end of its recording; "
+            "run longer, or record fewer steps"
+        )
     return sorted(records, key=lambda record: record.rank.rank)
 
 

@@ -142,11 +142,14 @@ class Connection:
 
     def late(self) -> TimeoutError:
         """The error for a peer that does not respond."""
-        return TimeoutError(f"rank {self._peer} of the group has not come within {self._timeout:.0f} s")
+        return TimeoutError(
+            f"rank {self._peer} of the group has not come within {self._timeout:.0f} s; "
+            "read its log, or find where it waits with `shardkit watch`"
+        )
 
 
 def _gone(peer: int) -> ConnectionError:
-    return ConnectionError(f"the process of rank {peer} of the group has ended")
+    return ConnectionError(f"the process of rank {peer} of the group has ended; read its log for the cause")
 
 
 def _too_many_open(peer: int) -> OSError:

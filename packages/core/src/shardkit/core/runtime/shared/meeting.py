@@ -120,7 +120,7 @@ def _private_directory() -> str:
     for parent in (None, "/dev/shm"):
         with contextlib.suppress(OSError):
             return tempfile.mkdtemp(prefix="shardkit-", dir=parent)
-    raise OSError(errno.ENOENT, "no directory to put a socket into")
+    raise OSError(errno.ENOENT, "no directory to put a socket into; set TMPDIR to one that is writable")
 
 
 @contextlib.contextmanager
@@ -182,7 +182,10 @@ def _answer(
             left = deadline - time.monotonic()
             ready = poller.poll(max(left, 0) * 1000)
             if not ready and left <= 0:
-                raise TimeoutError(f"ranks {missing} of the group have not connected to rank {rank} over shared memory")
+                raise TimeoutError(
+                    f"ranks {missing} of the group have not connected to rank {rank} over shared memory; "
+                    "read their logs, or set SHARDKIT_SHARED_MEMORY=0 on any rank to do without"
+                )
             for fd, _ in ready:
                 if fd == listener.fileno():
                     if (caller := _admit(listener)) is not None:
