@@ -1,4 +1,4 @@
-"""`agreement.py`: ranks that hold different parameters under one name are told so, by name, before one is lost."""
+"""`agreement.py`: if ranks hold different parameters under one name, an error names it before one is lost."""
 
 from pathlib import Path
 from typing import Any

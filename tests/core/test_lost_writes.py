@@ -53,7 +53,7 @@ def test_data_of_sharded_parameters() -> None:
 
 
 def _undone(rank: int, world_size: int) -> None:
-    """Weights that are swapped and put back, moves, casts and loads are no lost writes."""
+    """Weights that are swapped and put back, moves, casts and loads do not count as lost writes."""
     model = _model()
     expected = _step(model)
     backups = [parameter.data for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""Observers: the environment names them, entry points provide them, and those that are missing are told."""
+"""Observers: the environment names them, entry points provide them, and a missing one raises an error."""
 
 import sys
 import types

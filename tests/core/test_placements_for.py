@@ -63,7 +63,7 @@ def class_of(kind: str) -> Any:
 
 
 def trainees(model: nn.Module, kind: str) -> list[nn.Parameter]:
-    """Of Muon and its kin the matrices between embedding and head."""
+    """The parameters to train: for Muon and the like, the matrices between embedding and head."""
     if KINDS[kind] is Owned and "8bit" not in kind:
         return [model.up.weight, model.down.weight]
     return list(model.parameters())

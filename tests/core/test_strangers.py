@@ -1,4 +1,4 @@
-"""Processes of other users, and processes of this user that are no ranks, while ranks meet and train."""
+"""Processes of other users, and processes of this user that are not ranks, while ranks meet and train."""
 
 import contextlib
 import datetime as dt

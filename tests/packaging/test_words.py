@@ -11,7 +11,7 @@ import pytest
 from tests.packaging.workspace import ROOT, packages
 
 BETTER = {
-    r"\bis no (?!longer\b|more\b|less\b|such\b)[a-zA-Z`]\w*": "is not a ...",
+    r"\b(?:is|are) no (?!longer\b|more\b|less\b|such\b|wider\b|larger\b)[a-zA-Z`]\w*": "is not a ..., are not ...",
     r"\bwhat is no\b": "what is not a ...; better: name it",
     r"\bthat which\b": "name it",
     r"\bfor no one\b": "for none, or None",
@@ -20,7 +20,7 @@ BETTER = {
     r"\bdear\b": "slow, expensive",
     r"\blets? go of\b|\blet go of\b": "frees",
     r"\bin silence\b": "without an error",
-    r"\band kin\b": "and the like",
+    r"\band (?:its |their )?kin\b": "and the like",
     r"\bwill do\b": "is enough",
     r"\bsuperfluous\b": "old, unused",
     r"\bhas got\b|\bhave got\b": "has, is",
@@ -40,7 +40,7 @@ PAGES = [
     ),
 ]
 # "There is no flat parameter" is plain; "It is no parameter" is not.
-_THERE = re.compile(r"\b[Tt]here (?:is|was) no\b|\bthere is no\b")
+_THERE = re.compile(r"\b[Tt]here (?:is|are) no\b")
 
 
 def stumbles(text: str) -> Iterator[tuple[str, str]]:
@@ -56,6 +56,7 @@ def stumbles(text: str) -> Iterator[tuple[str, str]]:
     [
         ("It is no tensor, and\nthat which is kept.", ["is no tensor", "that which"]),
         ("There is no tensor; it is no longer kept, and is no more than a view.", []),
+        ("They are no tensors, and\ntheir kin. There are no views.", ["are no tensors", "and their kin"]),
         ("The part of what\nremains is what it was.", ["of what", "is what"]),
         (
             "What remains, is kept.\n\nWhat is left:\n\nIt ends. What\nstays stays.",

@@ -1,4 +1,4 @@
-"""Reports on disk: they survive the way there and back, and files that are none are refused with a reason."""
+"""Reports on disk: a written report is read back unchanged, and other files are refused with a reason."""
 
 import json
 from pathlib import Path

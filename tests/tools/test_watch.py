@@ -1,4 +1,4 @@
-"""Hangs of real processes: who is missing is told, whatever has become of them.
+"""Hangs of real processes: the missing ranks are named, in whatever way they stopped.
 
 The ranks are started by hand rather than by torchrun, which ends all of them when one has died; and by the server that
 the pools of ranks use, which has imported torch already.

@@ -1,4 +1,4 @@
-"""Notes the losses and gradient norms that transformers' Trainer and its kin log."""
+"""Notes the losses and gradient norms that transformers' Trainer, and trainers based on it, log."""
 
 from recording import Recording
 from transformers import TrainerCallback
