@@ -85,10 +85,10 @@ def before(data: bytearray, entry: int, header: int) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (before, "f: bytes 7 to .* are no archive of torch.save: BadZipFile"),
+        (before, "f: bytes 7 to .* are not an archive of torch.save: BadZipFile"),
         # a zipfile that looks for zip bombs sees it first
         (longer, "f: bytes 7 to .*(: the storage inside claims 1000000 bytes|BadZipFile.*Overlapped entries)"),
-        (elsewhere, "f: bytes 7 to .* are no archive of torch.save: BadZipFile"),
+        (elsewhere, "f: bytes 7 to .* are not an archive of torch.save: BadZipFile"),
     ],
 )
 def test_a_storage_that_is_not_where_the_directory_says(change: Callable[[bytearray, int, int], None], text: str):

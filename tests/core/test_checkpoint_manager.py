@@ -83,7 +83,7 @@ def refused_position(rank: int, world_size: int, path: Path) -> str:
 def test_positions_of_other_ranks_are_not_guessed(tmp_path: Path):
     run_ranks(2, save_trained, tmp_path, (2,), Loader)
     for text in run_ranks(1, refused_position, tmp_path):
-        assert "'loader' was saved by 2 ranks, each its own, and there are 1 now" in text
+        assert "'loader' was saved separately by 2 ranks, and there are 1 now" in text
         assert "load_state_dicts" in text
 
 

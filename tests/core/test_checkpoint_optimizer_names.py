@@ -97,5 +97,5 @@ def test_optimizers_that_do_not_share_out_the_parameters(tmp_path: Path):
     with pytest.raises(CheckpointError, match="bias: both optimizer 0 and optimizer 1 hold it"):
         CheckpointManager(tmp_path).save(1, TrainingState(model, both))
     both[0].state["all"] = {"count": 1}
-    with pytest.raises(CheckpointError, match="optimizer 0 holds all that is none of the model's"):
+    with pytest.raises(CheckpointError, match="optimizer 0 holds all, which is not a parameter of the model"):
         CheckpointManager(tmp_path).save(1, TrainingState(model, both[0]))

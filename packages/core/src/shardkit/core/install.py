@@ -136,7 +136,7 @@ def _check_homes() -> None:
             if bound is not stock and bound is not ours:
                 raise RuntimeError(
                     f"{home}.{name} is not torch's own but {bound!r} of {getattr(bound, '__module__', '?')}; call "
-                    "shardkit.core.install() before that is put there, or leave it out"
+                    "shardkit.core.install() before other software replaces it, or leave that software out"
                 )
 
 
@@ -151,9 +151,9 @@ def _check_models(fsdp1: bool) -> None:
 
 def _refuse_stock() -> None:
     raise RuntimeError(
-        "this call reaches torch's own fully_shard, and shardkit is installed in its place: the caller got hold of it "
-        "before shardkit.core.install(), and not as an attribute of a module. Call install() before that import, or "
-        "call torch.distributed.fsdp.fully_shard"
+        "this call reaches torch's own fully_shard, although shardkit is installed in its place: the caller took a "
+        "reference to it before shardkit.core.install(), which only replaces attributes of modules. Call install() "
+        "before that import, or call torch.distributed.fsdp.fully_shard"
     )
 
 

@@ -46,7 +46,7 @@ class Declared:
             if name in self.axes and isinstance(placement, Shard) and not isinstance(placement, StridedShard):
                 raise ValueError(
                     f"'{fqn}' has placements {tuple(value.placements)} on {value.device_mesh}, with which its module "
-                    f"computes, but the parts of {self.blocks.names} that a rank holds are no Shard of the whole: call "
+                    f"computes, but a rank's parts of {self.blocks.names} are not a Shard of the whole: call "
                     "fully_shard (on a data-parallel axis of one rank, if there is no other), and take its state dict"
                 )
 

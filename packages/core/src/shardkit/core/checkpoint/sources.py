@@ -20,7 +20,7 @@ from shardkit.core.checkpoint.torch_files import load_torch_file
 
 HF_INDEX = "model.safetensors.index.json"
 PATHS_NOTE, OBJECTS_NOTE = "shardkit.leaves", "shardkit.values"
-"""In the metadata of safetensors: paths of tensors by name, and values that are no tensors, as JSON."""
+"""In the metadata of safetensors: paths of tensors by name, and values that are not tensors, as JSON."""
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,

@@ -146,7 +146,7 @@ def storages_in(file: IO[bytes], offset: int, length: int, name: str) -> dict[st
     """Where the values of each storage in a torch.save archive lie: key -> (offset, bytes). Raises the same."""
     window, found = _window(file, offset, length), {}
     with (
-        damage_of(f"{name}: bytes {offset} to {offset + length}", "are no archive of torch.save", (MemoryError,)),
+        damage_of(f"{name}: bytes {offset} to {offset + length}", "are not an archive of torch.save", (MemoryError,)),
         zipfile.ZipFile(window) as archive,
     ):
         for one in archive.infolist():

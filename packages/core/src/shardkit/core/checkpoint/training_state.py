@@ -103,13 +103,13 @@ class OptimizerNames:
                         f"a parameter of shape {tuple(parameter.shape)}" if hasattr(parameter, "shape") else parameter
                     )
                     raise ValueError(
-                        f"optimizer {number} holds {what} that is none of the model's: build it from "
+                        f"optimizer {number} holds {what}, which is not a parameter of the model: build it from "
                         "model.parameters(), after fully_shard"
                     )
                 if holder.setdefault(id(parameter), number) != number:
                     raise ValueError(
                         f"{names[id(parameter)]}: both optimizer {holder[id(parameter)]} and optimizer {number} hold "
-                        "it, and a checkpoint has one state for each parameter; share the parameters out"
+                        "it, and a checkpoint has one state for each parameter; give it to one of them"
                     )
         return found
 
@@ -127,8 +127,8 @@ class OptimizerNames:
 
     def target(self, entry: TensorEntry) -> torch.Tensor | None:
         """The tensor to read an entry of a parameter's state into: the live one, else a new one with the parameter's
-        layout, or None for an entry deeper down, which may have any shape and is read whole. Raises CheckpointError if
-        an entry has a shape of its own.
+        layout, or None for a nested entry, which may have any shape and is read whole. Raises CheckpointError if a new
+        tensor would need another shape than the parameter's.
         """
         name, key, *deeper = map(str, entry.path[2:])
         optimizer, parameter = self._by_name[name]
@@ -462,9 +462,9 @@ def _ranks_to_read(index: Index, state: TrainingState, rank: int, world_size: in
             found[key] = stored
         else:
             raise CheckpointError(
-                f"'{key}' was saved by {index.world_size} ranks, each its own, and there are {world_size} now: give "
-                f"{type(one).__name__} a method load_state_dicts(states) that shares out the states of all ranks, or "
-                "restore with as many ranks"
+                f"'{key}' was saved separately by {index.world_size} ranks, and there are {world_size} now: give "
+                f"{type(one).__name__} a method load_state_dicts(states) that distributes the states of all ranks, "
+                f"or restore with {index.world_size} ranks"
             )
         if missing := set(found[key]) - set(stored):
             raise DamagedCheckpointError(f"'{key}' of rank {min(missing)} is missing in the checkpoint")

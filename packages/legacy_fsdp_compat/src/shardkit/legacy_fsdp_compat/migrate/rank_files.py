@@ -79,7 +79,7 @@ class StoredShards(torch.Tensor):
         ]
         self.whole = _sizes(metadata.size)
         if not all(isinstance(tensor, torch.Tensor) for _, tensor, _ in self.parts):
-            raise ValueError("a ShardedTensor whose parts are no tensors")
+            raise ValueError("a ShardedTensor whose parts are not tensors")
         inner = [(offsets, tensor) for offsets, tensor, _ in self.parts if isinstance(tensor, StoredShards)]
         if inner:
             self.nested = True
