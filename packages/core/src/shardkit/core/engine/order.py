@@ -94,7 +94,7 @@ class Order:
         self.changes = {False: 0, True: 0}  # by whether it is backward's
         self.dropped = 0
         self._added = 0
-        self._numbers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the passes of each state, in order
+        self._numbered: defaultdict[int, deque[int]] | None = defaultdict(deque)
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
         self._recorded: list[int] = []
         self._recording: list[int] = []
@@ -164,18 +164,33 @@ class Order:
         self._append(ended if self.in_backward else ended._replace(forward=self._forwards))
         self.changes[True] += 1
         if len(self.passes) > _LONGEST:
-            self._numbers[self.passes.pop(0).state].popleft()
+            numbers = self._numbers
+            numbers[self.passes.pop(0).state].popleft()
             self.dropped += 1
+
+    @property
+    def _numbers(self) -> defaultdict[int, deque[int]]:
+        """The numbers of the passes of each state, in order; counted anew when passes were set aside or taken back."""
+        if self._numbered is None:
+            self._numbered, self._added = defaultdict(deque), 0
+            for one in self.passes:
+                self._number(one)
+        return self._numbered
+
+    def _number(self, one: Pass) -> None:
+        if self._numbered is not None:
+            self._numbered[one.state].append(self._added)
+            self._added += 1
 
     def _append(self, one: Pass) -> None:
         self.passes.append(one)
-        self._numbers[one.state].append(self._added)
-        self._added += 1
+        self._number(one)
 
     def _drop_passes(self, first: int) -> None:
         """Forgets the pass at index `first`, and all later ones."""
         for one in reversed(self.passes[first:]):
-            self._numbers[one.state].pop()
+            if self._numbered is not None:
+                self._numbered[one.state].pop()
             self.dropped += 1
         del self.passes[first:]
 
@@ -237,14 +252,12 @@ class Order:
 
     def _take_back_set_aside(self) -> None:
         if self._set_aside:
-            self._replace_passes(sorted([*self._set_aside, *self.passes], key=operator.attrgetter("forward")))
+            both = [*self._set_aside, *self.passes]
+            self._replace_passes(sorted(both, key=operator.attrgetter("forward")) if self.passes else both)
             self._set_aside = []
 
     def _replace_passes(self, passes: list[Pass]) -> None:
-        self.passes = []
-        self._numbers.clear()
-        for one in passes:
-            self._append(one)
+        self.passes, self._numbered = passes, None
         self.changes[True] += 1
 
     def end_backward(self) -> None:
