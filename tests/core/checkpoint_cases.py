@@ -51,7 +51,7 @@ class Loader:
 
 
 class ElasticLoader(Loader):
-    """One that can be shared out over another number of ranks."""
+    """A loader whose position can be distributed over another number of ranks."""
 
     def load_state_dicts(self, states: dict[int, dict[str, Any]]) -> None:
         self.position = sum(state["position"] for state in states.values())
@@ -114,7 +114,7 @@ class Trainee:
         )
 
     def train(self, steps: int) -> None:
-        """Steps whose data comes from every generator and from the loader's position."""
+        """Takes steps. Their data depends on every random generator and on the loader's position."""
         for _ in range(steps):
             self.loader.position += random.randrange(5) + int(np.random.randint(5))
             self.loader.workers[0]["at"] += 0.25

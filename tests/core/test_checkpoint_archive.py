@@ -24,7 +24,7 @@ def saved(value: Any) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """Deflated; noise becomes longer by that, so that no size gives it away."""
+    """The archive with deflated entries. Deflating makes noise longer, so no size reveals it."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
         for one in source.infolist():
@@ -48,7 +48,7 @@ def shared(data: bytes) -> bytes:
 
 
 def test_packed_values_are_not_taken_for_values(tmp_path: Path):
-    """They would be read as if they lay there plain, as torch.load(mmap=True) does."""
+    """Otherwise compressed bytes would be read as values, as torch.load(mmap=True) does."""
     data = packed(saved({"weight": NOISE}))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert sum(one.file_size for one in archive.infolist()) <= len(data)
@@ -103,7 +103,7 @@ def test_a_storage_that_is_not_where_the_directory_says(change: Callable[[bytear
 
 
 def test_a_pickle_that_is_looked_at_is_the_one_that_is_loaded():
-    """Torch finds `DATA.PKL` where it looks for `data.pkl`: this one would ask for two gigabytes."""
+    """Torch takes `DATA.PKL` for `data.pkl`, so the second pickle, which asks for two gigabytes, must be checked."""
     asks = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2 * 10**9).to_bytes(5, "little") + b"\x85R."
     file = io.BytesIO(saved(torch.arange(24.0).view(4, 6).t()))
     with zipfile.ZipFile(file, "a") as archive:

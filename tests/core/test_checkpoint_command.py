@@ -291,7 +291,7 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_checkpoint_beside_which_nobody_may_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """In a directory that may be entered and not listed, as of mode 0711."""
+    """The directory may be entered but not listed, as with mode 0711."""
     path = save_user(tmp_path / "run", 2, 1)
     scandir = os.scandir
 
@@ -355,7 +355,7 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
-    """There is all that stock needs, and no checksum."""
+    """It has all files that stock needs, but no checksums."""
     path = save_user(tmp_path / "run", 1, 1)
     (path / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpointError, match="is missing, so this checkpoint cannot be verified"):
@@ -393,7 +393,7 @@ def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: s
 
 
 def test_differences_are_those_of_all_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The largest is in the first, the least in the last."""
+    """The largest difference is in the first slab, the smallest in the last."""
     monkeypatch.setattr("shardkit.core.checkpoint.stored.CHUNK_BYTES", 8)
     values = (torch.zeros(7), torch.tensor([0, 4.0, 0, 0, 0, 0, 0.5]))
     saved = [save_user(tmp_path / str(number), 1, value) for number, value in enumerate(values)]
@@ -461,7 +461,7 @@ def test_what_waits_for_a_writer_is_not_waited_for(tmp_path: Path, capsys: pytes
 
 
 def test_a_file_of_torch_that_unpacks_to_more_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Any amount of memory in a few kilobytes."""
+    """A few kilobytes can claim any amount of memory."""
     plain = io.BytesIO()
     torch.save({"weight": torch.zeros(10**6)}, plain)
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:

@@ -59,7 +59,7 @@ def to_save(values: torch.Tensor) -> tuple[Plan, Image]:
 
 
 def test_another_manager_spares_what_is_being_written(tmp_path: Path):
-    """To look into a directory, as an evaluation job does, must not end the save that a run has on its way."""
+    """A job that only reads the directory, such as an evaluation, must not end a save that a run has in progress."""
     directory = CheckpointDirectory(tmp_path)
     first, second = (
         Save(directory, "ab", Header(1, 2, {}), rank, *to_save(torch.arange(4.0) + rank), None, timeout=60)
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_is_there_has_been_saved(
 
 
 def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """So that `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
+    """Then `fallback` takes the checkpoint before, which may lie elsewhere on the disk."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
@@ -209,7 +209,7 @@ def test_a_disk_that_fails_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_nobody_may_remove_hides_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An evaluation that may only read a directory in which a run has died."""
+    """A run has died in the directory. An evaluation that may only read it still finds the checkpoints."""
     state = TrainingState(torch.nn.Linear(1, 1))
     CheckpointManager(tmp_path).save(1, state, blocking=True)
     (tmp_path / ".step-000002.ab.incomplete").mkdir()
@@ -312,7 +312,7 @@ def test_what_is_written_offline_is_on_disk_before_it_has_its_name(
 
 
 def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A file of torch.save has its length from the beginning, so its values tell."""
+    """A file of torch.save has its full length from the beginning, so the test compares its values."""
     model = torch.nn.Linear(3, 2)
     CheckpointManager(tmp_path / "run").save(1, TrainingState(model), blocking=True)
     synced, fsync = [], os.fsync
@@ -331,7 +331,7 @@ def test_all_of_a_file_is_written_before_it_is_synced(tmp_path: Path, monkeypatc
 
 
 def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another manager comes between the two renames: the run goes on, and its new checkpoint is the one that stays."""
+    """Another manager opens the directory between the two renames: the run goes on, and its new checkpoint stays."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path)
     manager.save(1, state, info={"saved": "first"}, blocking=True)
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_is_being_replaced_is_not_brought_back(tmp_path: Path,
 
 
 def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
-    """The new one had all its files, but nobody knows; the old one is as good."""
+    """The new checkpoint may be incomplete as far as anyone can tell, so the old one comes back."""
     state = TrainingState(torch.nn.Linear(1, 1))
     CheckpointManager(tmp_path).save(1, state, info={"saved": "first"}, blocking=True)
     shutil.copytree(tmp_path / "step-000001", tmp_path / ".step-000001.ab.incomplete")
@@ -363,7 +363,7 @@ def test_one_that_died_between_the_renames_is_brought_back(tmp_path: Path):
 
 
 def test_old_checkpoints_that_cannot_be_renamed_fail_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One is another user's, and one goes while it is looked at: the others make way all the same."""
+    """One belongs to another user, and one disappears during the check. The others are deleted all the same."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3):
@@ -387,7 +387,7 @@ def test_old_checkpoints_that_cannot_be_renamed_fail_no_save(tmp_path: Path, mon
 
 
 def test_where_locks_do_not_hold_a_writer_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on some network file systems: it may fail then, but never name a checkpoint that has lost files."""
+    """As on some network file systems: a save may fail then, but a checkpoint without all its files has no name."""
 
     def unknown(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -434,7 +434,7 @@ def test_the_first_writer_to_be_done_leaves_the_lock_to_the_others(tmp_path: Pat
 
 
 def test_what_was_found_damaged_keeps_nothing_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One of the same step as one that was set aside before; and another name is on disk before the run goes on."""
+    """A second damaged checkpoint of one step gets another name, which is on disk before the run goes on."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path)
     manager.save(1, state, blocking=True)
@@ -466,7 +466,7 @@ def test_a_file_that_is_short_is_found_before_anything_is_filled_in(tmp_path: Pa
 
 
 def test_a_checkpoint_under_another_name_is_none(tmp_path: Path):
-    """Renamed by hand, or another one's files: the run would go on from another step than it thinks."""
+    """It was renamed by hand, or has another checkpoint's files: the run would go on from the wrong step."""
     state = TrainingState(torch.nn.Linear(1, 1))
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):

@@ -101,7 +101,7 @@ def of(value: torch.Tensor) -> Fingerprints:
 @pytest.mark.parametrize("shape", [(), (1,), (1000,), (1025,), (64, 1024), (3, 5, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str)
 def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
-    """Of random values all of which differ; of those that are looked at, one suffices."""
+    """It shows if all random values differ, and if a single sampled one does."""
     torch.manual_seed(0)
     one = torch.randn(shape).to(dtype)
     same = of(one)
@@ -115,7 +115,7 @@ def test_another_value_shows(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 def test_every_fourth_of_4096_is_looked_at():
-    """With a step that is odd: every fifth. So of any five neighbours one is."""
+    """The step must be odd, so it is five: of any five neighbours one is sampled."""
     one = torch.randn(4096)
     same = of(one)
     for start in range(0, 4092, 93):
@@ -125,7 +125,7 @@ def test_every_fourth_of_4096_is_looked_at():
 
 
 def test_what_is_looked_at_is_not_all_in_one_column():
-    """As many columns as elements are looked at; the first column is the same, as padding is."""
+    """The matrix has as many columns as there are samples. Its first column is the same on all ranks, as padding is."""
     one = torch.randn(1024, 1024)
     other = torch.randn(1024, 1024)
     other[:, 0] = one[:, 0]

@@ -211,7 +211,7 @@ def test_a_file_is_read_while_the_interpreter_ends(tmp_path: Path):
     "sizes", [(), (5,), (BLOCK_BYTES,), (BLOCK_BYTES + 1,), (7, BLOCK_BYTES - 7, 3), (9, 2 * 2**20)]
 )
 def test_blocks_of_a_file_that_is_written_offline(tmp_path: Path, sizes: Any):
-    """Also of one that an earlier attempt has begun, and written more of than it noted."""
+    """Also of a file that an earlier attempt began, and of which it wrote more than it noted."""
     parts = [os.urandom(size) for size in sizes]
     whole = b"".join(parts)
     for begun in (0, len(whole) // 2):
@@ -377,7 +377,7 @@ def test_stock_metadata_changes_no_class():
 
 @pytest.mark.parametrize("opcode", [b"r" + struct.pack("<I", 10**7), b"p10000000\n"], ids=["LONG_BINPUT", "PUT"])
 def test_stock_metadata_asks_for_no_memory(opcode: bytes):
-    """A memo is as long as its largest number."""
+    """The memo of an unpickler is as long as its largest index."""
     with pytest.raises(pickle.UnpicklingError, match=r"memo number 10000000 in a pickle of \d+ bytes"):
         unpickle_metadata(b"\x80\x02N" + opcode + b".")
 
@@ -392,7 +392,7 @@ def changed(path: Path, change: Callable[[Any], None]) -> Path:
 
 
 def test_stock_paths_that_contradict_their_names(tmp_path: Path):
-    """Two tensors would go to one place."""
+    """Otherwise two tensors would be read into one."""
     path = changed(tmp_path / "x", lambda metadata: metadata.planner_data.update({"model.a": ("model", "b")}))
     assert open_index(path).paths == {"model.a": ("model.a",), "model.b": ("model", "b")}
 
@@ -417,7 +417,7 @@ def test_stock_metadata_that_tells_of_more_than_there_is(tmp_path: Path):
 
 
 def test_stock_metadata_of_a_dtype_that_is_none(tmp_path: Path):
-    """Of a tensor without elements, too, in which nothing else would show it."""
+    """It is refused even for a tensor without elements, where nothing else would reveal it."""
 
     def change(metadata: Any) -> None:
         described = metadata.state_dict_metadata["model.a"]

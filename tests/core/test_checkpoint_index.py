@@ -52,7 +52,7 @@ def test_bytes_count_once(tmp_path: Path):
 
 @pytest.mark.parametrize("lacks", [MemoryError(), OSError(5, "Input/output error")])
 def test_what_fails_beside_the_bytes_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: Exception):
-    """Or `fallback` would go back to an older checkpoint, and put a good one aside, for a moment's lack of memory."""
+    """Otherwise a brief lack of memory would make `fallback` put a good checkpoint aside and restore an older one."""
     state = TrainingState(torch.nn.Linear(3, 2), rng=False)
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):

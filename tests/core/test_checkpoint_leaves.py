@@ -95,6 +95,6 @@ def test_what_is_empty_on_one_rank_only():
     "state", [{1: 0, "1": 0}, {"a": {"b": 0}, "a.b": 0}, {"a": [{}, {"b": 0}], "a.1.b": 0}], ids=str
 )
 def test_two_values_of_one_name_are_refused(state: Any):
-    """On disk one of them would be lost."""
+    """One of the two values would be lost on disk."""
     with pytest.raises(ValueError, match="two values have this name"):
         flatten(state)

@@ -21,7 +21,7 @@ def names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_the_second_to_save_is_refused(tmp_path: Path, step: int):
-    """Whether the other's step is older, the same or newer."""
+    """The second run is refused whether the first one's step is older, the same or newer."""
     CheckpointManager(tmp_path).save(1, STATE, blocking=True)
     elder, younger = CheckpointManager(tmp_path, keep=1), CheckpointManager(tmp_path, keep=1)
     elder.save(2, STATE, blocking=True)
@@ -55,7 +55,7 @@ def test_who_only_looks_and_who_starts_again_is_let_alone(tmp_path: Path):
 
 
 def test_a_save_that_failed_when_it_was_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The rename has been made, and the disk fails when it is synced: it is this run's all the same."""
+    """The disk fails when the rename is synced. The checkpoint still counts as this run's."""
     run = CheckpointManager(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "sync_directory", lambda path: _fail() if path == tmp_path else None)
@@ -84,7 +84,7 @@ def test_all_ranks_hear_of_it(tmp_path: Path):
 
 
 def test_a_checkpoint_that_the_file_system_numbers_anew(tmp_path: Path):
-    """As network file systems do, and whoever brings it back from a backup: it is still this run's."""
+    """Network file systems and restored backups change inode numbers. The checkpoint still counts as this run's."""
     run = CheckpointManager(tmp_path / "run")
     for step in (1, 2):
         run.save(step, STATE, blocking=True)

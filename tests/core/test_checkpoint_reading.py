@@ -53,7 +53,7 @@ def test_ours_of_tensors_that_are_not_contiguous(tmp_path: Path):
 
 
 def test_a_stock_chunk_of_another_shape_is_refused(tmp_path: Path):
-    """The metadata says 2 x 6, the archive holds a transposed 4 x 3: as many bytes."""
+    """The metadata says 2 x 6, but the archive holds a transposed 4 x 3 of as many bytes."""
     state = {"model": {"weight": torch.zeros(3, 4).t()}}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     metadata = dcp.FileSystemReader(tmp_path / "stock").read_metadata()

@@ -96,7 +96,7 @@ def test_custom_collectives(world_size: int) -> None:
 
 
 class Wrong(CountingAllGather, RankOrderReduceScatter):
-    """Allocates something else than it is asked for."""
+    """Allocates a buffer of another size, dtype or stride than requested."""
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def no_group(rank: int, world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["leaf", "container", "ignored"])
 def test_setters_of_modules_without_a_group(kind: str) -> None:
-    """As on stock they do nothing, but to the groups of modules below, where they reach those."""
+    """As on stock, they only affect the groups of modules below, if they reach those."""
     run_ranks(2, no_group, kind)
 
 
@@ -418,7 +418,7 @@ class Sides(nn.Module):
 
 
 def unused_on_some_ranks(rank: int, world_size: int) -> None:
-    """Counted as zero where a rank left them out; nothing for those that no rank can have a gradient of."""
+    """Unused parameters count as zero on a rank. Those that no rank can have a gradient of get none."""
     torch.manual_seed(0)
     model = Sides()
     whole = Sides()
@@ -513,7 +513,7 @@ class NotesEvents:
 
 
 def event_after_the_optimizer(rank: int, world_size: int) -> None:
-    """It is waited for once, before the next forward's first gather."""
+    """The gather lane waits for the event once, before the next forward's first gather."""
     model = _model(shardkit, mesh=rank_mesh((world_size,)))
     _gradients(model, rank)
     context = shardkit.fully_shard.state(model).schedule.context
@@ -591,7 +591,7 @@ def _run_threads(world_size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def _runs_in_place(mesh: DeviceMesh) -> bool:
-    """Whether a list of buffers goes in one launch, as only backends can that say so."""
+    """Whether the transport sends a list of buffers in one launch, which only some backends support."""
     transport = transport_for(mesh["shard"].get_group(), torch.device("cpu"))
     assert isinstance(transport, C10dTransport)
     return transport.direct

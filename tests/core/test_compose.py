@@ -109,7 +109,7 @@ def _graph_breaks(rank: int, world_size: int, what: str, first: str) -> None:
 @pytest.mark.parametrize("what", ["blocks", "module", "model"])
 @pytest.mark.parametrize("first", ["compile", "shard"])
 def test_graph_breaks_are_those_of_stock(what: str, first: str) -> None:
-    """None in blocks; those of `module.compile()` are 0 with torch 2.13 and 1 with 2.15."""
+    """Blocks have no graph breaks; `module.compile()` has none with torch 2.13 and one with 2.15."""
     run_ranks(2, _graph_breaks, what, first, timeout=240)
 
 

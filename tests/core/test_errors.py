@@ -284,7 +284,7 @@ def _like_stock(rank: int, world_size: int) -> None:
 
 
 def test_what_stock_refuses_is_refused() -> None:
-    """With an exception of the same type, unless stock's is an AssertionError."""
+    """Ours raises an exception of the same type, unless stock's is an AssertionError."""
     _run(_like_stock)
 
 
@@ -690,12 +690,12 @@ def _choose_differently(rank: int, world_size: int, shared: bool, apart: bool, c
 @pytest.mark.parametrize("apart", [False, True], ids=["one group", "a group each"])
 @pytest.mark.parametrize("shared", [False, True], ids=["network", "shared memory"])
 def test_ranks_that_choose_other_experts_are_told(shared: bool, apart: bool) -> None:
-    """Gradients and weights of one size are not taken for those of the other expert."""
+    """Gradients and weights of one expert are not taken for another's of the same size."""
     run_ranks(2, _choose_differently, shared, apart, (0, 1), isolated=True)
 
 
 class _Keeps(nn.Module):
-    """Computes with its weight by a way that nobody replaces."""
+    """Computes with a reference to its weight that sharding does not replace."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -714,7 +714,7 @@ class _Keeps(nn.Module):
 
 def _computes_with_the_original(rank: int, world_size: int, way: str) -> None:
     model = fully_shard(nn.Sequential(_Keeps(way), nn.Linear(4, 4)))
-    with pytest.raises(RuntimeError, match=r"the plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
+    with pytest.raises(RuntimeError, match=r"plain tensor that was parameter '0\.linear\.weight' before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
 
 

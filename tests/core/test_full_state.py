@@ -91,7 +91,7 @@ def shard_by_hand(model, kind, meta=False):
 
 
 def assert_same(model, expected):
-    """That the module holds the full tensors `expected`, bit by bit, by arithmetic that is not the code under test."""
+    """The module holds the full tensors `expected`, bit by bit. Computed without the code under test."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             want = expected[name].to(tensor.dtype)

@@ -512,7 +512,7 @@ def test_a_frozen_model_that_is_changed_between_forwards() -> None:
 
 
 def _frozen_model_in_a_graph(rank: int, world_size: int) -> None:
-    """A frozen root stays for the backward to its inputs, also to one that no output of it shows."""
+    """A frozen root stays unsharded for the backward to its inputs, even if its outputs do not reveal that backward."""
     model = MLP().requires_grad_(False)
     whole = copy.deepcopy(model)
     losses: list[torch.Tensor] = []
@@ -897,7 +897,7 @@ def _forward_failure_without_reset(rank: int, world_size: int) -> None:
 
 
 def _gathers_of_a_step(twins: Twins) -> list[str]:
-    """Those of blocks: the root may be there already."""
+    """The gathers of blocks in one step, without the root's, which may be unsharded already."""
     heard: list[events.Event] = []
     with events.subscribe(heard.append):
         twins.step(_mlp_loss)

@@ -151,7 +151,7 @@ def test_bound_of_micro_batches(depth: int) -> None:
 
 
 def _prefetched_with_inner_backwards(rank: int, world_size: int) -> None:
-    """Reentrant recomputation is a backward within the backward; forwards that wait for theirs change nothing there."""
+    """Reentrant recomputation is a backward within a backward. Forwards that wait for their own do not affect it."""
     seen = {}
     for waiting in (0, 2):
         model = _chain()
@@ -338,7 +338,7 @@ class Words(nn.Module):
 
 
 def _not_needed_in_backward(rank: int, world_size: int) -> None:
-    """Neither its own backward, nor the learnt order, nor an explicit list gathers it; its gradient is the same."""
+    """Neither its backward, nor the learnt order, nor an explicit list gathers the table; its gradient is the same."""
     gradients = []
     for needed, explicit in ((True, False), (False, False), (False, True)):
         torch.manual_seed(0)

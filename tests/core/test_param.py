@@ -102,7 +102,7 @@ def test_a_shard_on_another_device_than_it_should_be() -> None:
 
 
 def _moved_model(rank: int, world_size: int) -> None:
-    """The same, found by the first forward after the move; moved back, the model runs."""
+    """The first forward after a move of the model raises. Moved back, the model runs."""
     model = fully_shard(MLP(), mesh=rank_mesh((world_size,)))
     x = torch.ones(2, 5)
     model(x).sum().backward()

@@ -62,7 +62,7 @@ def test_tags_stay(world_size: int) -> None:
 
 
 class Scaled(nn.Parameter):
-    """In the manner of bitsandbytes' Params4bit: a class of Python, its state in attributes, used by the module."""
+    """Like bitsandbytes' Params4bit: a Python class with state in attributes, which the module uses."""
 
     def __new__(cls, data: Tensor, scale: Tensor) -> "Scaled":
         self = torch.Tensor._make_subclass(cls, data, True)
@@ -156,7 +156,7 @@ def test_returned_by_forward() -> None:
 
 
 def inner_tensors(rank: int, world_size: int) -> None:
-    """Those of the whole weight are not kept beside the shard."""
+    """The inner tensors of the whole weight are not kept beside the shard's."""
     linear = nn.Linear(8, 16, bias=False)
     linear.weight = nn.Parameter(SameOnTheWire(linear.weight.detach()))
     linear.weight.no_decay = True

@@ -63,7 +63,7 @@ def _deal_out() -> list[Any]:
 
 
 def _world_sizes(names: tuple[str, ...]) -> list[int]:
-    """Those that the features can be tried on at once; none if two are in each other's way."""
+    """World sizes on which the features can be tried together; none if two of them conflict."""
     if not all(can_pair(*pair) for pair in itertools.combinations(names, 2)) or model_for(names) is None:
         return []
     return [size for size in (2, 3, 4) if runs_on(names, size)]

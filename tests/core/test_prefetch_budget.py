@@ -103,7 +103,7 @@ def _one_forward(model: Any, rank: int, step: int) -> None:
 
 
 def _several_forwards(model: Any, rank: int, step: int) -> None:
-    """Without grad, dropped, and two that one backward goes through."""
+    """A forward without grad, one whose output is dropped, and two for a single backward."""
     with torch.no_grad():
         model(batch(rank, 4, WIDTH, seed=step + 1))
     model(batch(rank, 4, WIDTH, seed=step + 2))
@@ -347,7 +347,7 @@ def test_what_is_no_budget_is_refused() -> None:
 
 
 def _frozen_before_anything_trains(rank: int, world_size: int) -> None:
-    """No backward comes by a block whose output needs no gradient, so it is neither kept nor gathered for one."""
+    """Backward skips a block whose output needs no gradient, so the block is neither kept nor gathered for it."""
     for budget in (None, EVERYTHING):
         model = _tower(rank_mesh((world_size,)), budget)
         for _ in range(2):

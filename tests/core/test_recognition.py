@@ -204,7 +204,7 @@ def replicated_child(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP"])
 def test_a_replicated_child_is_left_alone(how: str) -> None:
-    """Its gradients are torch's to reduce, and its parameters are not sharded with the parent's."""
+    """Its gradients are reduced by torch, and its parameters are not sharded with the parent's."""
     run_ranks(2, replicated_child, how)
 
 

@@ -115,7 +115,7 @@ def test_more_room_never_means_more_gathers(sizes: list[int], less: int, more: i
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 50))
 def test_equal_groups_are_gathered_again_only_where_there_is_no_room(count: int, room: int, size: int) -> None:
-    """No order of gathers needs fewer: when forward ends, all but `room` groups have to come once more."""
+    """No other choice needs fewer gathers: when forward ends, all but `room` groups must be gathered once more."""
     groups = [_use(size)] * count
     assert len(_gathers(groups, room * size + size // 2)) == count + max(0, count - room)
 

@@ -281,7 +281,7 @@ def test_a_first_step_decides_as_quickly_among_many_groups(part: float) -> None:
 
 
 def _plans_are_made_once(rank: int, world_size: int) -> None:
-    """A budget asks how much a gather takes before the first one; the plan that tells it is the one that gathers."""
+    """A budget asks for the size of a gather before the first one. The plan made for this is reused by the gather."""
     _as_rank_0_of(2)
     x = torch.ones(2, 4, requires_grad=True)
     calls = {}
@@ -384,7 +384,7 @@ def test_the_comparison_moves_as_many_bytes_for_any_model() -> None:
 
 
 def test_a_difference_is_found_with_few_bytes() -> None:
-    """100 descriptions from each rank would be 6 KB for each of them; by halves it is 16 bytes for each halving."""
+    """100 descriptions would be 6 KB from each rank. Bisection exchanges 16 bytes for each halving."""
     moved = [max(run_ranks(world_size, _compares, 100, "different")) for world_size in (2, 4)]
     few = max(run_ranks(2, _compares, 4, "different"))
     assert max(moved) <= few + 16 * 6, (moved, few)

@@ -169,7 +169,7 @@ def test_heavyballs_psgd_on_all_matrices_at_once_is_refused() -> None:
 
 
 class Sends(torch.optim.SGD):
-    """As Muon of those who spread it over ranks themselves."""
+    """Communicates in its step, as Muon implementations do that distribute the work themselves."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -179,7 +179,7 @@ class Sends(torch.optim.SGD):
 
 
 class SharpnessAware(torch.optim.SGD):
-    """Up by the norm of all gradients, and back."""
+    """Moves up along all gradients, scaled by their norm, and back."""
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()

@@ -608,7 +608,7 @@ def _already_gone(rank: int, world_size: int, directory: str) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and no zombie, which has closed its sockets."""
+    """Whether a process exists and is not a zombie, which has closed its sockets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

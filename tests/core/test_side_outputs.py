@@ -160,7 +160,7 @@ def test_a_loss_kept_aside_alone(way: str) -> None:
 
 
 def _backward_twice(rank: int, world_size: int, way: str) -> None:
-    """The second backward over one graph knows no order of blocks any more."""
+    """In the second backward over one graph the order of blocks is not known any more."""
     twins = _twins(rank, world_size, "networked", way)
     for _ in range(2):
         losses = [(twins.sharded, _both(twins.sharded, rank), 1)]
@@ -336,7 +336,7 @@ def test_outputs_changed_in_place(kind: str, change: str, hooked: bool) -> None:
 
 
 def _change_the_last(rank: int, world_size: int) -> None:
-    """No block follows whose end could tell us, and the root's output is the very view."""
+    """No later block ends after the change, and the root's output is the view itself."""
     twins = Twins.of(
         rank, world_size, lambda: Viewed(_add_one), lambda model: [fully_shard(one) for one in (*model.blocks, model)]
     )

@@ -323,7 +323,7 @@ class PaddedOnTheWire(WireWeight):
 
 
 class PaddingLeftOn(PaddedOnTheWire):
-    """The other hook leaves the tail on: it is cut off for it."""
+    """The other hook leaves the padding on, and core cuts it off."""
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -427,7 +427,7 @@ def test_state_dict(world_size: int) -> None:
 
 
 def smaller_group(rank: int, world_size: int) -> None:
-    """Resharding to a smaller group between forward and backward: stock refuses, the numbers are those of False."""
+    """Resharding to a smaller group after forward, which stock refuses, gives the same numbers as to all ranks."""
     mesh = rank_mesh((world_size,))
     expected, seen = (_train(shardkit, rank, "int8", mesh=mesh, reshard_after_forward=to) for to in (True, 2))
     for label in expected:

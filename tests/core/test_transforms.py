@@ -68,7 +68,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _results(api: Any, world_size: int, transform: Callable[[nn.Module], Any]) -> list[Tensor]:
-    """Of the transform, twice, and of an ordinary step afterwards."""
+    """The results of the transform, twice, and of an ordinary step afterwards."""
     model = _model(api, world_size)
     results = [tensor for _ in range(2) for tensor in pytree.tree_leaves(transform(model))]
     model(X).square().mean().backward()
@@ -145,5 +145,5 @@ def other_values(rank: int, world_size: int) -> None:
 
 
 def test_functional_call() -> None:
-    """Stock computes with the module's own values, or keeps the others."""
+    """Stock ignores the values that are passed in, or keeps them afterwards."""
     run_ranks(2, other_values)

@@ -65,7 +65,7 @@ def _cast_a_plain_submodule(model: Any) -> None:
 
 
 def _fail_to_move(model: nn.Module) -> None:
-    """As model.cuda() of a PyTorch for CPUs does, here after two tensors."""
+    """Fails after moving two tensors, as model.cuda() may with a PyTorch for CPUs."""
     calls = iter((True, True, False))
 
     def move(tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _zeroes(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_zeroed_by_an_optimizer_it_does_not_come_back(world_size: int) -> None:
-    """Not even where the next backward leaves its module out."""
+    """It does not come back even if the next backward leaves its module out."""
     run_ranks(world_size, _zeroes)
 
 
@@ -176,7 +176,7 @@ KEPT: list[Tensor] = []
 
 
 class _Prompted(nn.Module):
-    """Frozen, and its output leads nowhere: only a global list leads to the graph."""
+    """Frozen, and its output is unused: only a global list leads to the graph."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ def _waits(rank: int, world_size: int, shared: bool) -> None:
 
 
 def _check_waits(heard: list[Event]) -> None:
-    """Waits nest in nothing, end as they began, and take some time, of which a part was idle."""
+    """Waits do not nest, each has one end, and part of their time is idle."""
     open_wait: WaitStarted | None = None
     for event in heard:
         if type(event) is WaitStarted:

@@ -74,7 +74,7 @@ def alone(kind: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], list[to
 
 
 def _copy(value: Any) -> Any:
-    """Deepcopy does not know torchao's 4-bit state."""
+    """A copy of state: deepcopy does not support torchao's 4-bit tensors."""
     file = io.BytesIO()
     torch.save(value, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
