@@ -1,4 +1,4 @@
-"""Links lead to files and headings of a clone; those to pages that only the site has say so."""
+"""Links lead to files and headings of a clone; only the site's home links to pages that it generates, and says so."""
 
 import re
 import sys
@@ -15,8 +15,9 @@ sys.path.insert(0, str(ROOT / "website"))
 import api_reference
 
 REFERENCE = ROOT / "docs" / "reference"
-# Pages that `website/build.py` generates, so that no clone contains them, and that other pages link to.
-GENERATED = {REFERENCE / name for name in ("api/core.md", "api/tp_adapter.md", "commands.md", "errors.md")}
+HOME = ROOT / "docs" / "index.md"
+# Pages that `website/build.py` generates, so that no clone contains them, and that HOME links to.
+GENERATED = {REFERENCE / name for name in ("api/core.md", "commands.md", "errors.md")}
 PAGES = [page for page in ALL if page not in GENERATED and page.parent != REFERENCE / "api"]
 
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -43,13 +44,15 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def problems(page: Path) -> Iterator[str]:
+def problems(page: Path, home: Path = HOME) -> Iterator[str]:
     """Why links of a page lead nowhere in a clone."""
     for target, line in _links(page):
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         if path in GENERATED:
-            if "on the site" not in line:
+            if page != home:
+                yield f"{target} is generated; name its place on the site, without a link"
+            elif "on the site" not in line:
                 yield f"{target} is generated; say in its line that it is on the site"
         elif not path.exists() or path.parent == REFERENCE / "api":
             yield f"{target} is not in the repository"
@@ -75,7 +78,8 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path):
         "# Its own *heading*\n[a](missing.md), [b](#its-own-heading), [c](#other), `[d](code.md)`, [e](https://host/)\n"
         f"[f]({generated})\n[g]({generated}), on the site\n```\n[h](block.md)\n```\n![i](image.png)\n"
     )
-    assert list(problems(page)) == [
+    assert f"{generated} is generated; name its place on the site, without a link" in problems(page)
+    assert list(problems(page, home=page)) == [
         "missing.md is not in the repository",
         "#other: there is no such heading",
         f"{generated} is generated; say in its line that it is on the site",
