@@ -51,28 +51,36 @@ class Own:
 
 
 def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) -> Any:
-    """Rank 0 has a disk of 4 KiB at first; rank 1 begins to write when rank 0 has failed."""
+    """Rank 0 has a disk of 4 KiB at first. Rank 1 writes when rank 0 has failed, and then when it has looked for it."""
     own = Own(rank)
     state = TrainingState(torch.nn.Linear(3, 2), per_rank={"own": own})
     manager = CheckpointManager(path)
     manager.save(4, state, blocking=True)
     write_part, limit = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
-    rmtree, fail = shutil.rmtree, saving.Save._fail
+    rmtree, fail, read_part = shutil.rmtree, saving.Save._fail, saving.read_part
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    has_failed = path.with_name(f"{path.name}-failed")
+    has_failed, has_looked = (path.with_name(f"{path.name}-{what}") for what in ("failed", "looked"))
+    signs = iter([has_failed, has_looked])
 
     def later(*arguments: Any) -> None:
-        await_file(has_failed, "the save of rank 0 fails")
+        await_file(sign := next(signs), f"rank 0 makes {sign.name}")
         write_part(*arguments)
 
     def fail_and_tell(save: saving.Save, error: BaseException) -> None:
         fail(save, error)
         has_failed.touch()
 
-    saving.write_part = later if rank == 1 else write_part
-    saving.Save._fail = fail_and_tell if rank == 0 else fail
+    def read_and_tell(directory: Path, whose: int) -> Part | None:
+        found = read_part(directory, whose)
+        if whose == 1:
+            has_looked.touch()
+        return found
+
     try:
-        if rank == 0:
+        if rank == 1:
+            saving.write_part = later
+        else:
+            saving.Save._fail, saving.read_part = fail_and_tell, read_and_tell
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
         shutil.rmtree = rmtree if removable else lambda *arguments, **options: None
         with pytest.raises(CheckpointError) as failed:
@@ -86,7 +94,8 @@ def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) 
         manager.save(5, state, blocking=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        saving.write_part, shutil.rmtree, saving.Save._fail = write_part, rmtree, fail
+        saving.write_part, saving.read_part = write_part, read_part
+        shutil.rmtree, saving.Save._fail = rmtree, fail
     own.values = torch.zeros(3000)
     manager.restore(state)
     return str(failed.value), left, own.values.unique().tolist()
@@ -94,7 +103,7 @@ def fail_and_try_again(rank: int, world_size: int, path: Path, removable: bool) 
 
 @pytest.mark.parametrize("removable", [True, False])
 def test_a_save_that_failed_leaves_nothing_to_the_next_one(tmp_path: Path, removable: bool):
-    """Not even the note of rank 1, where it cannot be removed."""
+    """The note of rank 1 does not count either, if it cannot be removed."""
     for rank, (text, left, values) in enumerate(run_ranks(2, fail_and_try_again, tmp_path, removable)):
         assert text == f"saving step 5 to {tmp_path} failed on rank 0: File too large (while writing)"
         assert "step-000004" in left and len(left) == (1 if removable else 2)
@@ -141,7 +150,7 @@ def test_parts_are_told_apart_by_rank_and_not_by_when_they_come(tmp_path: Path):
 
 
 def test_notes_that_are_damaged_are_none(tmp_path: Path):
-    """One that a disk has spoilt, and one that another program has written."""
+    """One note is damaged, and one was written by another program."""
     write_part(tmp_path, 0, memoryview(b"zero"), Plan(), lambda _: None)
     note = tmp_path / "part-0.json"
     document = unseal(note.read_bytes(), "note")
@@ -167,7 +176,7 @@ def test_parts_that_do_not_fit_make_no_checkpoint():
 
 
 def no_thread(rank: int, world_size: int, path: Path) -> str:
-    """As where the number of threads is limited."""
+    """A save fails if no thread can be started, as where their number is limited."""
     manager = CheckpointManager(path)
     state = TrainingState(torch.nn.Linear(1, 1))
     start = threading.Thread.start
@@ -250,7 +259,7 @@ def run_script(text: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_that_ends_with_a_save_on_its_way(tmp_path: Path):
-    """It waits for nothing, and the checkpoint is there when it has ended."""
+    """The script does not wait for the save, but the checkpoint is complete when the process has ended."""
     run_script(SCRIPT, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
