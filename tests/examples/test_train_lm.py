@@ -58,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 @pytest.fixture
 def broken_off(finished: Path, tmp_path: Path) -> Path:
-    """The same run, as if it had been killed while it wrote its last checkpoint."""
+    """A copy of the run as if it had been killed while it wrote its last checkpoint."""
     out = tmp_path / "broken_off"
     shutil.copytree(finished, out)
     for name in ("losses.png", "sample.txt"):

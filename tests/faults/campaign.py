@@ -137,7 +137,7 @@ def try_one(kind: str, number: int, seed: int, expected: Undisturbed, root: Path
 
 
 class _Ended(BaseException):
-    """This process is to end, and the ranks that it has started before it."""
+    """This process must end, after the ranks that it has started."""
 
 
 def _end(*_: object) -> None:

@@ -159,7 +159,7 @@ def try_file(kind: str, generator: random.Random, pristine: Pristine, scratch: P
 
 
 def _after_damage(victim: Path, scratch: Path, pristine: Pristine) -> str | None:
-    """The damage is there to stay: verifying finds it, and `fallback` leads to the checkpoint before."""
+    """The damage is permanent: verifying finds it, and `fallback` leads to the checkpoint before."""
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         if checkpoint_command(["verify", str(victim.parent)]) == 0:
@@ -185,7 +185,7 @@ class Disk:
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[None]:
-        """A file system of 1 MiB for disks that are to be full; no root's privileges for those that are read-only."""
+        """For full disks a file system of 1 MiB, for read-only ones a process without root's privileges."""
         self.path.mkdir()
         if self.kind == "read-only":
             with permissions_hold():
@@ -198,7 +198,7 @@ class Disk:
             subprocess.run(["umount", str(self.path)], check=True)
 
     def strike(self, room: int) -> None:
-        """Leaves so many bytes of room, or no permission to write."""
+        """Leaves this many bytes free, or takes the permission to write."""
         if self.kind == "read-only":
             for one in (self.path / "run", *(self.path / "run").iterdir()):
                 one.chmod(0o555)
@@ -217,7 +217,7 @@ class Disk:
 
 
 def try_disk(kind: str, generator: random.Random, scratch: Path) -> Seen:
-    """A save during which the disk goes bad, at a random instant; one before it, one when the disk is mended."""
+    """A save during which the disk fails at a random instant, with a good save before it and one after the repair."""
     disk = Disk(kind, scratch)
     with disk.mounted():
         instants, run = Instants(_WRITING), scratch / "run"

@@ -141,7 +141,7 @@ def _raise_in_optimizer(*args: Any) -> None:
 
 
 def digest(value: Any) -> str:
-    """Of nested plain values and tensors, to the last bit; in whatever order the keys of a dict are."""
+    """A digest of nested plain values and tensors, to the last bit. The order of the keys of a dict does not count."""
     found = hashlib.sha256()
 
     def walk(one: Any) -> None:
@@ -215,7 +215,7 @@ def _errors(path: Path, attempt: int, rank: int) -> str:
 
 
 def _attempt(path: Path, attempt: int, fault: Fault | None) -> tuple[list[int | None], int]:
-    """The ranks' exit codes, and how many had to be ended because no rank came to an end in time."""
+    """The ranks' exit codes, and how many were killed because no rank ended in time."""
     context = multiprocessing.get_context("forkserver")
     leader = context.Value("i", 0)
     ranks = [

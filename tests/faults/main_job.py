@@ -38,7 +38,7 @@ def ranks_of(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def disturb(job: subprocess.Popen[bytes], out: Path, kills: int, generator: random.Random) -> list[str]:
-    """Kill as often as asked, each time a random while after the ranks have begun to train again."""
+    """Kill the given number of times, each time a random while after the ranks have begun to train again."""
     done: list[str] = []
     seen: set[int] = set()
     while job.poll() is None and len(done) < kills:

@@ -63,7 +63,7 @@ def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(path: Path) -> int:
-    """Read every value; the bytes that they took."""
+    """Read every value, and return the bytes that they took."""
     index = open_index(path)
     total = sum(slab.nbytes for one in stored_tensors(path, index) for slab in one.slabs())
     read_objects(path, index, index.objects)
@@ -71,7 +71,7 @@ def read_all(path: Path) -> int:
 
 
 def survives(path: Path) -> bool:
-    """Whether it was read. Refused is fine; anything but `CheckpointError` is not, nor is much memory."""
+    """Whether it was read. A `CheckpointError` is fine; any other error fails the test, and so does much memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         total = read_all(path)
@@ -128,7 +128,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @fuzzed
 @given(st.lists(st.tuples(st.integers(0, 10**6), values), min_size=1, max_size=3))
 def test_values_of_a_manifest_that_is_sealed_anew(ours: Path, changes: list[tuple[int, Any]]):
-    """The seal finds accidents; whoever makes a manifest can seal it."""
+    """The seal only detects accidents: anybody who makes a manifest can seal it."""
     original = (ours / MANIFEST).read_bytes()
     document = unseal(original, MANIFEST)
     for number, value in changes:

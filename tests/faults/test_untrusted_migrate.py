@@ -83,7 +83,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def read_all(path: Path) -> int:
-    """Reads every value; the bytes that they took."""
+    """Reads every value, and returns the bytes that they took."""
     checkpoint = open_checkpoint(path, SHAPES if path.name.startswith("local") else None)
     repr(checkpoint.objects)
     return sum(slab.nbytes for one in checkpoint.tensors.values() for slab in one.slabs())
@@ -149,7 +149,7 @@ def with_opcodes(data: bytes, generator: random.Random) -> bytes:
 
 
 def with_values(value: Any, generator: random.Random) -> Any:
-    """JSON in which one value is another one."""
+    """JSON in which one value is replaced by another."""
     wrong: list[Any] = [None, -1, 0, 1, 2**62, 2**70, 1.5, "", "\x1b[2J", "../x", [], {}, [[]], [-1, 4], True]
     if isinstance(value, dict) and value and generator.random() < 0.85:
         key = generator.choice(list(value))

@@ -117,7 +117,7 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _on_side_streams(rank: int, world_size: int) -> None:
-    """Forward on one stream after an unshard on another gives the gradients of the plain way."""
+    """Forward on one stream after an unshard on another gives the same gradients as both on one stream."""
     mesh = rank_mesh((world_size,))
     plain, sided = _layers(shardkit, mesh), _layers(shardkit, mesh)
     cuda = torch.cuda.is_available()

@@ -104,7 +104,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    """Plain steps; the losses, averaged over ranks so that every rank has the same list."""
+    """Takes plain steps. Returns the losses, averaged over ranks so that every rank has the same list."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """With names as in a state dict."""
+    """The model's parameters, with names as in a state dict."""
     return [(name.replace("_fsdp_wrapped_module.", ""), parameter) for name, parameter in model.named_parameters()]
 
 

@@ -467,7 +467,7 @@ class Scaled(nn.Module):
 
 
 def hook_beside_a_scalar(rank: int, world_size: int) -> None:
-    """No hook for shards could reduce it: it is averaged as without a hook."""
+    """A hook for shards cannot reduce the 0-dim parameter, so it is averaged as without a hook."""
     gradients = []
     for hooked in (False, True):
         torch.manual_seed(0)
@@ -800,7 +800,7 @@ def test_errors_of_loading():
 
 
 class Experts(nn.Module):
-    """A mixture: every rank runs both experts, in an order of its own if told so."""
+    """A mixture of experts: every rank runs both of them, in its own order if `reversed` is set."""
 
     def __init__(self, fsdp: Any) -> None:
         super().__init__()
@@ -925,7 +925,7 @@ def test_a_parameter_tied_across_units():
 
 
 def calls_inside_summon(rank: int, world_size: int) -> None:
-    """As text is generated: by a method of the wrapped module, before and after the first forward."""
+    """A method of the wrapped module, such as for generating text, runs before and after the first forward."""
     inputs = batch(rank, 0)[0]
     expected = build()(inputs)
     for recurse in (False, True):
@@ -1010,7 +1010,7 @@ def test_grad_scaler_with_sparse_gradients():
 
 
 def groups_that_come_and_go(rank: int, world_size: int, directory: Path) -> None:
-    """The groups of one machine are made anew once the default process group is another one."""
+    """The groups of one machine are made again if the default process group has changed."""
     names = api(OURS)
     for attempt in range(2):
         if attempt:
@@ -1028,7 +1028,7 @@ def test_hybrid_sharding_without_groups_of_ones_own(tmp_path: Path):
 
 
 def local_load_of_unlike_ranks(rank: int, world_size: int) -> None:
-    """One rank's file is of another run: every rank raises, and none waits for it."""
+    """One rank's file belongs to another run: every rank raises, and none waits for it."""
     names = api(OURS)
     model = wrap(OURS, Setting())
     with names.FSDP.state_dict_type(model, names.StateDictType.LOCAL_STATE_DICT):

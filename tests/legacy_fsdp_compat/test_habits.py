@@ -31,7 +31,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Nested(nn.Module):
-    """Takes and gives dicts and lists; its first input may need a gradient."""
+    """Takes and returns dicts and lists; its first input may need a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

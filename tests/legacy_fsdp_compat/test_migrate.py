@@ -166,7 +166,7 @@ def test_the_options_offer_every_format():
 
 
 def test_values_are_right_where_torch_reads_them(written: Any, tmp_path: Path):
-    """By torch's and safetensors' own readers."""
+    """The output is read by torch's and safetensors' own readers."""
     from safetensors.torch import load_file
 
     source = written(STOCK, False, 2)
@@ -399,7 +399,7 @@ def _of_two_dtypes(rank: int, world_size: int, directory: Path, rows: int) -> No
 
 
 def test_parts_of_two_dtypes(tmp_path: Path):
-    """An empty part may be of any, as nobody reads it."""
+    """An empty part may have another dtype, as nobody reads it."""
     run_ranks(2, _of_two_dtypes, tmp_path, 1)
     convert(open_checkpoint(tmp_path), tmp_path / "one", "full")
     assert torch.equal(torch.load(tmp_path / "one" / "checkpoint.pt")["w"], torch.full((1, 2), 1.5))
@@ -440,7 +440,7 @@ def write_two_groups(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_numbers_that_tell_nothing_are_refused(tmp_path: Path):
-    """Several groups have an order of their own, which only the script knows."""
+    """With several groups, only the script knows the order of the parameters."""
     run_ranks(2, write_two_groups, tmp_path)
     shapes = {name: tuple(value.shape) for name, value in build().state_dict().items()}
     with pytest.raises(CheckpointError, match=r"in 2 groups.*optim_state_dict, which writes names"):

@@ -180,7 +180,7 @@ def test_ties(use_orig_params: bool, tmp_path: Path):
 
 
 def load_tied(rank: int, world_size: int, directory: Path, use_orig_params: bool) -> None:
-    """On ours, whose ties across units hold: the files for any number of ranks, but not those for stock."""
+    """On our engine, whose ties across units hold, the files are for any number of ranks, but not for stock."""
     names = api(OURS)
     for source in ("sharded", "dcp", "local"):
         model, arguments = across()
@@ -206,7 +206,7 @@ def load_tied(rank: int, world_size: int, directory: Path, use_orig_params: bool
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("option", ["--model", "--config"])
 def test_ties_across_units(option: str, use_orig_params: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Ours keeps them, FSDP1 does not: its forward fails with use_orig_params=True, and so that is refused."""
+    """Our engine keeps them. FSDP1 does not: its forward fails with use_orig_params=True, so this is refused."""
     (tmp_path / "ours").mkdir()
     run_ranks(2, write, "ties across units", use_orig_params, tmp_path / "ours")
     shapes = {name: list(value.shape) for name, value in build(Tied).state_dict().items()}
@@ -283,7 +283,7 @@ def test_state_by_number(optimizer: str, use_orig_params: bool, tmp_path: Path):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_state_of_two_dtypes(use_orig_params: bool, tmp_path: Path):
-    """Read as either, one rank's values would be wrong."""
+    """Whichever dtype were assumed, one rank's values would be wrong."""
     run_ranks(2, write, "two dtypes", use_orig_params, tmp_path)
     shapes = {name: tuple(value.shape) for name, value in build(Two).state_dict().items()}
     of_both = r"'optim.state.0.exp_avg' is of torch.float32 in .*rank0.pt and torch.bfloat16 in .*rank1.pt"
@@ -312,7 +312,7 @@ def test_files_of_a_hybrid_run(tmp_path: Path):
 
 
 def test_buffers_that_differ_from_rank_to_rank(tmp_path: Path):
-    """As those of batch norm do: the first rank's count, as in stock's full state dict."""
+    """Buffers may differ by rank, as batch norm's do. The first rank's count, as in stock's full state dict."""
     run_ranks(2, write, "buffers", True, tmp_path)
     torch.save(build(Tied).state_dict(), tmp_path / "shapes.pth")
     checkpoint = open_checkpoint(sorted(tmp_path.glob("*.pt")), shapes_of_file(tmp_path / "shapes.pth"))

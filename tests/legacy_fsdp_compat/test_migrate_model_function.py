@@ -241,7 +241,7 @@ def build_with(arguments: str) -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Nothing is written, where a wrapping that nobody meant would be."""
+    """Nothing is written, instead of files with a wrapping that nobody meant."""
     model, _ = build_with(case)
     torch.save(model.state_dict(), tmp_path / "full.pt")
     monkeypatch.setattr(f"{__name__}.A_MODULE", lambda: build_with(case))

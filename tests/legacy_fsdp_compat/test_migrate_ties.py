@@ -105,7 +105,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 def test_files_of_stock_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """With ties as the model has them. Stock goes on from the files with the losses it would have had."""
+    """The files have the model's ties. Stock goes on from them with the losses it would have had."""
     (tmp_path / "stock").mkdir()
     losses, weights = run_ranks(2, write, tmp_path / "stock")[0]
     assert not torch.equal(weights["emb.weight"], weights["head.weight"])

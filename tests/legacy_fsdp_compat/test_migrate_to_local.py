@@ -232,7 +232,7 @@ def write_sharded(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_sharded_files_have_ignored_parameters_whole(tmp_path: Path):
-    """With the arguments that --model returns the same is cut as by stock."""
+    """With the arguments that --model returns, the files are cut as stock cuts them."""
     (tmp_path / "stock").mkdir()
     run_ranks(2, write_sharded, tmp_path / "stock")
     sharded = ["--to", "sharded", "--ranks", "2", "--no-progress", "--model", f"{__name__}:built"]
@@ -314,7 +314,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_no_arguments_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """FSDP around the whole model, unlike a model of which nothing is said."""
+    """FSDP without arguments around the whole model is a wrapping. A function that returns no arguments is an error."""
     source, config = str(plain(tmp_path)), tmp_path / "config.json"
     buffers = [name for name in shapes_of_file_of_tied() if "scale" in name]
     config.write_text(json.dumps({**arguments(False), "units": {"": None}, "buffers": buffers}))

@@ -126,7 +126,7 @@ def test_sharded_tensors_in_sharded_tensors(kind: str, tmp_path: Path):
 
 
 def test_what_tensor_parallelism_replicates_and_is_not_the_same(tmp_path: Path):
-    """As stock's full state dict, ours has the first ranks'; and says so."""
+    """Like stock's full state dict, the output has the first rank's value, and a note says so."""
     run_ranks(4, write_nested, True, tmp_path)
     checkpoint = open_checkpoint(tmp_path / "ranks")
     assert torch.equal(values_of(checkpoint)["model", "whole"], torch.arange(35.0).view(7, 5))
@@ -178,7 +178,7 @@ def test_a_box_outside():
 
 
 def test_a_box_twice_in_the_place_of_another():
-    """As many elements as the tensor has, but not each once."""
+    """The parts have as many elements as the tensor, but some twice and some not at all."""
     boxes = boxes_of(torch.ones(2, 4), [(slice(0, 2), slice(0, 2))] * 2)
     with pytest.raises(CheckpointError, match=r"overlap: \[0:2, 0:2\] in file0 and \[0:2, 0:2\] in file1"):
         from_boxes(("w",), torch.float32, (2, 4), boxes)

@@ -28,7 +28,7 @@ FORMATS = ["dcp", "safetensors", "full"]
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """Whatever torch.save keeps as it lies in memory."""
+    """Tensors that torch.save keeps in their order in memory."""
     base = torch.arange(240.0)
     return {
         "transposed": base.view(12, 20).t(),
@@ -153,7 +153,7 @@ def assert_same(seen: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("by_way_of", [[], ["dcp"], ["safetensors"], ["dcp", "full", "dcp"]], ids="-".join)
 def test_nothing_is_lost(by_way_of: list[str], tmp_path: Path):
-    """Through every format into one file: the same tree, to the type of each key."""
+    """After every format the file holds the same tree, to the type of each key."""
     state = training_state()
     if "safetensors" in by_way_of:
         state["schedule"].pop("milestones")  # JSON has no Counter
@@ -219,7 +219,7 @@ def test_values_that_differ_from_rank_to_rank(what: str, tmp_path: Path):
 
 
 def test_files_that_are_of_no_ranks(tmp_path: Path):
-    """Weights and optimizer in a file each are not one checkpoint, and would be mixed up as one."""
+    """Weights and optimizer in separate files are not one checkpoint, and must not be merged."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}, tmp_path / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"model.pt and .*optimizer.pt hold no ShardedTensors.* by itself"):
@@ -317,7 +317,7 @@ def test_places_that_are_not_written_or_read(tmp_path: Path):
 
 
 def test_links_that_lead_elsewhere(tmp_path: Path):
-    """Neither is one read that lies in a directory of files, nor one written through that was there before."""
+    """A link among the source's files is not read, and a link that exists at the target is not written through."""
     torch.save({"a": torch.ones(2)}, tmp_path / "secret.pt")
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank0.pt").symlink_to(tmp_path / "secret.pt")

@@ -133,7 +133,7 @@ def test_groups_keep_their_hyper_parameters():
 
 
 def order_of_this_rank(model: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Parameters as a `set` may give them: in another order on each rank."""
+    """Parameters from a `set` may come in another order on each rank."""
     parameters = list(model.parameters())
     return parameters if rank == 0 else parameters[::-1]
 
@@ -168,7 +168,7 @@ def test_ranks_whose_optimizers_list_parameters_in_another_order():
 
 
 def resharded_in_another_order(rank: int, world_size: int) -> None:
-    """DTensors that are cut otherwise are gathered one by one, whatever order a rank's state dict has."""
+    """DTensors that are cut in another way are gathered one by one, in any order of a rank's state dict."""
     names = api(OURS)
     mesh = init_device_mesh("cpu", (world_size,))
     model = wrap(OURS, Setting(), nn.Sequential(nn.Linear(4, 4), Block(5), Block(5)), device_mesh=mesh)
@@ -519,7 +519,7 @@ def test_factored_state(use_orig_params: bool, kind: str):
 
 
 def torchs_adafactor(rank: int, world_size: int) -> None:
-    """Should it step one day, the documentation is to be changed. With NO_SHARD it does, as on one process."""
+    """If it steps one day, change the documentation. With NO_SHARD it steps, as in one process."""
     model = wrap(OURS, Setting())
     loss_of(model, rank, 0).backward()
     with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):

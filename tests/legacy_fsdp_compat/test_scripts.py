@@ -62,7 +62,7 @@ def test_optimizer_built_before_the_model_was_wrapped(kind: str):
 
 
 def built_and_used_before(rank: int, world_size: int) -> None:
-    """State that it has by then is cut like the parameters. Stock's steps raise, so one process is the measure."""
+    """Existing state is cut like the parameters. Stock's steps raise, so the reference is one process."""
     alone, original = build(), build()
     expected, optimizer = OPTIMIZERS["adam"](alone.parameters()), OPTIMIZERS["adam"](original.parameters())
     for model, its in ((alone, expected), (original, optimizer)):
@@ -87,7 +87,7 @@ def test_optimizer_that_has_stepped_before_the_model_was_wrapped():
 
 
 def built_before_flat(rank: int, world_size: int) -> None:
-    """With use_orig_params=False stock trains nothing, without a word."""
+    """With use_orig_params=False stock silently trains nothing."""
     original = build()
     optimizer = OPTIMIZERS["sgd"](original.parameters())
     model = wrap(STOCK, Setting(use_orig_params=False), original)
@@ -264,7 +264,7 @@ def test_units_that_were_used_before():
 
 
 class Stage(nn.Module):
-    """Each rank calls its first layer by another name."""
+    """Each rank has another name for its first layer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def assigned_data(rank: int, world_size: int, what: str) -> None:
-    """Stock writes such data back into its flat parameter before the next forward; here it is an error by then."""
+    """Stock writes such data back into its flat parameter before the next forward; ours raises in it."""
     for engine in (STOCK, OURS):
         model = wrap(engine, Setting(policy=False), nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -99,7 +99,7 @@ def test_imports_run_downwards():
 
 
 def test_autoinstall_imports_no_torch():
-    """It runs at the start of every Python process, and chooses when shardkit.core is imported."""
+    """It runs at the start of every Python process, and decides when shardkit.core is imported."""
     sources = [source for source in core().sources() if source.module.startswith(AUTOINSTALL)]
     imported = {entry.module.split(".")[0] for source in sources for entry in source.imports()}
     assert imported - set(sys.stdlib_module_names) == {"shardkit"}

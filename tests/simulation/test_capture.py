@@ -23,7 +23,7 @@ TAKES_TURNS = "some modules skipped"  # others each step
 
 
 def captured(name: str, engine: str, whole: bool = True) -> list[str]:
-    """Runs in the process that has the device, as all that is not a test here."""
+    """Runs in the process that has the device, as everything here that is not a test does."""
     return check_capture(EVERY[name], engine, whole=whole)
 
 
@@ -105,7 +105,7 @@ def gathered_before() -> str:
 
 
 def test_what_was_gathered_before_the_capture_is_refused(on_device: Callable[..., Any]) -> None:
-    """Replays would compute with the parameters of that time."""
+    """Otherwise replays would compute with the parameters of that gather."""
     assert on_device(gathered_before).startswith(
         "blocks.1: all-gather was started before the capture of the CUDA graph that uses it"
     )

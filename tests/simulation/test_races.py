@@ -44,7 +44,7 @@ def test_no_findings(name: str, on_device: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", [one.name for one in CONFIGURATIONS if one.on_stock and one.name not in STOCKS_OWN])
 def test_no_findings_in_stock(name: str, on_device: Callable[..., Any]) -> None:
-    """The checker does not cry wolf: years of use stand behind stock's waits."""
+    """The checker gives no false alarms: stock's waits have years of use behind them."""
     found = on_device(findings, name, "stock")
     assert not found, "\n".join(found)
 

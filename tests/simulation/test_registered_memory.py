@@ -113,7 +113,7 @@ def test_only_memory_differs(place: int, on_device: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("place", range(len(SCENARIOS)), ids=[one.name for one in SCENARIOS])
 def test_what_travels_lies_in_the_pool(place: int, on_device: Callable[..., Any]) -> None:
-    """All but gradients that are reduced from where autograd has made them."""
+    """All buffers lie in the pool, except gradients that are reduced from where autograd has made them."""
     seen = on_device(train, place, registered)
     gathers, reductions = _names(seen, "allgather"), _names(seen, "reduce_scatter")
     in_place = SCENARIOS[place].coalescing and not SCENARIOS[place].mixed

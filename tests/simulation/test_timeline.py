@@ -124,7 +124,7 @@ def _small_bytes(name: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("goal", ["forward", "backward", "memory"])
 def test_ours_takes_no_more_than_stock(goal: str, name: str, on_device: Callable[..., Any]) -> None:
-    """Every step, the first too; strictly less time where copies cost theirs."""
+    """This holds for every step, the first included. If copies have a cost, our time is strictly less."""
     stock, ours = (on_device(measured, name, engine) for engine in ("stock", "ours"))
     if goal == "memory":
         allowed = _small_bytes(name) if STOCK_FREES_EARLIER else 0

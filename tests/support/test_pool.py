@@ -122,7 +122,7 @@ def test_processes_are_reused() -> None:
 
 
 def test_ranks_are_forked_from_a_prepared_server() -> None:
-    """An import that fails in the server is silent: ranks would import everything themselves, each time."""
+    """An import that fails in the server gives no error: ranks would import everything themselves, each time."""
     assert run_ranks(2, was_prepared) == [True, True]
 
 

@@ -110,7 +110,7 @@ def describe(event: Any) -> tuple[Any, ...] | None:
 
 
 def run_job(rank: int, world_size: int, name: str, shared: bool, iterations: int = 4) -> Measured:
-    """Trains for some iterations; measures the last one, in which nothing is new any more."""
+    """Trains for some iterations and measures the last one, in which nothing is set up any more."""
     job, axes = JOBS[name], mesh_of(name, world_size)
     found: list[Any] = []
     with shared_memory(shared), Meter() as meter, events.subscribe(meter.hear):

@@ -30,7 +30,7 @@ needs_browser = pytest.mark.skipif(
 
 
 def hostile_report() -> Report:
-    """Two ranks, three modules, one of them with a name that would take the page over if it could."""
+    """Two ranks, three modules. The name of one of them contains HTML that tries to break out of the page."""
     names = ["blocks.0", "blocks.1", HOSTILE]
     operations = [
         operation(
@@ -200,7 +200,7 @@ def test_a_phone_can_show_it(path: Path, chromium: Page) -> None:
 
 
 def hostile_job() -> TrainingJob:
-    """A block whose name would take the page over if it could."""
+    """A block whose name contains HTML that tries to break out of the page."""
 
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))

@@ -69,7 +69,7 @@ class Ranks:
             time.sleep(0.1)
 
     def exit_codes(self) -> list[int | None]:
-        """How the processes ended, once they have."""
+        """The exit codes of the processes, once all have ended."""
         for process in self.processes:
             process.join(_PATIENCE)
         return [process.exitcode for process in self.processes]

@@ -136,7 +136,7 @@ def test_a_taken_name_is_refused():
 
 
 def reassigned(rank: int, world_size: int) -> None:
-    """Tensors that a user assigns know nothing of boxes; the sharded parameter tells them."""
+    """Tensors that a user assigns have no boxes; they get those of the sharded parameter."""
     trainee = Trainee.of("fused", (1, 2), 1)
     state = {
         name: DTensor.from_local(value.to_local() + 1, value.device_mesh, value.placements, run_check=False)
@@ -269,7 +269,7 @@ def test_asynchronous_saves(tmp_path: Path, name: str):
 
 
 def reassigned_and_gathered(rank: int, world_size: int) -> None:
-    """Nor do they know that their placements cut from left to right: at once, and after they were used."""
+    """Assigned tensors get the order of cuts of the placements, both at once and after they were used."""
     trainee = Trainee.of("packed", (2, 2), 1)
     model = trainee.model
     before = model.qkv.weight.detach().full_tensor()

@@ -94,7 +94,7 @@ def save(rank: int, world_size: int, path: Path, shape: tuple[int, ...], dim: in
 
 
 def load(rank: int, world_size: int, path: Path, again: Path, shape: Any, dim: int | None) -> dict[str, torch.Tensor]:
-    """Into other weights; then saved `again`, and trained on."""
+    """Load into a model with other weights; save it to the path `again`, and go on training."""
     trainee = trainee_of(shape, 2, dim)
     state = logical(trainee)
     dcp.load(state, checkpoint_id=path, planner=CheckedLoadPlanner())
@@ -106,7 +106,7 @@ def load(rank: int, world_size: int, path: Path, again: Path, shape: Any, dim: i
 
 
 def load_separate(rank: int, world_size: int, path: Path) -> dict[str, torch.Tensor]:
-    """Layers of their own, weights and optimizer; saved again from there."""
+    """Load into separate layers, weights and optimizer, and save again from there."""
     model = GroupedModel(packed=False)
     for block in model.blocks:
         shardkit.fully_shard(block)
