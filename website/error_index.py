@@ -1,104 +1,158 @@
-"""The errors that the packages raise, read from their sources: what is raised, with which words, and where."""
+"""The page of errors: of every error that the packages raise its cause, its remedy, and where it is raised."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NOT_FOR_USERS = {"AttributeError", "AssertionError", "StopIteration", "SystemExit", "KeyError", "IndexError"}
+import error_remedies
+from error_sources import Raised, Sources
+
 _PACKAGES = ("core", "tp_adapter", "legacy_fsdp_compat", "tools")
+
+# Functions whose errors are not for users, with the reason.
+NOT_FOR_USERS = {
+    "shardkit.core.optimizer_steps.separate_steps._RefuseCommunication.__torch_dispatch__": "caught in the same file",
+    "shardkit.core.parameters.placed._first": "an invariant: torch passes such a tensor",
+    "shardkit.core.runtime.packing.Slots.slot_numel": "an invariant: callers count slots",
+    "shardkit.legacy_fsdp_compat.__getattr__": "Python's own words for a name that a module lacks",
+    "shardkit.tools.__getattr__": "Python's own words for a name that a module lacks",
+    "shardkit.tools.torch_compat.FakeTensors._pictured": "caught in the same file",
+}
+
+# Functions that raise an error made elsewhere, again or with a prefix, with the reason.
+PASSED_ON = {
+    "shardkit.core.checkpoint.errors.damage_of": "adds the file",
+    "shardkit.core.checkpoint.full_state._agreed": "raises rank 0's error on every rank",
+    "shardkit.core.checkpoint.full_state._check_agreement": "adds the rank",
+    "shardkit.core.checkpoint.full_state._judge": "raises rank 0's error on every rank",
+    "shardkit.core.checkpoint.saving.write_file": "raises the error of a thread",
+    "shardkit.core.checkpoint.writers.objects_for_stock": "changes the kind of `leaves.flatten`'s error",
+    "shardkit.core.runtime.shared.connection.Connection.receive": "raises the error of `_too_many_open` at each call",
+    "shardkit.core.users_code.users_code": "raises the error that the user's code was interrupted by",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files.without_mesh": "changes the kind of `region`'s error",
+    "shardkit.legacy_fsdp_compat.migrate.script.rewrite": "the parser's own words",
+    "shardkit.legacy_fsdp_compat.migrate.wrapping.wrapping_of_config": "adds the file",
+    "shardkit.tools.report.measures.parse_limit": "adds the limit to `quantities.parse_quantity`'s error",
+}
+
+# Raises that reach the user at the end of another error's message, with the function or class of that error.
+PARTS = {
+    "shardkit.core.checkpoint.index.": "DamagedCheckpointError",
+    "shardkit.core.checkpoint.leaves.decode_path": "DamagedCheckpointError",
+    "shardkit.core.checkpoint.pickled.": "shardkit.core.checkpoint.torch_files._loaded",
+    "shardkit.core.checkpoint.stock_metadata.": "DamagedCheckpointError",
+    "shardkit.core.checkpoint.torch_files.layout_in": "DamagedCheckpointError",
+    "shardkit.core.optimizer_steps.separate_steps.": "shardkit.core.optimizer_steps.whole_steps._refuse_joined_steps",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files.StoredShards.": "DamagedCheckpointError",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files._attribute": "shardkit.core.checkpoint.torch_files._loaded",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files._rank_of": "DamagedCheckpointError",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files._sizes": "DamagedCheckpointError",
+    "shardkit.tools.report.schema.": "shardkit.tools.report.files.read_records",
+}
 
 
 @dataclass(frozen=True)
-class Raised:
-    """One `raise` with a message."""
+class Row:
+    """A row of the page; a cause or remedy that the sources lack is None."""
 
     kind: str
-    message: str
+    cause: str | None
+    remedy: str | None
     module: str
     function: str
 
-
-def raised(source: Path, module: str) -> Iterator[Raised]:
-    """Every `raise Kind("message ...")` of a file, with {...} where a value stands in the message."""
-    yield from _below(ast.parse(source.read_text()), module, "", {})
-
-
-def _below(node: ast.AST, module: str, function: str, texts: dict[str, ast.expr]) -> Iterator[Raised]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        function = f"{function}.{node.name}" if function else node.name
-    if isinstance(node, ast.Module):
-        texts = {}
-        for statement in node.body:
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                texts[statement.targets[0].id] = statement.value
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-        kind = ast.unparse(node.exc.func).rsplit(".", 1)[-1]
-        message = _text(node.exc.args[0], texts)
-        if kind[0].isupper() and kind not in _NOT_FOR_USERS and message is not None:
-            yield Raised(kind, message, module, function)
-    for child in ast.iter_child_nodes(node):
-        yield from _below(child, module, function, texts)
+    @property
+    def place(self) -> str:
+        return f"{self.module}.{self.function}"
 
 
-def _text(node: ast.expr, texts: dict[str, ast.expr]) -> str | None:
-    """The message that an expression makes, None if it has no words of its own."""
-    match node:
-        case ast.Constant(value=str(value)):
-            return value
-        case ast.JoinedStr(values=parts):
-            made = "".join(_part(part) for part in parts)
-            return made if any(isinstance(part, ast.Constant) for part in parts) else None
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            both = [_text(left, texts), _text(right, texts)]
-            return "".join(one or "{...}" for one in both) if any(both) else None
-        case ast.Name(id=name) if name in texts:
-            return _text(texts[name], {})
-        case ast.Call(func=ast.Attribute(value=value, attr="format")):
-            return _text(value, texts)
-    return None
+class Index:
+    """The rows of every module; `left_out` has those that the page omits."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        found = {module: self._rows(module) for module in sources.trees}
+        self.left_out = [row for rows in found.values() for row in rows if _is_left_out(row)]
+        self.rows = {module: [row for row in rows if not _is_left_out(row)] for module, rows in found.items()}
+        self.rows = {module: [self._within(row) for row in rows] for module, rows in self.rows.items()}
+
+    @classmethod
+    def of(cls, root: Path) -> Index:
+        """That of the packages of this repository."""
+        return cls(sources_of(root))
+
+    def all(self) -> Iterator[Row]:
+        for rows in self.rows.values():
+            yield from rows
+
+    def _rows(self, module: str) -> list[Row]:
+        rows = {self._row(one) for one in self._sources.raised(module)}
+        return sorted(rows, key=lambda row: (row.function, row.cause or "", row.remedy or "", row.kind))
+
+    def _row(self, raised: Raised) -> Row:
+        if raised.message is None:
+            return Row(raised.kind, None, None, raised.module, raised.function)
+        parts = error_remedies.split(raised.message)
+        remedy = parts.remedy or error_remedies.remedy_of_class(self._sources.docstring(raised.kind))
+        return Row(raised.kind, parts.cause, remedy, raised.module, raised.function)
+
+    def _within(self, row: Row) -> Row:
+        """The row, as the error that has its message at the end if the user sees that one."""
+        outer = next((outer for place, outer in PARTS.items() if row.place.startswith(place)), None)
+        if outer is None or row.kind.endswith("CheckpointError"):
+            return row
+        around = next((one for one in self.all() if one.place == outer), None)
+        if around is None:
+            remedy = error_remedies.remedy_of_class(self._sources.docstring(outer))
+            around = Row(outer, None, remedy, "", "")
+        return Row(around.kind, f"...: {row.cause}", around.remedy, row.module, row.function)
 
 
-def _part(part: ast.expr) -> str:
-    if isinstance(part, ast.Constant):
-        return str(part.value)
-    assert isinstance(part, ast.FormattedValue)
-    inner = part.value
-    while isinstance(inner, ast.Call | ast.Attribute | ast.Subscript):
-        if isinstance(inner, ast.Attribute):
-            return f"{{{inner.attr}}}"
-        inner = inner.func if isinstance(inner, ast.Call) else inner.value
-    return f"{{{inner.id}}}" if isinstance(inner, ast.Name) else "{...}"
+def sources_of(root: Path) -> Sources:
+    """The sources of the packages of this repository."""
+    return Sources.below(*(root / "packages" / package / "src" for package in _PACKAGES))
+
+
+def _is_left_out(row: Row) -> bool:
+    return row.place in NOT_FOR_USERS or (row.cause is None and row.place in PASSED_ON)
 
 
 def page(root: Path) -> str:
     """The page: a section for each module that raises, sorted by module."""
+    index = Index.of(root)
     lines = [
         "# Errors",
         "",
-        "Every error that shardkit raises with a message, generated from the sources. A message says what is wrong and",
-        "where, and what to do. Search this page for a few words of yours; `{...}` stands for a value. The commands",
-        "end with status 2 after an error in a file or an option.",
+        "Every error that shardkit raises, generated from the sources. Search this page for a few words of your",
+        "message; `{...}` stands for a value. Most messages have the cause and then the remedy. If a message only",
+        f'states the value that it expects, the remedy here is "{error_remedies.EXPECTED}" A cause that begins with',
+        "`...` stands at the end of a longer message.",
+        "The commands end with status 2 after an error in a file or an option.",
         "",
     ]
     for package in _PACKAGES:
-        source = root / "packages" / package / "src"
         lines += [f"## shardkit.{package}", ""]
-        for path in sorted(source.rglob("*.py")):
-            module = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-            found = sorted(set(raised(path, module)), key=lambda one: (one.function, one.message))
-            if not found:
-                continue
-            lines += [f"### `{module}`", "", "| error | message | raised in |", "|---|---|---|"]
-            lines += [f"| {one.kind} | {_cell(one.message)} | `{one.function}` |" for one in found] + [""]
+        for module, rows in index.rows.items():
+            if rows and _package_of(module) == package:
+                lines += [f"### `{module}`", "", "| error | cause | remedy | raised in |", "|---|---|---|---|"]
+                lines += [
+                    f"| {row.kind} | {_cell(row.cause or '')} | {_cell(row.remedy or '')} | `{row.function}` |"
+                    for row in rows
+                ]
+                lines.append("")
     return "\n".join(lines)
 
 
-def _cell(message: str) -> str:
+def _package_of(module: str) -> str:
+    """The package whose directory has the module: core's has others than shardkit.core as well."""
+    name = module.split(".")[1]
+    return name if name in _PACKAGES else "core"
+
+
+def _cell(text: str) -> str:
     """Text as it is, in a cell of a table."""
-    one_line = " ".join(message.split())
     for character in "\\`*_<[|":
-        one_line = one_line.replace(character, "\\" + character)
-    return one_line
+        text = text.replace(character, "\\" + character)
+    return text

@@ -1,7 +1,6 @@
-"""The generated pages: every public name, every command and every error, and a name without a docstring is found."""
+"""The generated pages: every public name and every command, and a name without a docstring is found."""
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,6 @@ sys.path.insert(0, str(ROOT / "website"))
 
 import api_reference
 import command_reference
-import error_index
 
 
 def test_every_public_name_has_a_docstring():
@@ -40,28 +38,3 @@ def test_every_command_is_there_with_its_options(monkeypatch: pytest.MonkeyPatch
     for command in ("estimate", "watch", "run", "checkpoint reshard", "migrate script"):
         assert f"## `shardkit {command}`" in page
     assert "--fallback" in page and "--fail-on" in page
-
-
-def test_errors_are_read_from_the_sources(tmp_path: Path):
-    source = tmp_path / "module.py"
-    source.write_text(
-        "_TEXT = 'expected a mesh'\n"
-        "class Kept:\n"
-        "    def add(self, fqn):\n"
-        "        raise ValueError(f\"'{fqn}' has {len(fqn.parts)} \" f'parts') from None\n"
-        "def check(x):\n"
-        "    raise TypeError(_TEXT)\n"
-        "    raise KeyError('not for users')\n"
-        "    raise x\n"
-    )
-    assert list(error_index.raised(source, "shardkit.module")) == [
-        error_index.Raised("ValueError", "'{fqn}' has {len} parts", "shardkit.module", "Kept.add"),
-        error_index.Raised("TypeError", "expected a mesh", "shardkit.module", "check"),
-    ]
-
-
-def test_the_index_has_errors_of_every_package():
-    page = error_index.page(ROOT)
-    for package in ("core", "tp_adapter", "legacy_fsdp_compat", "tools"):
-        assert f"## shardkit.{package}\n" in page
-    assert page.count("\n| ") > 500

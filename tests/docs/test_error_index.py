@@ -1,0 +1,171 @@
+"""The index of errors: it reads every `raise` of the packages, and each error has a cause and a remedy."""
+
+import ast
+import sys
+from functools import cache
+
+import pytest
+
+from tests.packaging.workspace import ROOT
+
+sys.path.insert(0, str(ROOT / "website"))
+
+import error_index
+import error_remedies
+from error_sources import Raised, Sources
+
+
+@cache
+def index() -> error_index.Index:
+    return error_index.Index.of(ROOT)
+
+
+def raised(**modules: str) -> list[Raised]:
+    """Those of the module `one`."""
+    sources = Sources({name: ast.parse(code) for name, code in modules.items()})
+    return list(sources.raised("one"))
+
+
+def test_every_raise_is_read():
+    """A message from elsewhere needs an entry in PASSED_ON, an error that users cannot see one in NOT_FOR_USERS."""
+    assert [row.place for row in index().all() if row.cause is None] == []
+
+
+def test_every_error_has_a_remedy():
+    """Say in the message what to do, after "; " and as an instruction; error_remedies.py has the convention."""
+    assert [(row.place, row.cause) for row in index().all() if row.remedy is None] == []
+
+
+def test_exceptions_are_still_needed():
+    left_out = {row.place for row in index().left_out}
+    assert {*error_index.NOT_FOR_USERS, *error_index.PASSED_ON} - left_out == set()
+    rows = list(index().all())
+    for place, outer in error_index.PARTS.items():
+        assert any(row.place.startswith(place) and row.cause.startswith("...: ") for row in rows), place
+        assert "." not in outer or any(row.place == outer for row in rows), outer
+
+
+def test_errors_that_helpers_make_are_listed():
+    """Whatever the helper: a function, a method, an argument, or a class that makes the message."""
+    listed = {(row.module, name) for row in index().all() for name in row.function.split(".")}
+    passed_on = {tuple(place.rsplit(".", 1)) for place in error_index.PASSED_ON}
+    through = [
+        (module, function.name)
+        for module, tree in error_index.sources_of(ROOT).trees.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for one in ast.walk(function)
+        if isinstance(one, ast.Raise) and isinstance(one.exc, ast.Call) and _last_name(one.exc.func).islower()
+    ]
+    assert len(through) > 25
+    assert [place for place in through if place not in listed | passed_on] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "words"),
+    [
+        ("RuntimeError", "shardkit.core.parameters.param.", "the data of parameter '{fqn}' was replaced"),
+        ("RuntimeError", "shardkit.core.clip.grad_norm", "of the gradients is {"),
+        ("ConnectionError", "shardkit.core.runtime.shared.connection.", "the process of rank {peer}"),
+        ("NoFlatParameterError", "shardkit.legacy_fsdp_compat.fully_sharded_data_parallel.", "no flat parameter"),
+        ("NothingFits", "shardkit.tools.planning.search.propose", "{"),
+        ("EstimateError", "shardkit.tools.estimating.observer.", "shape depends on data"),
+    ],
+)
+def test_an_error_of_a_helper_is_listed_with_its_words(kind: str, place: str, words: str):
+    rows = [row for row in index().all() if row.kind == kind and row.place.startswith(place)]
+    assert any(words in row.cause for row in rows), rows
+
+
+def _last_name(func: ast.expr) -> str:
+    return ast.unparse(func).rsplit(".", 1)[-1]
+
+
+def test_a_raise_is_read_with_its_words():
+    code = """
+TEXT = 'expected a mesh'
+class Kept:
+    def add(self, fqn):
+        raise ValueError(f"'{fqn}' has {len(fqn.parts)} " f'parts') from None
+def check(x):
+    raise TypeError(TEXT)
+def stop(seen, few=True):
+    hint = '; use more' if few else ''
+    message = f'{seen} ranks{hint}'
+    raise OSError(5, message)
+"""
+    assert raised(one=code) == [
+        Raised("ValueError", "'{fqn}' has {len} parts", "one", "Kept.add"),
+        Raised("TypeError", "expected a mesh", "one", "check"),
+        Raised("OSError", "{seen} ranks; use more", "one", "stop"),
+    ]
+
+
+def test_a_raise_is_read_through_functions_methods_and_classes():
+    helpers = """
+def lost(fqn, because='it was replaced'):
+    return RuntimeError(f"'{fqn}' is lost, because {because}")
+class Late(Exception):
+    def __init__(self, peer):
+        super().__init__(f'rank {peer} is late')
+class Peer:
+    def gone(self):
+        return ConnectionError('the peer has ended')
+def words(names):
+    return f'none of {names} is known'
+"""
+    code = """
+from two import Late, Peer, lost, words as told
+def first(x, error=KeyError):
+    raise lost(x)
+    raise lost(x, 'it was cast')
+    raise Late(3)
+    raise x.peer.gone()
+    raise ValueError(told(x))
+    raise error('not here')
+"""
+    assert [(one.kind, one.message) for one in raised(one=code, two=helpers)] == [
+        ("RuntimeError", "'{fqn}' is lost, because it was replaced"),
+        ("RuntimeError", "'{fqn}' is lost, because it was cast"),
+        ("Late", "rank {peer} is late"),
+        ("ConnectionError", "the peer has ended"),
+        ("ValueError", "none of {names} is known"),
+        ("KeyError", "not here"),
+    ]
+
+
+@pytest.mark.parametrize("code", ["raise x", "raise make(x)", "raise ValueError(str(x))", "raise x[0]('word', 1)"])
+def test_a_raise_that_cannot_be_read_is_said(code: str):
+    assert [one.message for one in raised(one=f"def check(x):\n    {code}\n")] == [None]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause", "remedy"),
+    [
+        ("'{fqn}' is plain; redistribute it first", "'{fqn}' is plain", "Redistribute it first."),
+        ("it is gone: it ended. To go on, use a clone", "it is gone: it ended.", "To go on, use a clone."),
+        ("ranks differ:\n{lines}\nbuild it on all", "ranks differ: {lines}", "Build it on all."),
+        ("the order differs; all ranks must run it", "the order differs", "All ranks must run it."),
+        ("two dtypes; are these of one checkpoint?", "two dtypes", "Check: are these of one checkpoint?"),
+        ("x must be positive, got {x}", "x must be positive, got {x}", error_remedies.EXPECTED),
+        ("{path} cannot be read: {error}", "{path} cannot be read: {error}", error_remedies.ANOTHER),
+        ("call of {name}: set-up failed", "call of {name}: set-up failed", None),
+    ],
+)
+def test_a_message_is_split_into_cause_and_remedy(message: str, cause: str, remedy: str | None):
+    assert error_remedies.split(message) == error_remedies.Parts(cause, remedy)
+
+
+def test_a_class_of_errors_has_a_remedy_for_all():
+    docstring = "Bad files.\n\nRemedy: copy them\nagain.\n\nMore."
+    assert error_remedies.remedy_of_class(docstring) == "Copy them again."
+    assert error_remedies.remedy_of_class("Bad files.") is None
+
+
+def test_the_page_has_errors_of_every_package():
+    page = error_index.page(ROOT)
+    for package in ("core", "tp_adapter", "legacy_fsdp_compat", "tools"):
+        assert f"## shardkit.{package}\n" in page
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| error |")]
+    assert len(rows) > 500
+    assert [row for row in rows if "|  |" in row] == []
