@@ -37,19 +37,19 @@ PASSED_ON = {
     "shardkit.tools.report.measures.parse_limit": "adds the limit to `quantities.parse_quantity`'s error",
 }
 
-# Raises that reach the user at the end of another error's message, with the function or class of that error.
+# Functions whose errors end the message of another one for the user: words of that message, or its class.
 PARTS = {
     "shardkit.core.checkpoint.index.": "DamagedCheckpointError",
     "shardkit.core.checkpoint.leaves.decode_path": "DamagedCheckpointError",
-    "shardkit.core.checkpoint.pickled.": "shardkit.core.checkpoint.torch_files._loaded",
+    "shardkit.core.checkpoint.pickled.": "holds more than tensors and plain containers",
     "shardkit.core.checkpoint.stock_metadata.": "DamagedCheckpointError",
     "shardkit.core.checkpoint.torch_files.layout_in": "DamagedCheckpointError",
-    "shardkit.core.optimizer_steps.separate_steps.": "shardkit.core.optimizer_steps.whole_steps._refuse_joined_steps",
+    "shardkit.core.optimizer_steps.separate_steps.": "is placed on Owned(): each rank",
     "shardkit.legacy_fsdp_compat.migrate.rank_files.StoredShards.": "DamagedCheckpointError",
-    "shardkit.legacy_fsdp_compat.migrate.rank_files._attribute": "shardkit.core.checkpoint.torch_files._loaded",
+    "shardkit.legacy_fsdp_compat.migrate.rank_files._attribute": "holds more than tensors and plain containers",
     "shardkit.legacy_fsdp_compat.migrate.rank_files._rank_of": "DamagedCheckpointError",
     "shardkit.legacy_fsdp_compat.migrate.rank_files._sizes": "DamagedCheckpointError",
-    "shardkit.tools.report.schema.": "shardkit.tools.report.files.read_records",
+    "shardkit.tools.report.schema.": "is not a record of this version",
 }
 
 
@@ -95,7 +95,9 @@ class Index:
         if raised.message is None:
             return Row(raised.kind, None, None, raised.module, raised.function)
         parts = error_remedies.split(raised.message)
-        remedy = parts.remedy or error_remedies.remedy_of_class(self._sources.docstring(raised.kind))
+        remedy = parts.remedy
+        if remedy in (None, error_remedies.EXPECTED, error_remedies.ANOTHER):
+            remedy = error_remedies.remedy_of_class(self._sources.docstring(raised.kind)) or remedy
         return Row(raised.kind, parts.cause, remedy, raised.module, raised.function)
 
     def _within(self, row: Row) -> Row:
@@ -103,7 +105,7 @@ class Index:
         outer = next((outer for place, outer in PARTS.items() if row.place.startswith(place)), None)
         if outer is None or row.kind.endswith("CheckpointError"):
             return row
-        around = next((one for one in self.all() if one.place == outer), None)
+        around = next((one for one in self.all() if outer in (one.cause or "")), None)
         if around is None:
             remedy = error_remedies.remedy_of_class(self._sources.docstring(outer))
             around = Row(outer, None, remedy, "", "")

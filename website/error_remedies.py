@@ -55,7 +55,7 @@ def split(message: str) -> Parts:
 def remedy_of_class(docstring: str | None) -> str | None:
     """The remedy that a class of errors has for all of them: the paragraph of its docstring after "Remedy:"."""
     found = re.search(r"^Remedy: (.+?)(?:\n\n|\Z)", docstring or "", re.DOTALL | re.MULTILINE)
-    return _sentence(found[1]) if found else None
+    return _sentence(found[1].replace("`", "")) if found else None
 
 
 def _instructs(text: str) -> bool:

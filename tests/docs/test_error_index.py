@@ -42,7 +42,7 @@ def test_exceptions_are_still_needed():
     rows = list(index().all())
     for place, outer in error_index.PARTS.items():
         assert any(row.place.startswith(place) and row.cause.startswith("...: ") for row in rows), place
-        assert "." not in outer or any(row.place == outer for row in rows), outer
+        assert outer == "DamagedCheckpointError" or any(outer in row.cause for row in rows), outer
 
 
 def test_errors_that_helpers_make_are_listed():
