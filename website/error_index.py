@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,8 @@ def page(root: Path) -> str:
             if rows and _package_of(module) == package:
                 lines += [f"### `{module}`", "", "| error | cause | remedy | raised in |", "|---|---|---|---|"]
                 lines += [
-                    f"| {row.kind} | {_cell(row.cause or '')} | {_cell(row.remedy or '')} | `{row.function}` |"
+                    f"| {_name(row.kind)} | {_cell(row.cause or '')} | {_cell(row.remedy or '')} "
+                    f"| <code>{_name(row.function)}</code> |"
                     for row in rows
                 ]
                 lines.append("")
@@ -154,7 +156,16 @@ def _package_of(module: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as it is, in a cell of a table."""
-    for character in "\\`*_<[|":
+    """Text as it is, in a cell of a table, with places to break words that would widen the table.
+
+    Braces are escaped because at the end of a cell they would be attributes of it.
+    """
+    text = re.sub(r"\S{20,}", lambda word: re.sub(r"(?<=\w[_.=,/(])(?=\w)", "\0", word[0]), text)
+    for character in "\\`*_<[|{}":
         text = text.replace(character, "\\" + character)
-    return text
+    return text.replace("\0", "<wbr>")
+
+
+def _name(name: str) -> str:
+    """A name that may break between any of its words."""
+    return _cell(re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\.)|(?<=[a-z]_)(?=[a-z])", "\0", name))

@@ -169,3 +169,12 @@ def test_the_page_has_errors_of_every_package():
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| error |")]
     assert len(rows) > 500
     assert [row for row in rows if "|  |" in row] == []
+
+
+def test_a_cell_keeps_its_text():
+    """Braces at the end of a cell would set attributes of it, and not be shown."""
+    assert error_index._cell("got {text}") == r"got \{text\}"
+    assert error_index._cell("mesh[...] (a|b)") == r"mesh\[...] (a\|b)"
+    assert error_index._cell("use_local_output={use_local_output}").count("<wbr>") == 4
+    assert error_index._name("DamagedCheckpointError") == "Damaged<wbr>Checkpoint<wbr>Error"
+    assert error_index._name("File._read_all") == r"File.<wbr>\_read\_<wbr>all"
