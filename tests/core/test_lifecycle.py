@@ -176,6 +176,22 @@ def test_a_deleted_model_is_freed_at_once(world_size: int) -> None:
     run_ranks(world_size, _dies_at_once)
 
 
+def _outlived_by_a_part(rank: int, world_size: int) -> None:
+    model = _sharded_mlp()
+    _train_with_an_optimizer(model)
+    block = model.blocks[0]
+    root, shard = weakref.ref(state_of(model)), weakref.ref(model.out.weight.to_local())
+    del model
+    gc.collect()
+    assert root() is None
+    assert shard() is None
+    assert state_of(block) is not None
+
+
+def test_a_part_that_is_kept_does_not_keep_the_model() -> None:
+    run_ranks(2, _outlived_by_a_part)
+
+
 def _shard_owns_its_chunk(rank: int, world_size: int) -> None:
     large = torch.randn(64, 8)
     module = nn.Linear(8, 8, bias=False)
@@ -700,6 +716,62 @@ FAILURES: dict[str, Callable[[Any], Any]] = {
     "a middle block's backward": lambda model: model.blocks[1].down.register_forward_hook(_fails_in_backward),
     "the first block's backward": lambda model: model.blocks[0].up.register_forward_hook(_fails_in_backward),
 }
+
+
+def _fail_at_the_end(model: Any) -> None:
+    """An embedding whose input needs no gradient is reduced at the end of backward, which refuses sparse gradients."""
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 'embed\.weight' is sparse"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def _fail_and_go_on(model: Any) -> None:
+    """A backward that fails, and another one, of an earlier forward, that does not."""
+    fine = model(torch.tensor([1, 2])).sum()
+    handle = model.blocks[1].register_forward_hook(_fails_in_backward)
+    failing = model(torch.tensor([1, 2])).sum()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.backward()
+    fine.backward()
+
+
+class Embedded(nn.Module):
+    """An embedding, linear blocks and an output layer."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, sparse=sparse)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def _no_step_after_a_failed_backward(rank: int, world_size: int) -> None:
+    for sparse, fail in ((True, _fail_at_the_end), (False, _fail_and_go_on)):
+        model: Any = Embedded(sparse=sparse)
+        for module in (model.embed, *model.blocks, model):
+            fully_shard(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            fail(model)
+            with pytest.raises(RuntimeError, match="an optimizer steps, but the backward before it never ended"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="the backward before it never ended"):
+                model(torch.tensor([1, 2]))
+            model.reset_iter_state()
+            optimizer.zero_grad()
+        model.embed.sparse = False
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+def test_no_step_after_a_failed_backward() -> None:
+    run_ranks(2, _no_step_after_a_failed_backward)
 
 
 def _failures(rank: int, world_size: int, reshard: bool | None) -> None:

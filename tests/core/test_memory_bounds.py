@@ -1,5 +1,6 @@
 """How much unsharded memory is held and when, to the byte, as the events tell it."""
 
+import sys
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -171,14 +172,30 @@ def _prefetched_with_inner_backwards(rank: int, world_size: int) -> None:
     assert len(seen[0][0]) >= BLOCKS // 2
 
 
-def _recomputing_chain(model: Any, x: Tensor) -> Tensor:
+def _recomputing_chain(model: Any, x: Tensor, every: int = 3) -> Tensor:
     for index, block in enumerate(model.blocks):
-        x = checkpoint(block, x, use_reentrant=True) if index % 3 == 2 else block(x)
+        x = checkpoint(block, x, use_reentrant=True) if index % every == every - 1 else block(x)
     return x
 
 
 def test_prefetching_around_inner_backwards() -> None:
     run_ranks(2, _prefetched_with_inner_backwards)
+
+
+def _bound_with_inner_backwards(rank: int, world_size: int) -> None:
+    """The bound does not grow with the number of blocks between recomputed ones."""
+    model = _chain()
+    model.forward = lambda x: model.out(_recomputing_chain(model, model.inp(x), every=2))
+    with Meter() as meter:
+        for _ in range(3):
+            loss = model(torch.randn(2, WIDTH)).sum()
+            meter.start_phase()
+            loss.backward()
+            assert meter.peak_blocks == 3  # a block that recomputes stays unsharded until its inner backward has ended
+
+
+def test_bound_with_inner_backwards() -> None:
+    run_ranks(2, _bound_with_inner_backwards)
 
 
 def _bounds_without_grad(rank: int, world_size: int) -> None:
@@ -255,6 +272,71 @@ def _without_backward(rank: int, world_size: int) -> list[str]:
 def test_each_iteration_forgets_what_backward_did_not_reach() -> None:
     for gathered in run_ranks(2, _without_backward):
         assert gathered == []  # forward has left blocks.1 where it is
+
+
+def _many_without_backward(rank: int, world_size: int) -> None:
+    """An evaluation that forgets `no_grad`, then a training step, whose gradients are those of that step alone."""
+    reference = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].load_state_dict(reference.state_dict())
+    fully_shard(model)
+    x = torch.randn(2, 4)
+    for _ in range(sys.getrecursionlimit()):
+        model(x)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), expected.grad)
+
+
+def test_forwards_without_backward_before_a_step() -> None:
+    run_ranks(1, _many_without_backward)
+
+
+class Towers(nn.Module):
+    """Blocks none of whose inputs needs a gradient: no hook reports that backward leaves them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
+        self.out = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(sum(tower(x) for tower in self.towers))
+
+
+def _many_towers(rank: int, world_size: int) -> None:
+    model = Towers(sys.getrecursionlimit() // 2)
+    for tower in model.towers:
+        fully_shard(tower)
+    fully_shard(model)
+    model(torch.ones(2, 1)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_many_inputs_without_gradients() -> None:
+    run_ranks(1, _many_towers)
+
+
+def _several_forwards_in_a_backward(rank: int, world_size: int, depth: int) -> None:
+    """The sum of several forwards' losses; the model's output is that of its last block, whose hook comes first."""
+    model = _chain(depth)
+    model.forward = lambda x: _run_through(list(model.blocks), x)
+    order = [f"blocks.{index}" for index in reversed(range(BLOCKS))]
+    with Meter() as meter:
+        for iteration in range(2):
+            loss = sum(model(torch.randn(2, WIDTH, requires_grad=True)).sum() for _ in range(3))
+            meter.start_phase()
+            loss.backward()
+            if iteration:
+                assert meter.peak_bytes == (depth + 1) * BLOCK_BYTES
+                assert meter.misses == ([] if depth else order * 3)
+                assert meter.hits == (order * 3 if depth else [])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_bound_of_several_forwards_in_a_backward(depth: int) -> None:
+    run_ranks(2, _several_forwards_in_a_backward, depth)
 
 
 def _run_through(modules: list[nn.Module], x: Tensor) -> Tensor:

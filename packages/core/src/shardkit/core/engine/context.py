@@ -54,6 +54,7 @@ class CommContext:
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
+        self._with_inputs: deque[Ticket] = deque()  # those of them that may still read unsharded gradients
 
     @functools.cached_property
     def gathers(self) -> Lane:
@@ -135,9 +136,11 @@ class CommContext:
         So at most `max_inputs` groups' unsharded gradients are alive for communication. The part of an earlier
         reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of backward.
         """
-        for ticket in list(self._in_flight)[: max(0, len(self._in_flight) - max_inputs + 1)]:
-            ticket.wait_for_stage()
-        self._in_flight.append(self.reductions.start(program, label))
+        while len(self._with_inputs) >= max_inputs:
+            self._with_inputs.popleft().wait_for_stage()
+        ticket = self.reductions.start(program, label)
+        self._with_inputs.append(ticket)
+        self._in_flight.append(ticket)
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
 
@@ -162,6 +165,7 @@ class CommContext:
 
     def finish_reductions(self) -> None:
         """Waits for every reduction; afterwards the compute stream may use all sharded gradients."""
+        self._with_inputs.clear()
         while self._in_flight:
             self._in_flight.popleft().wait()
 
@@ -181,6 +185,7 @@ class CommContext:
         Other roots may share this context, and their gradients are valid. Slower peers may still read this rank's
         shards; peers that failed as well have stopped reading or will not start.
         """
+        self._with_inputs.clear()
         while self._in_flight:
             _wait_or_abandon(self._in_flight.popleft())
         gathers, self._read_by_peers = self._read_by_peers, []

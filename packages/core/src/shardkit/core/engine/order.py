@@ -5,6 +5,10 @@ A pipeline runs the forwards of several micro-batches before the first backward,
 micro-batch only. The passes of the other forwards are set aside until this backward ends. Otherwise it would enter
 them, leave none of them, and so gather all groups at once. Autograd says which nodes a backward will execute. A forward
 is set aside if backward leaves none of its passes, although it could be seen leaving one.
+
+One backward may also visit several forwards (the sum of their losses). It may enter a pass through one that lies inside
+it: a model returns the output of its last block. Then the passes around are entered with it, and their own hooks, which
+come later, drop no pass of another forward.
 """
 
 from __future__ import annotations
@@ -88,8 +92,9 @@ class Order:
         self.is_steady = False
         self.passes: list[Pass] = []
         self._set_aside: list[Pass] = []
-        self._sorted_for = -1  # `current_backward` when passes were last set aside
+        self._backward = -1  # number of the running backward
         self._staying: set[int] = set()  # states that the running backward has entered and will not be seen leaving
+        self._around: set[int] = set()  # states that it has entered through a pass inside theirs, before their own hook
         self._forwards = 0
         self.changes = {False: 0, True: 0}  # by whether it is backward's
         self.dropped = 0
@@ -208,38 +213,10 @@ class Order:
         number, user = max(awaited, key=operator.itemgetter(0))
         return number, -user.groups.index(group)
 
-    def enter_backward(self, state: ScheduledState) -> Pass | None:
-        """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
-        self._set_aside_other_forwards()
-        last = len(self.passes) - 1
-        while last >= 0 and self.passes[last].state != state.index:
-            last -= 1
-        if last < 0:
-            return None
-        entered = self.passes[last]
-        self._drop_passes(last)
-        if entered.will_be_left():
-            self._staying.discard(state.index)
-        else:
-            self._staying.add(state.index)
-        return entered
-
-    def stays_in(self, state: ScheduledState) -> bool:
-        """Whether the running backward has entered `state` through a pass that it will not be seen leaving."""
-        return state.index in self._staying
-
-    def next_in_backward(self) -> ScheduledState | None:
-        """The state whose pass the running backward visits next, None if there is none."""
-        self._set_aside_other_forwards()
-        return self.state_at(self.passes[-1].state) if self.passes else None
-
-    def _set_aside_other_forwards(self) -> None:
-        """Keeps the passes that the running backward may visit: Note [Several forwards, one backward]."""
-        backward = current_backward()
-        if -1 < self._sorted_for <= backward:  # a later number: an inner backward, which recomputes a part of this one
-            return
-        self._take_back_set_aside()
-        self._sorted_for = backward
+    def begin_backward(self) -> None:
+        """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward]."""
+        self.in_backward = True
+        self._backward = current_backward()
         if len({one.forward for one in self.passes if one.forward}) < 2:
             return
         elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
@@ -249,6 +226,44 @@ class Order:
         if elsewhere:
             self._set_aside = [one for one in self.passes if one.forward in elsewhere]
             self._replace_passes([one for one in self.passes if one.forward not in elsewhere])
+
+    def enter_backward(self, state: ScheduledState) -> Pass | None:
+        """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
+        if state.index in self._around:
+            self._around.discard(state.index)
+            return None
+        last = len(self.passes) - 1
+        while last >= 0 and self.passes[last].state != state.index:
+            last -= 1
+        if last < 0:
+            return None
+        entered = self.passes[last]
+        for one in self.passes[last:]:
+            if one.began > entered.began:  # backward has skipped it
+                continue
+            if one is not entered:
+                self._around.add(one.state)
+            if self._will_be_left(one):
+                self._staying.discard(one.state)
+            else:
+                self._staying.add(one.state)
+        self._drop_passes(last)
+        return entered
+
+    def _will_be_left(self, one: Pass) -> bool:
+        if (
+            one.forward and current_backward() != self._backward
+        ):  # an inner backward, of a recomputation, has not this pass
+            return one.leaving is not None and one.leaving() is not None
+        return one.will_be_left()
+
+    def stays_in(self, state: ScheduledState) -> bool:
+        """Whether the running backward has entered `state` through a pass that it will not be seen leaving."""
+        return state.index in self._staying
+
+    def next_in_backward(self) -> ScheduledState | None:
+        """The state whose pass the running backward visits next, None if there is none."""
+        return self.state_at(self.passes[-1].state) if self.passes else None
 
     def _take_back_set_aside(self) -> None:
         if self._set_aside:
@@ -264,8 +279,8 @@ class Order:
         """A backward has ended: what it did not visit waits for another one."""
         self.in_backward = False
         self._staying.clear()
+        self._around.clear()
         self._take_back_set_aside()
-        self._sorted_for = -1
 
     def forget_passes(self) -> None:
         """Forgets all passes: no backward will visit them."""

@@ -38,7 +38,7 @@ from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.stock_names import answers_stock_names
-from shardkit.core.torch_compat import outside_transforms
+from shardkit.core.torch_compat import in_backward, outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 
@@ -48,6 +48,10 @@ class GroupUser(Protocol):
 
     index: int
     groups: list[FSDPParamGroup]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of its root has begun and not ended."""
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes the user gather and reshard `group` as well."""
@@ -292,6 +296,8 @@ class FSDPParamGroup(GroupGather):
                 self._gathered.wait()
             return
         with profiler_range("wait_for_unshard", self.label), torch.no_grad():
+            if self._ticket is None and self._gathered is not None:  # taken back: this stream may not have waited yet
+                self._gathered.wait()
             self._end_gather()
             self._drop_kept()
             if _register_unsharded(self.params):
@@ -473,6 +479,12 @@ class FSDPParamGroup(GroupGather):
             raise RuntimeError(
                 f"an optimizer steps while the gradients of '{self.label}' are being reduced; call wait() on the "
                 "handle of finalize_backward(async_op=True) first"
+            )
+        if not in_backward() and any(user.in_backward for user in self.users):
+            raise RuntimeError(
+                f"an optimizer steps, but the backward before it never ended (it raised?), so gradients of "
+                f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
+                "failed iteration's gradients, and run the iteration again"
             )
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return

@@ -64,6 +64,7 @@ class Schedule:
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
         self._caller: FrameType | None = None  # of the running forward
         self._thread = 0
+        self._leaving = 0  # states that backward has left, whose predecessors have yet to begin
         self._unfinalized = False  # a backward has begun that `finalize_backward` must end
 
     def set_states(self, states: Sequence[ScheduledState]) -> None:
@@ -146,7 +147,10 @@ class Schedule:
         gathers = self.context.gathers
         if gathers.has_streams:
             gathers.wait_event(gathers.current_event())
-            for group in self.order.groups:
+            groups = self.order.groups
+            if any(group.shards_written for group in groups):  # by an optimizer in backward, after a reduction
+                self.context.wait_for_writers()
+            for group in groups:
                 group.settle_shards()
 
     def _end_interrupted_forward(self, root: ScheduledState) -> None:
@@ -202,7 +206,7 @@ class Schedule:
     def begin_backward(self) -> None:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self.order.in_backward:
-            self.order.in_backward = True
+            self.order.begin_backward()
             self._unfinalized = self.manual_finalization
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
@@ -228,18 +232,37 @@ class Schedule:
             self.leave_backward()
 
     def leave_backward(self) -> None:
-        """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered."""
-        state = self.order.next_in_backward()
-        if state is None:
+        """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered.
+
+        A loop, because no hook may report that backward leaves that one either, and there may be thousands: a model
+        with many inputs that need no gradient, or forwards whose outputs nobody has used.
+        """
+        self._leaving += 1
+        if self._leaving > 1:  # called by a state that the loop below enters
             return
-        if self.order.stays_in(state):  # its next pass, of another forward, is entered without a hook
-            self.enter_backward(state)
-        else:
-            state.pre_backward()
+        try:
+            while self._leaving and (state := self.order.next_in_backward()) is not None:
+                if self.order.stays_in(state):  # its next pass, of another forward, is entered without a hook
+                    self.enter_backward(state)
+                else:
+                    state.pre_backward()
+                self._leaving -= 1
+        finally:
+            self._leaving = 0
+
+    def end_backward(self) -> None:
+        """Reduces gradients that no post-backward hook has seen, reshards, and after the last backward waits.
+
+        An error here is one of the backward: the next forward, and an optimizer's step, refuse to go on.
+        """
+        try:
+            self._end_backward()
+        except BaseException:
+            self.order.in_backward = True
+            raise
 
     @outside_transforms
-    def end_backward(self) -> None:
-        """Reduces gradients that no post-backward hook has seen, reshards, and after the last backward waits."""
+    def _end_backward(self) -> None:
         order = self.order
         order.end_backward()
         self.backwards += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
+from shardkit.core.engine.forward_errors import add_module
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.lazy_init import initialise_root
 from shardkit.core.engine.order import Pass, ScheduledState
@@ -94,7 +95,7 @@ class FSDPState:
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
         self._began = 0  # autograd's sequence number where this pass began
-        self._outer: ScheduledState | None = None  # in whose forward this pass runs
+        self._outer = _weakly(None)  # in whose forward this pass runs
         self._interrupts: ScheduledState | None = None  # the same, but None where a recomputation begins
         self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
         self._backward_follows = False  # whether an output of this pass has a place in the graph
@@ -128,6 +129,11 @@ class FSDPState:
         """Whether a forward of one of the modules is running."""
         return self._depth > 0
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of its root has begun and not ended."""
+        return self.schedule.in_backward
+
     @no_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Runs before the forward of a module; afterwards its unsharded parameters are registered on it."""
@@ -158,7 +164,7 @@ class FSDPState:
             self._leaving = None
             self._interrupts = self.schedule.innermost
             if self._interrupts is not None or not self.schedule.in_backward:
-                self._outer = self._interrupts  # a recomputation may begin here, with the forward's value
+                self._outer = _weakly(self._interrupts)  # a recomputation may begin here, with the forward's value
             self.schedule.innermost = self
             self._backward_follows = False
             self._pending.update(self._module_ids)
@@ -213,7 +219,7 @@ class FSDPState:
     def note_leaving(self, node: Any) -> ScheduledState | None:
         """Remembers the autograd node whose backward calls `post_backward`; returns the state around this pass."""
         self._leaving = weakref.ref(node)
-        return self._outer
+        return self._outer()
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -230,7 +236,7 @@ class FSDPState:
             raised = sys.exc_info()[1]
             failed = id(raised) != self._handled
             if failed and raised is not None:
-                self._explain(raised)
+                add_module(raised, self.fqn)
             try:
                 output = self._own_outputs(self._unwatch(output))
             except RuntimeError as error:  # an output is a view of an input that was changed in place
@@ -243,8 +249,9 @@ class FSDPState:
             self._take_handed()
             if not failed and not transforms_active():
                 self._watch_kept(self._began)
-                if isinstance(self._outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
-                    self._outer._hooked_later.append(self)
+                outer = self._outer()
+                if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
+                    outer._hooked_later.append(self)
             if self._in_pass and (failed or not self._pending):
                 self.end_pass()
             if self.schedule.is_forward_root(self):
@@ -270,22 +277,6 @@ class FSDPState:
         if any(id(tensor) in originals for tensor in tensors_in(output)):
             return map_tensors(lambda tensor: originals.get(id(tensor), tensor), output)
         return output
-
-    def _explain(self, error: BaseException) -> None:
-        """Adds the module to an error, if torch does not know it."""
-        if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):  # an inner module has added it
-            return
-        if "modified inplace. This view was created inside a custom Function" in str(error):
-            error.add_note(
-                f"'{self.fqn}' changes one of its inputs in place, or a view of one. fully_shard follows the gradients "
-                "of these inputs: clone the input first"
-            )
-        elif "got mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                f"'{self.fqn}' computes with a sharded parameter. Parameters of another fully_shard call are there "
-                "while a module of that call runs: compute with them in its forward, give both modules to one call "
-                "(fully_shard([a, b])), or unshard() the other module first"
-            )
 
     def end_incomplete_pass(self) -> None:
         """The forward of the root ends: modules of this state that have not run yet will not run."""
@@ -421,8 +412,8 @@ class FSDPState:
     def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
-            if not self.groups and self._outer is not None:  # no hook has reported that backward left it
-                self._outer.pre_backward()
+            if not self.groups and (outer := self._outer()) is not None:  # no hook has reported that backward left it
+                outer.pre_backward()
             return
         self.phase = Phase.PRE_BACKWARD
         if events.hub.active:
@@ -441,8 +432,8 @@ class FSDPState:
             group.wait_for_unshard()
             group.begin_backward()
         self.schedule.enter_backward(self)
-        if self._outer is not None:  # backward continues there, and may recompute this pass from there
-            self._outer.pre_backward()
+        if (outer := self._outer()) is not None:  # backward continues there, and may recompute this pass from there
+            outer.pre_backward()
 
     def prefetch_for_backward(self) -> list[FSDPState]:
         """Gathers the groups that the user listed for this state's backward; returns their states."""
@@ -494,7 +485,7 @@ class FSDPState:
     def reset(self) -> None:
         """Forgets a failed forward or backward."""
         self._in_pass = False
-        self._outer = None
+        self._outer = _weakly(None)
         self._given.clear()
         self._handed.forget()
         self._hooked_later.clear()
@@ -559,6 +550,14 @@ class FSDPState:
         """
         for group in self.groups:
             group.adopt()
+
+
+def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:
+    return _none if state is None else weakref.ref(state)
+
+
+def _none() -> None:
+    return None
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
