@@ -318,6 +318,38 @@ def test_many_inputs_without_gradients() -> None:
     run_ranks(1, _many_towers)
 
 
+class Around(nn.Module):
+    """A layer around a block that another module may share."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.out = block, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(x))
+
+
+def _shared_block(rank: int, world_size: int) -> list[str]:
+    """The gathers of a backward through a block in two modules, which run far apart."""
+    model = _chain()
+    shared = model.blocks[0]
+    first, last = (fully_shard(Around(shared)) for _ in range(2))
+    model.first, model.last = first, last
+    model.forward = lambda x: last(_run_through(list(model.blocks[1:]), first(x)))
+    for _ in range(2):
+        loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+        seen: list[events.Event] = []
+        with events.subscribe(seen.append):
+            loss.backward()
+    return [one.fqn for one in seen if isinstance(one, events.GatherStarted)]
+
+
+def test_a_shared_block_enters_the_module_of_its_pass() -> None:
+    for gathered in run_ranks(2, _shared_block):
+        assert "last" not in gathered  # it is still there from forward
+        assert gathered.count("first") == 1
+
+
 def _several_forwards_in_a_backward(rank: int, world_size: int, depth: int) -> None:
     """The sum of several forwards' losses; the model's output is that of its last block, whose hook comes first."""
     model = _chain(depth)

@@ -17,7 +17,7 @@ import itertools
 import operator
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -60,12 +60,14 @@ class Pass(NamedTuple):
         state: index of the state in the list of the order.
         began: autograd's sequence number when it began; its nodes have this number or higher ones.
         leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
+        outer: returns the state in whose forward it ran, if there is one.
         forward: number of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
     """
 
     state: int
     began: int
     leaving: weakref.ReferenceType[Any] | None
+    outer: Callable[[], ScheduledState | None]
     forward: int = 0
 
     def will_be_left(self) -> bool:

@@ -211,14 +211,14 @@ class Schedule:
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
 
-    def enter_backward(self, state: ScheduledState) -> None:
-        """A state's backward begins: gathers the groups that ran before it in forward.
+    def enter_backward(self, state: ScheduledState) -> Pass | None:
+        """A state's backward begins: gathers the groups that ran before it in forward; returns its pass, if known.
 
         If no hook reports that backward leaves it, the next state begins at once: Note [Ready in order].
         """
         entered = self.order.enter_backward(state)
         if entered is None:
-            return
+            return None
         passes = self.order.passes
         if state.backward_prefetch:
             listed = state.prefetch_for_backward()
@@ -230,6 +230,7 @@ class Schedule:
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=True), in_backward=True)
         if passes and (passes[-1].began >= entered.began or self.order.stays_in(state)):
             self.leave_backward()
+        return entered
 
     def leave_backward(self) -> None:
         """Backward leaves a state, so it may enter the one that ran before, whose parameters must be gathered.

@@ -295,7 +295,7 @@ class FSDPState:
         for group in self.groups:
             group.forward_users -= 1
         if with_grad and self._backward_follows:
-            self.schedule.leave_forward(Pass(self.index, self._began, self._leaving))
+            self.schedule.leave_forward(Pass(self.index, self._began, self._leaving, self._outer))
         if with_grad and self._backward_follows and self.schedule.in_backward:
             return  # recomputed: the backward that requested it continues with it
         kept = self.schedule.policy.worth_keeping(self.groups)
@@ -431,8 +431,9 @@ class FSDPState:
         for group in self.groups:
             group.wait_for_unshard()
             group.begin_backward()
-        self.schedule.enter_backward(self)
-        if (outer := self._outer()) is not None:  # backward continues there, and may recompute this pass from there
+        entered = self.schedule.enter_backward(self)
+        outer = (self._outer if entered is None else entered.outer)()
+        if outer is not None:  # backward continues there, and may recompute this pass from there
             outer.pre_backward()
 
     def prefetch_for_backward(self) -> list[FSDPState]:
