@@ -86,6 +86,13 @@ def _gradients_add_up(run: Run) -> None:
     whole_step(run)
 
 
+def _not_the_last(run: Run) -> None:
+    """Reductions of the first backward, and steps after them, are under way when the second forward begins."""
+    for last in (False, True):
+        run.model.set_is_last_backward(last)
+        whole_step(run)
+
+
 def _side_stream(run: Run) -> Any:
     if "side" not in run.kept:
         run.kept["side"] = Stream()
@@ -301,6 +308,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("CPU offload, not pinned", offload={"pin_memory": False}),
     configuration("optimizer in backward", prepare=_in_backward),
     configuration("optimizer in backward, HSDP", prepare=_in_backward, replicas=2),
+    configuration("optimizer in backward, HSDP, not the last", prepare=_in_backward, replicas=2, step=_not_the_last),
     configuration("side stream", step=_on_a_side_stream),
     configuration("unshard ahead, forward on another stream", step=_unshard_here_compute_there),
     configuration("unshard by hand", step=_unshard_by_hand),

@@ -144,6 +144,11 @@ class CommContext:
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether reductions are in flight that nobody has waited for."""
+        return bool(self._in_flight)
+
     def note_read_by_peers(self, ticket: Ticket, transport: Transport) -> None:
         """Remembers a gather in which peers read this rank's shards."""
         self._read_by_peers.append((ticket, transport))

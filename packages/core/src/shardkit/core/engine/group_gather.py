@@ -196,7 +196,7 @@ class GroupGather:
         if self._plan is None and not lane.has_streams:
             next(program, None)
             return None
-        written = lane.has_streams and self.shards_written
+        written = lane.has_streams and self._shards_written
         if written:
             self.context.wait_for_writers()
             self.settle_shards()
@@ -209,7 +209,7 @@ class GroupGather:
         return ticket
 
     @property
-    def shards_written(self) -> bool:
+    def _shards_written(self) -> bool:
         """Whether the shards may have been written since the gather lane last waited for all writers."""
         return self._written or any(param.shard_written for param in self.params)
 

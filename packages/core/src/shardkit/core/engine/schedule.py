@@ -31,7 +31,13 @@ from shardkit.core.engine.on_stack import calling_frame, is_on_stack, runs_elsew
 from shardkit.core.engine.order import Order, Pass, ScheduledState
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.prefetch import Prefetch, PrefetchPolicy
-from shardkit.core.torch_compat import in_backward, outside_transforms, queue_end_of_backward, transforms_active
+from shardkit.core.torch_compat import (
+    has_gradient_hooks,
+    in_backward,
+    outside_transforms,
+    queue_end_of_backward,
+    transforms_active,
+)
 
 __all__ = ["Finalization", "RootedState", "Schedule"]
 
@@ -148,8 +154,10 @@ class Schedule:
         if gathers.has_streams:
             gathers.wait_event(gathers.current_event())
             groups = self.order.groups
-            if any(group.shards_written for group in groups):  # by an optimizer in backward, after a reduction
-                self.context.wait_for_writers()
+            if self.context.is_reducing and any(
+                has_gradient_hooks(one.sharded_param) for group in groups for one in group.params
+            ):
+                self.context.wait_for_writers()  # hooks of gradients step on the shards when a reduction ends
             for group in groups:
                 group.settle_shards()
 
