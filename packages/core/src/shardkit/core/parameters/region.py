@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +166,7 @@ def region_at(
     """The region of the rank at `coordinate` of a mesh; placements cut from left to right, as DTensor defines it."""
     flat = _flat_cut(name, shape, placements, mesh_shape)
     if flat is not None:
-        return flat[coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())]]
+        return flat(coordinate[next(axis for axis, one in enumerate(placements) if not one.is_replicate())])
     dims: list[tuple[Run, ...]] = [((0, size),) if size else () for size in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
@@ -196,7 +196,8 @@ def regions_of_mesh(
     flat = _flat_cut(name, shape, placements, mesh_shape)
     if flat is not None:
         axis = next(axis for axis, one in enumerate(placements) if not one.is_replicate())
-        return [flat[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
+        regions = [flat(position) for position in range(mesh_shape[axis])]
+        return [regions[coordinate[axis]] for coordinate in itertools.product(*map(range, mesh_shape))]
     found: list[tuple[tuple[Run, ...], ...]] = [tuple(((0, size),) if size else () for size in shape)]
     for placement, size in zip(placements, mesh_shape, strict=True):
         if placement.is_replicate():
@@ -241,8 +242,8 @@ def _placed(
 
 def _flat_cut(
     name: str, shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
-) -> list[FlatRegion] | None:
-    """The region of each rank on the axis that cuts between elements, None if there is none."""
+) -> Callable[[int], FlatRegion] | None:
+    """Returns the region of the rank at a position of the axis that cuts between elements, None if there is none."""
     cutting = [(one, size) for one, size in zip(placements, mesh_shape, strict=True) if not one.is_replicate()]
     if not any(isinstance(one, Blocks) and one.elements is not None for one, _ in cutting):
         return None
@@ -252,7 +253,7 @@ def _flat_cut(
         )
     placement, size = cutting[0]
     layout = layout_for(placement, tuple(shape), size)
-    return [FlatRegion.of(shape, layout.offset(r), layout.offset(r) + layout.length(r)) for r in range(size)]
+    return lambda at: FlatRegion.of(shape, layout.offset(at), layout.offset(at) + layout.length(at))
 
 
 def _chunks(runs: tuple[Run, ...], count: int) -> list[tuple[Run, ...]]:
