@@ -36,8 +36,6 @@ class FlatTransport(NetworkTransport):
         return CompressedTransport(self, policy)
 
     def gather(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Program:
-        if self.world_size == 1:
-            return gather_alone(sources, flats)
         packed = None
         if plan.packing is not None:
             packed = self.gather_buffer(plan.packing.numel, plan.packed_dtype, plan.label)
@@ -128,8 +126,6 @@ class C10dTransport(FlatTransport):
             raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        if self.world_size == 1:
-            return reduce_alone(plan, grads, output, mean)
         note_acquired(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
@@ -207,7 +203,7 @@ def divide(tensor: torch.Tensor, divisor: float | None) -> None:
         tensor.div_(divisor)
 
 
-# -- programs of one rank, and all-reduce ------------------------------------------------------------------------------
+# -- one rank, and all-reduce -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -215,16 +211,6 @@ def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor])
     """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`."""
     shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
     foreach_copy_(shaped, list(sources), non_blocking=True)
-    return
-    yield  # a program, though nothing is waited for
-
-
-@torch.no_grad()
-def reduce_alone(plan: ReducePlan, grads: Sequence[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-    """The reduction of a single rank, whose gradient is already the sum."""
-    foreach_copy_(plan.output_views(output), list(grads))
-    divide(output, mean.before)
-    divide(output, mean.after)
     return
     yield  # a program, though nothing is waited for
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradient, reduce_alone
+from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradient
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import Mean, ReducePlan
@@ -74,8 +74,6 @@ class PairwiseTransport(FlatTransport):
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
         mean = mean.as_sum(self.world_size)
-        if self.world_size == 1:
-            return reduce_alone(plan, grads, output, mean)
         note_acquired(plan.nbytes, plan.label)
         packed = None
         if plan.packing is not None:
