@@ -345,13 +345,12 @@ class FSDPModule(StockFSDPModule):
     def set_post_optim_event(self, event: Any) -> None:
         """Sets an event, recorded after the optimizer step, for the next forward's first gather. Call on the root.
 
-        The gather waits for the current stream as well, since its memory comes from that stream's pool. The event is
-        needed only if the optimizer ran on another stream.
+        The gather waits for the current stream as well. The event is needed only if the optimizer ran on another one.
         """
         self._get_fsdp_state().schedule.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility. Stock uses it to allocate on the compute stream, which is always done here."""
+        """Accepted for compatibility. In stock it moves allocations to the compute stream; here a lane owns them."""
 
     # -- communication -------------------------------------------------------------------------------------------------
 

@@ -275,7 +275,7 @@ class StreamLane:
         gradients, reduced       the compute stream's. A reduction starts behind an event of the compute stream, and the
         gradients, their casts   compute stream waits for the reduction before it drops them (`StreamTicket`).
         shards                   the compute stream's, and written there. A gather waits for the compute stream when
-                                 they were written since it last did (`FSDPParamGroup`).
+                                 they were written since it last did (`GroupGather`).
 
     No `record_stream` is needed, and the order of memory reuse does not depend on timing.
 
