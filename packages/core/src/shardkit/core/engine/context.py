@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class CommContext:
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
-        self._with_inputs: deque[Ticket] = deque()  # those of them that may still read unsharded gradients
+        self._with_inputs: deque[Ticket] = deque()  # those of them that `wait_for_stage` has more to do for
 
     @functools.cached_property
     def gathers(self) -> Lane:
@@ -133,11 +134,15 @@ class CommContext:
     def reduce(self, program: Program, label: str, max_inputs: int) -> None:
         """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have freed their inputs.
 
-        So at most `max_inputs` groups' unsharded gradients are alive for communication. The part of an earlier
-        reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of backward.
+        So at most `max_inputs` groups' unsharded gradients are alive for communication. On streams the part of an
+        earlier reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of backward; on a CPU
+        a later call waits for it.
         """
-        while len(self._with_inputs) >= max_inputs:
-            self._with_inputs.popleft().wait_for_stage()
+        earlier = max(0, len(self._with_inputs) - max_inputs + 1)
+        for ticket in list(itertools.islice(self._with_inputs, earlier)):
+            ticket.wait_for_stage()
+        while self._with_inputs and not self._with_inputs[0].has_stages:
+            self._with_inputs.popleft()
         ticket = self.reductions.start(program, label)
         self._with_inputs.append(ticket)
         self._in_flight.append(ticket)

@@ -91,6 +91,10 @@ class Ticket(Protocol):
     done: bool
     finished: Any
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether `wait_for_stage` has more to do. On CPU until the end, because waiting drives the program."""
+
     def wait_for_stage(self) -> None:
         """CPU: wait for the pending works and run the program to its next yield or its end.
 
@@ -200,6 +204,10 @@ class CpuTicket:
         self._resume(f"launching {self._name}")
         if began:
             events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
+
+    @property
+    def has_stages(self) -> bool:
+        return not self.done
 
     def wait_for_stage(self) -> None:
         if self.done:
@@ -399,6 +407,10 @@ class StreamTicket:
         self._stages = stages
         self._has_inputs = True
         self._captured = lane.is_captured()
+
+    @property
+    def has_stages(self) -> bool:
+        return self._has_inputs
 
     def wait_for_stage(self) -> None:
         """Makes the current stream wait for the first stage, and drops the tensors that the program was given to read.
