@@ -577,5 +577,6 @@ def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "error:" in capsys.readouterr().err
     by_model = [*files, str(tmp_path / "again"), "--model", "tests.legacy_fsdp_compat.both:Model"]
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as rich sees it
+    monkeypatch.setenv("TERM", "xterm")
     assert main(by_model) == 0
     assert "write dcp" in capsys.readouterr().err
