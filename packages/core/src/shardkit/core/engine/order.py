@@ -101,7 +101,7 @@ class Order:
         self.changes = {False: 0, True: 0}  # by whether it is backward's
         self.dropped = 0
         self._added = 0
-        self._numbered: defaultdict[int, deque[int]] | None = defaultdict(deque)
+        self._numbered: defaultdict[int, deque[int]] | None = defaultdict(deque)  # None if to be counted anew
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
         self._recorded: list[int] = []
         self._recording: list[int] = []
@@ -168,30 +168,25 @@ class Order:
         """A state's forward has ended and backward will visit it, in the reverse of this order."""
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
-        self._append(ended if self.in_backward else ended._replace(forward=self._forwards))
+        self.passes.append(ended if self.in_backward else ended._replace(forward=self._forwards))
+        if self._numbered is not None:
+            self._numbered[ended.state].append(self._added)
+            self._added += 1
         self.changes[True] += 1
         if len(self.passes) > _LONGEST:
-            numbers = self._numbers
-            numbers[self.passes.pop(0).state].popleft()
+            if self._numbered is not None:
+                self._numbered[self.passes[0].state].popleft()
+            del self.passes[0]
             self.dropped += 1
 
     @property
     def _numbers(self) -> defaultdict[int, deque[int]]:
         """The numbers of the passes of each state, in order; counted anew when passes were set aside or taken back."""
         if self._numbered is None:
-            self._numbered, self._added = defaultdict(deque), 0
-            for one in self.passes:
-                self._number(one)
+            self._numbered, self._added = defaultdict(deque), len(self.passes)
+            for number, one in enumerate(self.passes):
+                self._numbered[one.state].append(number)
         return self._numbered
-
-    def _number(self, one: Pass) -> None:
-        if self._numbered is not None:
-            self._numbered[one.state].append(self._added)
-            self._added += 1
-
-    def _append(self, one: Pass) -> None:
-        self.passes.append(one)
-        self._number(one)
 
     def _drop_passes(self, first: int) -> None:
         """Forgets the pass at index `first`, and all later ones."""
@@ -243,7 +238,7 @@ class Order:
         for one in self.passes[last:]:
             if one.began > entered.began:  # backward has skipped it
                 continue
-            if one is not entered:
+            if one is not entered and one.state not in self._staying:  # its own hook is still to come
                 self._around.add(one.state)
             if self._will_be_left(one):
                 self._staying.discard(one.state)
@@ -253,9 +248,7 @@ class Order:
         return entered
 
     def _will_be_left(self, one: Pass) -> bool:
-        if (
-            one.forward and current_backward() != self._backward
-        ):  # an inner backward, of a recomputation, has not this pass
+        if one.forward and current_backward() != self._backward:  # asked in the inner backward of a recomputation
             return one.leaving is not None and one.leaving() is not None
         return one.will_be_left()
 

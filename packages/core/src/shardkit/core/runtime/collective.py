@@ -203,7 +203,7 @@ def divide(tensor: torch.Tensor, divisor: float | None) -> None:
         tensor.div_(divisor)
 
 
-# -- one rank, and all-reduce -----------------------------------------------------------------------------------------
+# -- one rank, and all-reduce ------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
