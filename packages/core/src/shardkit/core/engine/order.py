@@ -18,14 +18,15 @@ import operator
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import nn
 
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.torch_compat import current_backward, runs_in_this_backward
 
-__all__ = ["Order", "Pass", "ScheduledState"]
+__all__ = ["Order", "Pass", "ScheduledState", "no_state"]
 
 # At most this many entries of forwards without a backward are kept.
 _LONGEST = 10_000
@@ -53,21 +54,33 @@ class ScheduledState(Protocol):
     def reset(self) -> None: ...
 
 
-class Pass(NamedTuple):
-    """A forward of one state that backward will visit.
+def no_state() -> None:
+    """Stands for a weak reference where a pass runs in no state's forward."""
+    return
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """A forward of one state, from the first of its modules to the last.
 
     Attributes:
         state: index of the state in the list of the order.
         began: autograd's sequence number when it began; its nodes have this number or higher ones.
+        outer: returns the state that backward continues with: the one in whose forward it ran, if there is one.
+        around: the same, but returns None where a recomputation begins.
+        pending: ids of the modules of the state that have not run yet.
         leaving: weakly, the autograd node through which backward leaves it; None if no input needs a gradient.
-        outer: returns the state in whose forward it ran, if there is one.
+        has_backward: whether backward will visit it, because an output has a place in the graph.
         forward: number of the outermost forward that it belongs to, from 1 on; 0 for a recomputation.
     """
 
     state: int
-    began: int
-    leaving: weakref.ReferenceType[Any] | None
-    outer: Callable[[], ScheduledState | None]
+    began: int = 0
+    outer: Callable[[], ScheduledState | None] = no_state
+    around: Callable[[], ScheduledState | None] = no_state
+    pending: set[int] = field(default_factory=set)
+    leaving: weakref.ReferenceType[Any] | None = None
+    has_backward: bool = False
     forward: int = 0
 
     def will_be_left(self) -> bool:
@@ -168,7 +181,8 @@ class Order:
         """A state's forward has ended and backward will visit it, in the reverse of this order."""
         if self.in_backward and self.awaits_backward(ended.state):  # recomputed
             return
-        self.passes.append(ended if self.in_backward else ended._replace(forward=self._forwards))
+        ended.forward = 0 if self.in_backward else self._forwards
+        self.passes.append(ended)
         if self._numbered is not None:
             self._numbered[ended.state].append(self._added)
             self._added += 1

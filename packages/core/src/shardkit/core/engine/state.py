@@ -25,7 +25,7 @@ from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.forward_errors import add_module
 from shardkit.core.engine.handed import HandedContainers
 from shardkit.core.engine.lazy_init import initialise_root
-from shardkit.core.engine.order import Pass, ScheduledState
+from shardkit.core.engine.order import Pass, ScheduledState, no_state
 from shardkit.core.engine.param_group import FSDPParamGroup, Phase
 from shardkit.core.engine.schedule import Schedule
 from shardkit.core.engine.transforms import watch_each, watch_together
@@ -94,16 +94,11 @@ class FSDPState:
         self.backward_prefetch: list[weakref.ReferenceType[FSDPState]] = []
         self._module_ids = frozenset(id(module) for module in modules)
         self._in_pass = False
-        self._began = 0  # autograd's sequence number where this pass began
-        self._outer = _weakly(None)  # in whose forward this pass runs
-        self._interrupts: ScheduledState | None = None  # the same, but None where a recomputation begins
-        self._leaving: weakref.ReferenceType[Any] | None = None  # the node through which backward leaves this pass
-        self._backward_follows = False  # whether an output of this pass has a place in the graph
+        self._pass = Pass(self.index)  # the running one, or the last one
         self._inputs: type[_Inputs] | None = None
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
         self._handed = HandedContainers()
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
-        self._pending: set[int] = set()
         self._depth = 0
         self._handled = 0
         self._hooks: set[int] = set()  # ids of `post_forward` among the forward hooks of the modules
@@ -159,19 +154,7 @@ class FSDPState:
         args, kwargs = self._cast_inputs(args, kwargs)
         begins = not self._in_pass
         if begins:
-            self._in_pass = True
-            self._began = next_autograd_node()
-            self._leaving = None
-            self._interrupts = self.schedule.innermost
-            if self._interrupts is not None or not self.schedule.in_backward:
-                self._outer = _weakly(self._interrupts)  # a recomputation may begin here, with the forward's value
-            self.schedule.innermost = self
-            self._backward_follows = False
-            self._pending.update(self._module_ids)
-            for group in self.groups:
-                group.forward_users += 1
-                group.prefetched = False
-                group.report_use()
+            self._begin_pass()
         self.phase = Phase.FORWARD
         self._unshard(in_backward=False)
         if begins:
@@ -183,6 +166,19 @@ class FSDPState:
         self._handed.note(own_args, args, copies_only=copies_only)
         self._handed.note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
         return args, kwargs
+
+    def _begin_pass(self) -> None:
+        innermost = self.schedule.innermost
+        around = _weakly(innermost)
+        # A recomputation may begin here; backward then leaves it for the state around the forward itself.
+        outer = self._pass.outer if innermost is None and self.schedule.in_backward else around
+        self._pass = Pass(self.index, next_autograd_node(), outer, around, set(self._module_ids))
+        self._in_pass = True
+        self.schedule.innermost = self
+        for group in self.groups:
+            group.forward_users += 1
+            group.prefetched = False
+            group.report_use()
 
     @property
     def _forward_name(self) -> Literal["forward", "recompute"]:
@@ -218,8 +214,8 @@ class FSDPState:
 
     def note_leaving(self, node: Any) -> ScheduledState | None:
         """Remembers the autograd node whose backward calls `post_backward`; returns the state around this pass."""
-        self._leaving = weakref.ref(node)
-        return self._outer()
+        self._pass.leaving = weakref.ref(node)
+        return self._pass.outer()
 
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -231,7 +227,7 @@ class FSDPState:
         if self._depth == 0:  # a hook before ours raised
             return output
         self._depth -= 1
-        self._pending.discard(id(module))
+        self._pass.pending.discard(id(module))
         if self._depth == 0:
             raised = sys.exc_info()[1]
             failed = id(raised) != self._handled
@@ -248,11 +244,11 @@ class FSDPState:
             output = self._watch_outputs(output)
             self._take_handed()
             if not failed and not transforms_active():
-                self._watch_kept(self._began)
-                outer = self._outer()
+                self._watch_kept(self._pass.began)
+                outer = self._pass.outer()
                 if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
                     outer._hooked_later.append(self)
-            if self._in_pass and (failed or not self._pending):
+            if self._in_pass and (failed or not self._pass.pending):
                 self.end_pass()
             if self.schedule.is_forward_root(self):
                 for state in self.schedule.all_states:
@@ -288,19 +284,17 @@ class FSDPState:
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
         if self.schedule.innermost is self:
-            self.schedule.innermost = self._interrupts
-        self._interrupts = None
-        self._pending.clear()
+            self.schedule.innermost = self._pass.around()
         self.phase = Phase.IDLE
         for group in self.groups:
             group.forward_users -= 1
-        if with_grad and self._backward_follows:
-            self.schedule.leave_forward(Pass(self.index, self._began, self._leaving, self._outer))
-        if with_grad and self._backward_follows and self.schedule.in_backward:
-            return  # recomputed: the backward that requested it continues with it
+        if with_grad and self._pass.has_backward:
+            self.schedule.leave_forward(self._pass)
+            if self.schedule.in_backward:
+                return  # recomputed: the backward that requested it continues with it
         kept = self.schedule.policy.worth_keeping(self.groups)
         # Without a following backward, a root that keeps its parameters for backward frees them.
-        frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._began)
+        frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._pass.began)
         for group in self.groups:
             if group.forward_users or group.backward_users or group.prefetched or group in kept:
                 continue
@@ -311,7 +305,7 @@ class FSDPState:
         """Writes forward's additions back to the caller's lists and dicts; backward may enter through them."""
         if torch.is_grad_enabled() and not transforms_active():
             for tensor in self._handed.added():
-                if tensor.requires_grad and made_since(tensor, self._began):
+                if tensor.requires_grad and made_since(tensor, self._pass.began):
                     self._watch_output(tensor)
         self._handed.give_back(undo=self.schedule.in_backward)
 
@@ -353,7 +347,7 @@ class FSDPState:
         if not torch.is_grad_enabled():
             return output
         if transforms_active():
-            self._backward_follows = True
+            self._pass.has_backward = True
             return watch_each(output, self.pre_backward)
         for tensor in reachable_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -391,11 +385,11 @@ class FSDPState:
         return self.fqn
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
-        self._backward_follows = True
+        self._pass.has_backward = True
         tensor.register_hook(self.pre_backward)
         # If its user changes a view in place, the view gets a new node, and its hook stays on one that never runs.
         base = base_of(tensor)
-        if base is not None and base.requires_grad and made_since(base, self._began):
+        if base is not None and base.requires_grad and made_since(base, self._pass.began):
             base.register_hook(self.pre_backward)
 
     @property
@@ -412,7 +406,9 @@ class FSDPState:
     def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
-            if not self.groups and (outer := self._outer()) is not None:  # no hook has reported that backward left it
+            if (
+                not self.groups and (outer := self._pass.outer()) is not None
+            ):  # no hook has reported that backward left it
                 outer.pre_backward()
             return
         self.phase = Phase.PRE_BACKWARD
@@ -432,7 +428,7 @@ class FSDPState:
             group.wait_for_unshard()
             group.begin_backward()
         entered = self.schedule.enter_backward(self)
-        outer = (self._outer if entered is None else entered.outer)()
+        outer = (self._pass if entered is None else entered).outer()
         if outer is not None:  # backward continues there, and may recompute this pass from there
             outer.pre_backward()
 
@@ -468,7 +464,6 @@ class FSDPState:
         """Runs at the end of a backward: handles states that our hooks missed, such as inputs without gradients."""
         if self._depth == 0 and self._in_pass:
             self._in_pass = False
-            self._pending.clear()
             for group in self.groups:
                 group.forward_users -= 1
         unfinished = self.phase is Phase.PRE_BACKWARD  # no input of its forward needed a gradient
@@ -486,11 +481,10 @@ class FSDPState:
     def reset(self) -> None:
         """Forgets a failed forward or backward."""
         self._in_pass = False
-        self._outer = _weakly(None)
+        self._pass = Pass(self.index)
         self._given.clear()
         self._handed.forget()
         self._hooked_later.clear()
-        self._pending.clear()
         self._depth = 0
         self.phase = Phase.IDLE
 
@@ -554,11 +548,7 @@ class FSDPState:
 
 
 def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:
-    return _none if state is None else weakref.ref(state)
-
-
-def _none() -> None:
-    return None
+    return no_state if state is None else weakref.ref(state)
 
 
 def _on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
