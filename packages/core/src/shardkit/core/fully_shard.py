@@ -250,6 +250,7 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
             for user in list(group.users):
                 user.add_group(shared)
             group = shared
+        group.forget_params()
         state.add_group(group)
 
 

@@ -15,6 +15,7 @@ from shardkit.core.engine.order_check import agree
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.slot import Slots
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
@@ -96,8 +97,12 @@ class GroupGather:
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
 
-    def _forget_plans(self) -> None:
+    def forget_params(self) -> None:
+        """Forgets which tensors the parameters and their slots have, and with them all plans."""
         self._columns = None
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self._checked = False
         self._plan = None
         self._items = []
@@ -147,7 +152,7 @@ class GroupGather:
         try:
             changed = [param for param in self.params if param.refresh()]
         except BaseException:  # earlier parameters have already been refreshed
-            self._forget_plans()
+            self.forget_params()
             raise
         if changed:
             self._forget_plans()
@@ -157,6 +162,21 @@ class GroupGather:
     def _note_params(self) -> None:
         """Notes the tensors that the parameters have now, which the next refresh compares with."""
         self._columns = _Columns(self.params)
+
+    def _register_unsharded(self) -> None:
+        """After a gather: registers the unsharded parameters on the modules, creating them if needed."""
+        if self._columns is None or not self._columns.complete:
+            for param in self.params:
+                if param.unsharded_param is None or param.subclass is not None:
+                    param.make_unsharded(param.sharded_param.requires_grad)
+            self._note_params()
+        assert self._columns is not None
+        self._columns.slots.register_unsharded()
+
+    def _register_sharded(self) -> None:
+        """Before the unsharded memory is freed: registers the sharded parameters on the modules."""
+        assert self._columns is not None  # the gather has made them
+        self._columns.slots.register_sharded()
 
     def _gather_sharded(self) -> Ticket | None:
         self._refresh()
@@ -288,11 +308,10 @@ class _Columns:
     """
 
     def __init__(self, params: list[FSDPParam]) -> None:
-        self.slots = [
-            (slot.module, slot.name, param.sharded_param, param.unsharded_param)
-            for param in params
-            for slot in param.slots
-        ]
+        self.slots = Slots(
+            (slot, param.sharded_param, param.unsharded_param) for param in params for slot in param.slots
+        )
+        self.complete = all(param.unsharded_param is not None and param.subclass is None for param in params)
         self.sharded = [param.sharded_param for param in params]
         self.locals = [param.held for param in params]
         compared = [param for param in params if param.subclass is None]  # the hooks of a subclass may change it
@@ -307,13 +326,9 @@ class _Columns:
     @property
     def hold(self) -> bool:
         """Whether `refresh` would find no change and raise no error, for all parameters."""
-        for module_of, name, sharded, unsharded in self.slots:
-            if (module := module_of()) is not None:
-                current = module._parameters.get(name)
-                if current is not sharded and current is not unsharded and current is not None:
-                    return False
         return (
-            all(map(is_, map(local_of, self.sharded), self.locals))
+            self.slots.hold
+            and all(map(is_, map(local_of, self.sharded), self.locals))
             and all(map(is_, map(torch.Tensor.untyped_storage, self.over_storage), self.storages))
             and not any(map(contains, self.attributes, repeat(HOOK)))
             and [*map(version_of, self.written_to)] == self.versions

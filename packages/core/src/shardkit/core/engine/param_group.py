@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -136,7 +135,7 @@ class FSDPParamGroup(GroupGather):
         """Moves a parameter into a new group with the same settings; call it before anything is gathered."""
         assert self.residence is Residence.SHARDED, self.label
         self.params.remove(param)
-        self._forget_plans()
+        self.forget_params()
         group = FSDPParamGroup(
             [param],
             self.mesh,
@@ -162,7 +161,7 @@ class FSDPParamGroup(GroupGather):
         self._accumulating = self._accumulating or self.has_gradients
         for param in self.params:
             param.set_mixed_precision(policy)
-        self._forget_plans()
+        self.forget_params()
 
     def _move_to(self, residence: Residence) -> None:
         """Notes where the parameters are now, and tells a prefetch budget."""
@@ -300,8 +299,7 @@ class FSDPParamGroup(GroupGather):
                 self._gathered.wait()
             self._end_gather()
             self._drop_kept()
-            if _register_unsharded(self.params):
-                self._note_params()
+            self._register_unsharded()
             if self._has_subclass:
                 self._parameter_bytes = None
         if self.kept_views is not None:
@@ -327,7 +325,8 @@ class FSDPParamGroup(GroupGather):
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
         self._move_to(Residence.SHARDED)
-        _register_sharded(self.params)
+        if was_unsharded:
+            self._register_sharded()
         if self.kept_views is not None:
             self.kept_views.forbid()
         if was_unsharded and keep and self.post_forward_mesh is not None:
@@ -534,46 +533,3 @@ def _sparse_gradient(fqn: str, gradient: torch.Tensor) -> RuntimeError:
         "rows in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
         "its gradient yourself"
     )
-
-
-# A step registers each group several times, so these loop over a group, without a call for each parameter.
-
-
-def _register_unsharded(params: Iterable[FSDPParam]) -> bool:
-    """After a gather: registers the unsharded parameters, creating them if needed; returns whether any was."""
-    made = False
-    for param in params:
-        unsharded, requires_grad = param.unsharded_param, param.sharded_param.requires_grad
-        if unsharded is None or param.subclass is not None:
-            before, unsharded = unsharded, param.make_unsharded(requires_grad)
-            made = made or unsharded is not before
-        if unsharded.requires_grad != requires_grad:
-            unsharded.requires_grad_(requires_grad)
-        param.gathered_requires_grad = requires_grad
-        for slot in param.slots:
-            if slot.plain:
-                if (module := slot.module()) is not None:
-                    module._parameters[slot.name] = unsharded
-            else:
-                slot.set(unsharded)
-    return made
-
-
-def _register_sharded(params: Iterable[FSDPParam]) -> None:
-    """Registers the sharded parameters; keeps what the user did to the unsharded ones in between.
-
-    This means `requires_grad` of the registered parameter, and another parameter assigned in its place (which the next
-    `refresh` adopts or refuses).
-    """
-    for param in params:
-        unsharded, sharded = param.unsharded_param, param.sharded_param
-        for slot in param.slots:
-            module = slot.module()
-            if module is not None and module._parameters.get(slot.name) is unsharded:
-                if slot.plain:
-                    module._parameters[slot.name] = sharded
-                else:
-                    slot.set(sharded)
-        if unsharded is not None and unsharded.requires_grad != param.gathered_requires_grad:
-            sharded.requires_grad_(unsharded.requires_grad)
-            param.gathered_requires_grad = unsharded.requires_grad

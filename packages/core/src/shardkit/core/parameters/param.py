@@ -161,7 +161,6 @@ class FSDPParam:
         self.accumulated: torch.Tensor | None = None
         self._stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
-        self.gathered_requires_grad = original.requires_grad
         self._gathered_version = 0
         self._settled_version = -1
         self.unsharded_version = 0
