@@ -181,7 +181,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
         (["reshard", "{saved}", "{tmp}", "--ranks=1"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "/dev/null/x", "--ranks=1"], "Not a directory"),
         (["inspect", "{tmp}/none"], "is not a checkpoint, and contains none"),
-        (["import", "{tmp}/none", "{tmp}/x"], "none is missing, or no file"),
+        (["import", "{tmp}/none", "{tmp}/x"], "none does not exist, or is not a file"),
         (["export", "{saved}", "{tmp}/x", "--prefix", "nothing."], "no tensor whose name begins with 'nothing.'"),
         (["export", "{saved}", "{tmp}/x", "--all"], "add --to torch"),
         (["import", "{tmp}", "{tmp}/x"], "has no model.safetensors.index.json and 0 safetensors files"),
@@ -456,7 +456,7 @@ def test_what_waits_for_a_writer_is_not_waited_for(tmp_path: Path, capsys: pytes
     os.mkfifo(tmp_path / "model.safetensors")
     assert said(capsys, "import", tmp_path, tmp_path / "x") == (
         2,
-        f"error: {tmp_path / 'model.safetensors'} is missing, or no file\n",
+        f"error: {tmp_path / 'model.safetensors'} does not exist, or is not a file\n",
     )
 
 

@@ -430,7 +430,7 @@ def test_stock_metadata_of_a_dtype_that_is_none(tmp_path: Path):
 def test_stock_files_that_are_links(tmp_path: Path):
     path = changed(tmp_path / "x", lambda metadata: None)
     link(path / "__0_0.distcp")
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is missing, or no file"):
+    with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp does not exist, or is not a file"):
         open_index(path)
 
 

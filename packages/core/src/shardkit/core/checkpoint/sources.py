@@ -203,7 +203,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def _opened(path: Path, key: str | None) -> Source:
     if not path.is_file():
-        raise DamagedCheckpointError(f"{path} is missing, or no file")
+        raise DamagedCheckpointError(f"{path} does not exist, or is not a file")
     try:
         return open_file(path, key)
     except (ImportError, CheckpointError):

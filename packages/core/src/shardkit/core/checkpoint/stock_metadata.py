@@ -244,7 +244,7 @@ def _index(directory: Path, metadata: Metadata, left_out: LeftOut) -> Index:
     for name in names:
         path = directory / File(name, 0, None).name  # refuses names outside the directory
         if path.is_symlink() or not path.is_file():
-            raise DamagedCheckpointError(f"{path} is missing, or no file")
+            raise DamagedCheckpointError(f"{path} does not exist, or is not a file")
         files[name] = File(name, path.stat().st_size, None)
     tensors, objects = {}, {}
     for name, path_of in paths.items():
