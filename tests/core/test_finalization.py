@@ -75,6 +75,41 @@ def test_finalized_gradients(async_op: bool, world_size: int) -> None:
     run_ranks(world_size, finalized, async_op)
 
 
+def _partial_sums(rank: int, world_size: int, manual: bool) -> None:
+    """Backwards without an all-reduce, which is turned on again only before the end of the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4))
+    mesh = rank_mesh((2, 1), ("replicate", "shard"))
+    shardkit.fully_shard(model[0], mesh=mesh)
+    shardkit.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(2):
+        _backward(model, micro)
+    expected = _gradients(model)
+    model.zero_grad()
+    model.set_manual_backward_finalization(manual)
+    model.set_requires_all_reduce(False)
+    for micro in range(2):
+        _backward(model, micro)
+    model.set_requires_all_reduce(True)
+    if manual:
+        model.finalize_backward()
+        for one, two in zip(_gradients(model), expected, strict=True):
+            torch.testing.assert_close(one, two)
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match=r"'0' have been summed over its shard group only"):
+        optimizer.step()
+    model.reset_iter_state()
+    _backward(model, 0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_partial_sums_do_not_get_lost(manual: bool) -> None:
+    run_ranks(2, _partial_sums, manual)
+
+
 def refused(rank: int, world_size: int) -> None:
     model = _model(shardkit)
     model.finalize_backward()  # before the first forward there is nothing to do

@@ -140,3 +140,60 @@ def _recompute(rank: int, world_size: int) -> None:
 
 def test_a_recomputation_is_not_given_what_others_added() -> None:
     run_ranks(2, _recompute)
+
+
+class _Filling(nn.Module):
+    """Appends its loss to a list, and counts its calls in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, losses: list[Tensor], calls: dict[str, Any]) -> Tensor:
+        hidden = self.linear(x)
+        losses.append(hidden.float().square().mean())
+        calls["count"] = calls.get("count", 0) + 1
+        return hidden
+
+
+class _Reading(nn.Module):
+    """Calls a module of the same group, and reads at once what it has left."""
+
+    def __init__(self, filling: nn.Module) -> None:
+        super().__init__()
+        self.filling = [filling]
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses, calls = [torch.zeros(())], {"scale": torch.ones(())}
+        hidden = self.filling[0](self.linear(x), losses, calls)
+        assert (len(losses), calls["count"]) == (2, 1)
+        return hidden.square().mean() + sum(losses)
+
+
+class _Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filling = _Filling()
+        self.reading = _Reading(self.filling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reading(x)  # type: ignore[no-any-return]
+
+
+def _read_within_the_group(rank: int, world_size: int) -> None:
+    def shard(model: Any, **options: Any) -> None:
+        fully_shard([model.reading, model.filling], **options)
+        fully_shard(model, **options)
+
+    twins = Twins.of(rank, world_size, _Both, shard)
+    for _ in range(2):
+        twins.step(lambda model, of: model(batch(of, 2, 5).requires_grad_()))
+    model = _Both()
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # inputs are cast, so copied
+    model(batch(rank, 2, 5)).backward()
+    assert model.filling.linear.weight.grad is not None
+
+
+def test_a_module_reads_what_another_of_its_group_has_left() -> None:
+    run_ranks(2, _read_within_the_group)

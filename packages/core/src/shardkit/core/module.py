@@ -138,7 +138,10 @@ class FSDPModule(StockFSDPModule):
     # -- when gradients are reduced ------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Sets whether the next backward is the last of the step and waits for all reductions. Call on the root."""
+        """Sets whether the next backward is the last of the step and waits for all reductions. Call on the root.
+
+        On a CPU every backward waits for them.
+        """
         self._get_fsdp_state().schedule.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:

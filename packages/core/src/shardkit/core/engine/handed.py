@@ -69,11 +69,6 @@ class HandedContainers:
                 _become(handed.own, {key: self._owned.get(id(one), (one, one))[1] for key, one in now.items()})
             elif handed.given is handed.own:
                 _become(handed.own, handed.before)
-        self.forget()
-
-    def forget(self) -> None:
-        """Gives nothing back."""
-        self._found, self._owned = {}, {}
 
 
 @dataclasses.dataclass

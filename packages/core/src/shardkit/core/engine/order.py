@@ -228,8 +228,6 @@ class Order:
         """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward]."""
         self.in_backward = True
         self._backward = current_backward()
-        if len({one.forward for one in self.passes if one.forward}) < 2:
-            return
         elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
         for one in reversed(self.passes):
             if one.forward in elsewhere and one.will_be_left():

@@ -449,7 +449,7 @@ class FSDPParamGroup(GroupGather):
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
-        if self._accumulating or self.has_gradients:
+        if self._accumulating or self.has_gradients or (self._reduction.partial and self.settings.all_reduce_grads):
             self.post_backward()
             self.phase = Phase.IDLE
         else:
@@ -484,6 +484,11 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps, but the backward before it never ended (it raised?), so gradients of "
                 f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
                 "failed iteration's gradients, and run the iteration again"
+            )
+        if self._reduction.partial and self.settings.all_reduce_grads and not in_backward():
+            raise RuntimeError(
+                f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
+                "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
             )
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return

@@ -49,7 +49,7 @@ class Schedule:
         context: the lanes, and reductions in flight.
         order: the recorded order of the states, and the iteration's position in it.
         innermost: the innermost state whose forward is running.
-        is_last_backward: whether the end of backward waits for reductions and forgets the order of forward.
+        is_last_backward: whether the end of backward waits for reductions on streams, and forgets the order of forward.
         manual_finalization: whether `finalize_backward` does that instead.
         post_optim_event: the user's event that the next forward's first gather waits for.
         builds_graph: whether the current or last backward builds a graph (`create_graph=True`).
@@ -184,10 +184,6 @@ class Schedule:
         elif expected and (self.order.is_steady or not self.context.gathers.has_streams):
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
 
-    def leave_forward(self, ended: Pass) -> None:
-        """A state's forward has ended, and backward will visit it."""
-        self.order.add_pass(ended)
-
     @outside_transforms
     def end_forward(self, state: ScheduledState, *, failed: bool) -> None:
         """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used.
@@ -281,8 +277,10 @@ class Schedule:
         if root is None or not root.in_forward:
             order.forward_root = self._caller = None
         is_last = self.is_last_backward and not self.manual_finalization
-        if is_last:
+        if is_last and order.forward_root is None:  # else it ran within a forward, whose passes others will visit
             self._end_step()
+        if is_last or not self.context.reductions.has_streams:
+            # On a CPU the last reductions go on only if somebody waits: their gradients would come after `zero_grad()`.
             self.finish_reductions()
         self.context.settle_gathers()
         if events.hub.active:

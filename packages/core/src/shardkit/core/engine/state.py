@@ -97,7 +97,7 @@ class FSDPState:
         self._pass = Pass(self.index)  # the running one, or the last one
         self._inputs: type[_Inputs] | None = None
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
-        self._handed = HandedContainers()
+        self._handed: list[HandedContainers] = []  # of each running forward, outermost first
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
         self._depth = 0
         self._handled = 0
@@ -143,8 +143,8 @@ class FSDPState:
         if outermost:
             restore_interrupted_steps()
         self._depth += 1  # from here on post_forward undoes this
+        self._handed.append(HandedContainers())
         if self._depth == 1:
-            self._handed.forget()
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, self._forward_name, bool(self.is_root)))
@@ -163,8 +163,8 @@ class FSDPState:
             if torch.is_grad_enabled():
                 args, kwargs = self._watch_inputs(args, kwargs)
         copies_only = not (begins and torch.is_grad_enabled())
-        self._handed.note(own_args, args, copies_only=copies_only)
-        self._handed.note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
+        self._handed[-1].note(own_args, args, copies_only=copies_only)
+        self._handed[-1].note((*own_kwargs.values(),), (*kwargs.values(),), copies_only=copies_only)
         return args, kwargs
 
     def _begin_pass(self) -> None:
@@ -228,11 +228,13 @@ class FSDPState:
             return output
         self._depth -= 1
         self._pass.pending.discard(id(module))
+        self._take_handed(self._handed.pop())
         if self._depth == 0:
             raised = sys.exc_info()[1]
             failed = id(raised) != self._handled
             if failed and raised is not None:
                 add_module(raised, self.fqn)
+            inputs = {id(original) for original, _ in self._given}
             try:
                 output = self._own_outputs(self._unwatch(output))
             except RuntimeError as error:  # an output is a view of an input that was changed in place
@@ -241,8 +243,7 @@ class FSDPState:
                 raise RuntimeError(
                     f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
                 ) from error
-            output = self._watch_outputs(output)
-            self._take_handed()
+            output = self._watch_outputs(output, inputs)
             if not failed and not transforms_active():
                 self._watch_kept(self._pass.began)
                 outer = self._pass.outer()
@@ -289,7 +290,7 @@ class FSDPState:
         for group in self.groups:
             group.forward_users -= 1
         if with_grad and self._pass.has_backward:
-            self.schedule.leave_forward(self._pass)
+            self.schedule.order.add_pass(self._pass)
             if self.schedule.in_backward:
                 return  # recomputed: the backward that requested it continues with it
         kept = self.schedule.policy.worth_keeping(self.groups)
@@ -301,13 +302,13 @@ class FSDPState:
             if group.settings.reshard_after_forward or frees:
                 group.reshard(keep=with_grad, release=with_grad)
 
-    def _take_handed(self) -> None:
+    def _take_handed(self, handed: HandedContainers) -> None:
         """Writes forward's additions back to the caller's lists and dicts; backward may enter through them."""
         if torch.is_grad_enabled() and not transforms_active():
-            for tensor in self._handed.added():
+            for tensor in handed.added():
                 if tensor.requires_grad and made_since(tensor, self._pass.began):
                     self._watch_output(tensor)
-        self._handed.give_back(undo=self.schedule.in_backward)
+        handed.give_back(undo=self.schedule.in_backward)
 
     def _own_outputs(self, output: Any) -> Any:
         """Copies outputs that are parameters, or views of them, because resharding frees the parameters' memory.
@@ -338,8 +339,10 @@ class FSDPState:
             self._watch_output(copy)
         return copy
 
-    def _watch_outputs(self, output: Any) -> Any:
+    def _watch_outputs(self, output: Any, inputs: set[int]) -> Any:
         """Puts `pre_backward` on every output through which backward may enter the graph of this forward.
+
+        Backward does not enter through one of its `inputs` (their ids): it comes there after it has left.
 
         `_watch_kept` does so for tensors that the modules keep. If none of these is found (a tensor in a global
         variable), the parameters are gathered in time nevertheless: schedule.py, Note [Ready in order].
@@ -350,7 +353,7 @@ class FSDPState:
             self._pass.has_backward = True
             return watch_each(output, self.pre_backward)
         for tensor in reachable_tensors(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and tensor.grad_fn is not None and id(tensor) not in inputs:
                 self._watch_output(tensor)
         return output
 
@@ -483,7 +486,7 @@ class FSDPState:
         self._in_pass = False
         self._pass = Pass(self.index)
         self._given.clear()
-        self._handed.forget()
+        self._handed.clear()
         self._hooked_later.clear()
         self._depth = 0
         self.phase = Phase.IDLE
