@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkit.core import Blocks, Owned, clip_grad_norm_, events, fully_shard, grad_norm
+from shardkit.core import Blocks, DataParallelMeshDims, Owned, clip_grad_norm_, events, fully_shard, grad_norm
 from shardkit.core.parameters.placements import layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import C10dTransport
@@ -276,6 +276,23 @@ def _refuses(rank: int, world_size: int) -> None:
     model = shard(build(), rank_mesh((world_size,)), "rows")
     with pytest.raises(NotImplementedError, match=r"aten.mm.default .*Blocks\(rows=4\).*full_tensor"):
         model.head.weight.detach() @ torch.ones(10, 2)
+
+
+def _replicas_only(rank: int, world_size: int) -> None:
+    """A mesh without a shard axis, where every rank has all of a parameter that has an owner."""
+    model, expected = build(), build()
+    axes = DataParallelMeshDims(replicate="replicas")
+    mesh = rank_mesh((world_size,), ("replicas",))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=axes, shard_placement_fn=PLACEMENTS["all_owned"])
+    model(torch.ones(2, 10)).sum().backward()
+    expected(torch.ones(2, 10)).sum().backward()
+    for seen, whole in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(seen.full_tensor(), whole)
+        torch.testing.assert_close(seen.grad.full_tensor(), whole.grad)
+
+
+def test_owners_among_replicas_only() -> None:
+    run_ranks(2, _replicas_only)
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:

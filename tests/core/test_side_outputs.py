@@ -469,6 +469,48 @@ def test_a_gradient_penalty(kind: str) -> None:
     run_ranks(2, _backward_through_backward, kind)
 
 
+class _Force(nn.Module):
+    """Adds the gradient of a sharded module's output to its input: an inner backward that builds a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(inner).sin().sum(), inner, create_graph=True)
+        return x + force
+
+
+class _Molecule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.force = nn.Linear(WIDTH, WIDTH), _Force()
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.force, self.inp(x), use_reentrant=True)
+        for one in self.after:
+            x = torch.tanh(one(x))
+        return x.square().mean()
+
+
+def _inner_graphs(rank: int, world_size: int) -> None:
+    def shard(model: Any) -> None:
+        for one in (model.force.energy, *model.after, model):
+            fully_shard(one)
+
+    twins = Twins.of(rank, world_size, _Molecule, shard)
+    for _ in range(2):
+        twins.step(lambda model, of: model(batch(of, 3, WIDTH)) + model(batch(of + 10, 3, WIDTH)))
+
+
+def test_a_recomputation_whose_inner_backward_builds_a_graph() -> None:
+    """In one backward over two forwards; stock ends with an error of torch, or a crash."""
+    run_ranks(2, _inner_graphs)
+
+
 def _two_threads(rank: int, world_size: int) -> str:
     model, inside, go_on = Around("none"), threading.Event(), threading.Event()
     fully_shard(model.block)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit.core import fully_shard
+from shardkit.core import MixedPrecisionPolicy, fully_shard
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 
@@ -170,6 +170,61 @@ def _casts_partial_sums(rank: int, world_size: int) -> None:
 def test_partial_sums_of_hsdp_are_divided_once() -> None:
     """float64 and float16 are divided before they are summed, float32 by the collective."""
     run_ranks(2, _casts_partial_sums)
+
+
+ZERO: dict[str, Callable[[Any, torch.optim.Optimizer], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+}
+
+
+def _zeroes_partial_sums(rank: int, world_size: int, way: str, cast: bool) -> None:
+    """A step that is given up before its all-reduce: nothing of it is in the next one. Stock keeps it."""
+    mesh = rank_mesh((2, world_size // 2), ("replicas", "shards"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cast else None, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": policy}
+    torch.manual_seed(0)
+    models = [_Skipping(), _Skipping()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, backwards in zip(models, ((0, 1), (1,)), strict=True):
+        _shard(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in backwards:
+            model.set_requires_all_reduce(number == 1)
+            _loss(model, rank + 10 * number).backward()
+            if number == 0:
+                assert all(parameter.grad is not None for parameter in model.parameters())
+                ZERO[way](model, optimizer)
+    for (fqn, seen), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(seen.grad.to_local(), expected.grad.to_local()), fqn
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("way", ZERO)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_zeroed_partial_sums_are_not_reduced(world_size: int, way: str, cast: bool) -> None:
+    run_ranks(world_size, _zeroes_partial_sums, way, cast)
+
+
+def _freezes_partial_sums(rank: int, world_size: int) -> None:
+    """A parameter that is frozen before the all-reduce gets the gradient of the backwards before."""
+    mesh = rank_mesh((2, world_size // 2), ("replicas", "shards"))
+    twins = Twins.of(rank, world_size, _Skipping, functools.partial(_shard, mesh=mesh))
+    for _ in range(2):
+        for frozen in (False, True):
+            twins.sharded.set_requires_all_reduce(frozen)
+            for model in (twins.sharded, twins.whole):
+                model.second.weight.requires_grad_(not frozen)
+            twins.backward(_loss)
+        twins.check_gradients()
+        twins.sharded.zero_grad()
+        twins.whole.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_partial_sums_of_a_frozen_parameter(world_size: int) -> None:
+    run_ranks(world_size, _freezes_partial_sums)
 
 
 KEPT: list[Tensor] = []

@@ -33,8 +33,9 @@ _CLEAN_TIMEOUT = 30.0
 _GRACE = 2.0
 # How long a rank may take to write its stacks. A stopped one writes none.
 _STACKS_TIMEOUT = 10.0
-# A body's process groups stay for the life of its pool; each costs threads and sockets, so a pool is renewed in time.
-_MAX_PROCESS_GROUPS = 64
+# A body's process groups stay for the life of its pool. Each has sockets, and threads that wake a hundred times a
+# second, so a pool is renewed in time.
+_MAX_PROCESS_GROUPS = 16
 
 _pools: dict[int, "_Pool"] = {}
 

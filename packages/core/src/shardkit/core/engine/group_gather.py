@@ -21,6 +21,7 @@ from shardkit.core.runtime.choice import Transports, may_share_memory, transport
 from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_gather
+from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import local_of, version_of
 
@@ -283,7 +284,8 @@ class GroupGather:
         smaller = self.post_forward_mesh
         assert smaller is not None
         if self._kept_plan is None:
-            items = [item for param in self.params for item in param.kept_items(smaller.size)]
+            flats = [(param.fqn, flat) for param in self.params for flat in param.flats]
+            items = [GatherItem(fqn, ChunkLayout((flat.numel(),), 0, smaller.size), flat.dtype) for fqn, flat in flats]
             transport = transport_for(smaller.group, self.device, self._communication.registered)
             self._kept_plan = plan_gather(items, transport, self.label, smaller.rank)
             self._buffer_bytes = None

@@ -287,9 +287,7 @@ class FSDPParamGroup(GroupGather):
         Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
         if another one has already waited.
         """
-        if self._accumulating:
-            for param in self.params:
-                param.drop_zeroed_gradient()
+        self._drop_zeroed_gradients()
         if self.residence is not Residence.GATHERING:
             if self._gathered is not None and self.residence is Residence.UNSHARDED:
                 self._gathered.wait()
@@ -410,9 +408,8 @@ class FSDPParamGroup(GroupGather):
 
         With `keep` the parameters stay unsharded: another backward will read them through this one's graph.
         """
-        if self.phase is Phase.IDLE and self._accumulating:  # this backward did not visit it: no gather has checked
-            for param in self.params:
-                param.drop_zeroed_gradient()
+        if self.phase is Phase.IDLE:  # this backward did not visit it: no gather has checked
+            self._drop_zeroed_gradients()
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.settings.reduce_grads:
@@ -424,10 +421,9 @@ class FSDPParamGroup(GroupGather):
                 return
             if self._partial_in_flight:
                 self.context.finish_reductions()
-            zeros, partial = self.settings.reduce_unused_params, self._reduction.partial
             gradients = []
             for param in self.params:
-                gradient = param.take_gradient(zeros or param in partial)
+                gradient = param.take_gradient(self.settings.reduce_unused_params)
                 if gradient is None:
                     continue
                 if gradient.layout is not torch.strided:
@@ -442,6 +438,12 @@ class FSDPParamGroup(GroupGather):
             if gradients:
                 self._reduce(gradients)
 
+    def _drop_zeroed_gradients(self) -> None:
+        """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since."""
+        if self._accumulating or self._reduction.has_partial:
+            for param in self.params:
+                param.drop_zeroed_gradient()
+
     def _end_deferring(self) -> None:
         for param in self.params:
             if param.gradient_dtype.may_defer:
@@ -449,7 +451,7 @@ class FSDPParamGroup(GroupGather):
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
-        if self._accumulating or self.has_gradients or (self._reduction.partial and self.settings.all_reduce_grads):
+        if self._accumulating or self.has_gradients or (self._reduction.has_partial and self.settings.all_reduce_grads):
             self.post_backward()
             self.phase = Phase.IDLE
         else:
@@ -485,7 +487,7 @@ class FSDPParamGroup(GroupGather):
                 f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
                 "failed iteration's gradients, and run the iteration again"
             )
-        if self._reduction.partial and self.settings.all_reduce_grads and not in_backward():
+        if self._reduction.has_partial and self.settings.all_reduce_grads and not in_backward():
             raise RuntimeError(
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"

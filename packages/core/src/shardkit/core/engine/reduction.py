@@ -16,7 +16,7 @@ from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
 from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
-from shardkit.core.runtime.plan import Mean, ReducePlan, Transport, plan_reduce
+from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, plan_reduce
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
@@ -69,10 +69,7 @@ def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum:
 
 
 class GradientReduction:
-    """Reduces the gradients of one group's parameters. Holds plans, and sums that HSDP has not all-reduced yet.
-
-    Attributes:
-        partial: for HSDP, the reduce-scattered gradients that wait for their all-reduce.
+    """Reduces the gradients of one group's parameters. Holds plans.
 
     Args:
         mesh: its shard group reduce-scatters and its replicate groups all-reduce.
@@ -83,14 +80,15 @@ class GradientReduction:
         self.mesh = mesh
         self._params = params
         self._plans: dict[tuple[Any, ...], ReducePlan] = {}
-        self.partial: dict[FSDPParam, torch.Tensor] = {}
-        self._divided: dict[FSDPParam, float] = {}  # their divisors so far
+
+    @property
+    def has_partial(self) -> bool:
+        """HSDP: whether a sum over the shard group waits for its all-reduce."""
+        return bool(self.mesh.replicate_groups) and any(param.partial is not None for param in self._params)
 
     def forget(self) -> None:
-        """Drops partial sums of a failed iteration, and plans."""
+        """Drops the plans."""
         self._plans.clear()
-        self.partial.clear()
-        self._divided.clear()
 
     def programs(
         self,
@@ -124,7 +122,7 @@ class GradientReduction:
     def _common_dtype(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.dtype:
         """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
         dtypes = {param.sums_dtype or gradient.dtype for param, gradient in gradients}
-        dtypes.update(self.partial[param].dtype for param, _ in gradients if param in self.partial)
+        dtypes.update(param.partial.dtype for param, _ in gradients if param.partial is not None)
         return functools.reduce(torch.promote_types, dtypes)
 
     def _scatter(
@@ -152,7 +150,7 @@ class GradientReduction:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            items = [param.reduce_item for param in params]
+            items = [ReduceItem(param.fqn, param.layout) for param in params]
             places = {param: place for place, param in enumerate(self._params)}
             members = [places[param] for param in params]
             rank = self.mesh.shard_rank
@@ -185,14 +183,15 @@ class GradientReduction:
                 if partial is not None and partial.dtype == view.dtype:
                     partial.add_(view)
                 else:  # none yet, or one of another dtype
-                    self.partial[param] = view if partial is None else view.add_(partial)
-                    self._divided[param] = division.until_all_reduce(self.mesh.shard_size)
+                    param.partial = view if partial is None else view.add_(partial)
+                    param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
+                param.show_waiting()
             return
-        for param, view in zip(scattered.params, scattered.views, strict=True) if self.partial else ():
+        for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
             if (partial := self._partial_for(param, view, division)) is not None:
                 hold(partial)
                 view.add_(partial)
-                del self.partial[param], self._divided[param]
+                param.partial = None
         if groups or hook is not None:
             # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
             yield NEXT_STAGE
@@ -209,11 +208,11 @@ class GradientReduction:
 
     def _partial_for(self, param: FSDPParam, view: torch.Tensor, division: Division) -> torch.Tensor | None:
         """The partial sum that waits for the all-reduce of `view`, with the same divisions applied."""
-        partial = self.partial.get(param)
+        partial = param.partial
         if partial is None or partial.dtype == view.dtype:
             return partial
         hold(partial)  # a copy replaces it
-        return partial * (self._divided[param] / division.until_all_reduce(self.mesh.shard_size))
+        return partial * (param.partial_divisor / division.until_all_reduce(self.mesh.shard_size))
 
 
 @dataclass

@@ -451,11 +451,13 @@ class FSDPState:
         """Runs when the gradients of all inputs of a forward are done: reshards and reduces."""
         self.schedule.begin_backward()
         self.phase = Phase.IDLE
+        # The inner backward of a recomputation may build a graph although the outer one does not.
+        builds_graph = self.schedule.builds_graph or (torch.is_grad_enabled() and not transforms_active())
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
-                group.post_backward(keep=self.schedule.builds_graph)
-        if self.schedule.builds_graph:  # a backward through this one enters here
+                group.post_backward(keep=builds_graph)
+        if builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:
                     gradient.register_hook(self.pre_backward)

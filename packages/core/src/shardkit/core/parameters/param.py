@@ -9,7 +9,8 @@ Tensors of a parameter, in the order of its life:
     targets         the flats as a gather sees them: without padding beyond dim 0
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
-    stand_in        gradient of sharded_param while an unsharded one waits for its reduction
+    partial         HSDP: sum over the shard group of backwards without all-reduce, divided by partial_divisor so far
+    stand_in        gradient of sharded_param while one of these two waits for its reduction
     kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
 
 Note [Storage that comes and goes]
@@ -54,7 +55,7 @@ from shardkit.core.parameters.shard_checks import check_device, check_shape
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardkit.core.runtime.plan import GatherItem, ReduceItem
+from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.runtime.storage import (
@@ -159,6 +160,8 @@ class FSDPParam:
         self.targets: list[torch.Tensor] = []
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
+        self.partial_divisor = 1.0
         self._stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
         self._gathered_version = 0
@@ -262,7 +265,7 @@ class FSDPParam:
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
             if self._stand_in.gradient is not None:
-                self._show_waiting()
+                self.show_waiting()
 
     def _stays_unsharded(self) -> bool:
         """Puts the new shard under an unsharded parameter that aliases the shard; returns whether this is possible."""
@@ -461,16 +464,7 @@ class FSDPParam:
             layout = ChunkLayout((flat.numel(),), 0, world_size)
             self.kept.append(flat.narrow(0, layout.offset(rank), layout.length(rank)).clone())
 
-    def kept_items(self, world_size: int) -> list[GatherItem]:
-        """The items of this parameter in a gather over the smaller group."""
-        return [GatherItem(self.fqn, ChunkLayout((flat.numel(),), 0, world_size), flat.dtype) for flat in self.flats]
-
     # -- gradients -----------------------------------------------------------------------------------------------------
-
-    @property
-    def reduce_item(self) -> ReduceItem:
-        """How this parameter's gradient is divided for the reduction."""
-        return ReduceItem(self.fqn, self.layout)
 
     def _note_dtypes(self) -> None:
         """Caches the dtypes of sums and delivered gradients; None for the dtype of the gradient, or of the sum."""
@@ -488,7 +482,7 @@ class FSDPParam:
     def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
         """After a cast or move: restores `grad_dtype`, which torch drops, that gradient and the stand-in."""
         self.gradient_dtype.put_back(self.sharded_param, gradient)
-        self._show_waiting()
+        self.show_waiting()
 
     def defer_cast(self, *, will_reduce: bool) -> None:
         """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will."""
@@ -514,17 +508,19 @@ class FSDPParam:
         elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
-        self._show_waiting()
+        self.show_waiting()
 
-    def _show_waiting(self) -> None:
-        """Installs the stand-in of a gradient that waits for its reduction, if there is one."""
+    def show_waiting(self) -> None:
+        """Installs the stand-in of a gradient that waits for its reduction, or its all-reduce, if there is one."""
         waiting = self.accumulated
         if waiting is None and self.unsharded_param is not None:
             waiting = self.unsharded_param.grad
+        whole = waiting is not None
+        if waiting is None and self.partial is not None:
+            waiting = self.partial.view(self.local_shape)
         if waiting is not None:
-            dtype = self.delivered_dtype or waiting.dtype
-            stand_in = self._stand_in.put(cast(DTensor, self.sharded_param), waiting, self.form, self._local, dtype)
-            mark_gradient(stand_in)
+            sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
+            mark_gradient(self._stand_in.put(sharded, waiting, self.form, self._local, dtype, whole=whole))
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
@@ -534,7 +530,10 @@ class FSDPParam:
                 self.forget_gradients()
 
     def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
-        """The plain full gradient to reduce, which this object then drops; None if backward left none."""
+        """The plain full gradient to reduce, which this object then drops; None if backward left none.
+
+        Zeros if it left none and a partial sum waits for its all-reduce, also if the parameter was frozen meanwhile.
+        """
         self._stand_in.dismiss(self.sharded_param)
         parameter, fresh = self.unsharded_param, None
         if parameter is not None:
@@ -542,9 +541,10 @@ class FSDPParam:
         gradient, self.accumulated = self.accumulated, None
         if gradient is None:
             gradient = fresh
-            if zeros_if_unused:  # ranks send zeros or gradients, of the same dtype
+            waits = self.partial is not None
+            if zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
                 dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
-                if gradient is None and parameter is not None and parameter.requires_grad:
+                if gradient is None and parameter is not None and (parameter.requires_grad or waits):
                     return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
                 gradient = gradient if gradient is None else gradient.to(dtype)
             if gradient is None:
@@ -594,6 +594,6 @@ class FSDPParam:
     def forget_gradients(self) -> None:
         """Drops unsharded gradients, after a failed iteration or when the user has zeroed them."""
         self._stand_in.dismiss(self.sharded_param)
-        self.accumulated = None
+        self.accumulated = self.partial = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None

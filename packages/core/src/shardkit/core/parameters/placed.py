@@ -116,7 +116,9 @@ class PlacedTensor(DTensor):
     def _gathered(self) -> DTensor:
         """The same values with our placement replaced by Replicate: one broadcast for each rank that holds a part."""
         mesh, shape = self.device_mesh, tuple(self.shape)
-        axis = next(number for number, one in enumerate(self.placements) if is_ours(one))
+        axis = next((number for number, one in enumerate(self.placements) if is_ours(one)), None)
+        if axis is None:  # on a mesh of replicas only
+            return new_dtensor(local_of(self).detach(), mesh, self.placements, self.shape)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, self._described()
         others = [Replicate() if number == axis else one for number, one in enumerate(self.placements)]

@@ -6,7 +6,8 @@ knows. `zero_grad()` must drop it nevertheless, but only sees sharded parameters
 the sharded parameter is a stand-in: the waiting gradient as a DTensor with Partial placements, over its memory. Zeroing
 the stand-in zeroes the waiting gradient, and if the stand-in has been removed before the next forward or backward, the
 waiting gradient is dropped. If a sharded gradient from a backward with sync exists already, it is the stand-in itself.
-If a Partial gradient does not fit, because of its dtype or device, zeros are used.
+If a Partial gradient does not fit, because of its dtype or device, zeros are used. The same is done for a sum over the
+shard group that waits for its all-reduce (HSDP); that stand-in is Partial over the replicas only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ class StandIn:
         self._memory: torch.UntypedStorage | None = None  # of the waiting gradient
 
     def put(
-        self, sharded: DTensor, waiting: torch.Tensor, form: ParameterForm, shard: torch.Tensor, dtype: torch.dtype
+        self,
+        sharded: DTensor,
+        waiting: torch.Tensor,
+        form: ParameterForm,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        whole: bool,
     ) -> torch.Tensor:
         """After each backward without sync: makes `sharded.grad` stand in for `waiting`, and returns it.
 
@@ -43,13 +51,18 @@ class StandIn:
             form: form of the parameter.
             shard: the plain tensor inside `sharded`.
             dtype: dtype of the future gradient of `sharded`.
+            whole: False if `waiting` is a sum over the shard group instead, of the shape of `shard`.
         """
         if sharded.grad is None or _is_partial(sharded.grad):
-            if isinstance(waiting, DTensor) or (waiting.dtype, waiting.device) != (dtype, shard.device):
+            fits = not isinstance(waiting, DTensor) and (waiting.dtype, waiting.device) == (dtype, shard.device)
+            if not fits or not (whole or type(sharded) is DTensor):
                 zeros = torch.zeros(shard.shape, dtype=dtype, device=shard.device)
                 sharded.grad = like_dtensor(form.local(zeros), sharded)
             else:
-                sharded.grad = new_dtensor(waiting, form.mesh, [Partial("avg")] * form.mesh.ndim, form.shape)
+                sums = [whole or placement.is_replicate() for placement in form.placements]
+                places = [Partial("avg") if one else own for one, own in zip(sums, form.placements, strict=True)]
+                local = waiting if whole else form.local(waiting)
+                sharded.grad = new_dtensor(local, form.mesh, places, form.shape)
         self.gradient, self._version = sharded.grad, version_of(sharded.grad)
         plain = local_of(waiting) if isinstance(waiting, DTensor) else waiting
         self._memory = plain.untyped_storage() if plain.layout is torch.strided else None  # a sparse one is refused
