@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as stock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardkit.core as shardkit
 from shardkit.core import events
@@ -695,10 +695,10 @@ def replicate_only(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     model.zero_grad()
     model.set_requires_all_reduce(False)  # accumulates without communication
     model(_batch(rank)).square().mean().backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad.placements == (Partial("avg"),) for parameter in model.parameters())
     model.set_requires_all_reduce(True)
     model(_batch(rank)).square().mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad.placements == (Replicate(),) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -365,7 +365,7 @@ def test_a_missing_rank(copied: Path):
     with pytest.raises(CheckpointError, match=r"ranks \[0, 1\], but there is no file of rank 1"):
         open_checkpoint(copied / "SHARDED")
     (copied / "SHARDED-DCP" / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp is missing"):
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp does not exist"):
         open_checkpoint(copied / "SHARDED-DCP")
 
 

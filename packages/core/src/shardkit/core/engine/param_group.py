@@ -119,7 +119,7 @@ class FSDPParamGroup(GroupGather):
         self.kept_views: KeptViews | None = None  # None while no forward has kept one
         self._counted_in: CommContext | None = None
         self._accumulating = False
-        self._partial_in_flight = False
+        self._sums_wait = False  # HSDP: the last reduction has left sums for a later all-reduce
         self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
@@ -419,7 +419,7 @@ class FSDPParamGroup(GroupGather):
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
-            if self._partial_in_flight:
+            if self._sums_wait:
                 self.context.finish_reductions()
             gradients = []
             for param in self.params:
@@ -440,7 +440,7 @@ class FSDPParamGroup(GroupGather):
 
     def _drop_zeroed_gradients(self) -> None:
         """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since."""
-        if self._accumulating or self._reduction.has_partial:
+        if self._accumulating or self._sums_wait:
             for param in self.params:
                 param.drop_zeroed_gradient()
 
@@ -507,7 +507,7 @@ class FSDPParamGroup(GroupGather):
             self.context.catch_up()
             label = ", ".join(param.fqn for param, _ in gradients)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
-        self._partial_in_flight = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
+        self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
         programs = self._reduction.programs(
             gradients,
             label=self.label,
@@ -525,7 +525,7 @@ class FSDPParamGroup(GroupGather):
         self.forward_users = 0
         self.backward_users.clear()
         self.reshard()
-        self._accumulating = self._partial_in_flight = False
+        self._accumulating = self._sums_wait = False
         self._reduction.forget()
         if self._transports is not None:
             self._transports.forget_residuals()
