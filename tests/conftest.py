@@ -7,7 +7,9 @@ from tests.support.pool import close_pools, start_server
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.option.collectonly:
+    # Where pytest-xdist distributes the tests, each of its workers has a server and pools of its own.
+    distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not config.option.collectonly and not distributes:
         start_server()
 
 

@@ -1,6 +1,7 @@
 """`hatch run bench-save` and `bench-check`: a benchmark that is slower than the saved one fails."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,9 @@ def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     where = directory / "test_one.py"
     command = [sys.executable, "-m", "pytest", str(where) if where.exists() else "benchmarks", *words[2:]]
     command += [f"--benchmark-storage=file://{directory / 'results'}", "-p", "no:cacheprovider"]
-    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    # A worker of pytest-xdist marks its environment, and pytest-benchmark then measures nothing.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.slow
