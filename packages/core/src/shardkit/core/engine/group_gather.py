@@ -157,21 +157,19 @@ class GroupGather:
             raise
         if changed:
             self._forget_plans()
-        self._note_params()
+        self._columns = None  # the gather that follows notes the new ones
         return bool(changed)
 
-    def _note_params(self) -> None:
-        """Notes the tensors that the parameters have now, which the next refresh compares with."""
-        self._columns = _Columns(self.params)
-
     def _register_unsharded(self) -> None:
-        """After a gather: registers the unsharded parameters on the modules, creating them if needed."""
+        """After a gather: registers the unsharded parameters on the modules, creating them if needed.
+
+        Notes the tensors that the parameters have now, which the next refresh compares with.
+        """
         if self._columns is None or not self._columns.complete:
             for param in self.params:
                 if param.unsharded_param is None or param.subclass is not None:
                     param.make_unsharded(param.sharded_param.requires_grad)
-            self._note_params()
-        assert self._columns is not None
+            self._columns = _Columns(self.params)
         self._columns.slots.register_unsharded()
 
     def _register_sharded(self) -> None:
