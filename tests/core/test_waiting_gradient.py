@@ -256,3 +256,48 @@ def _prompted(rank: int, world_size: int) -> None:
 
 def test_a_frozen_root_stays_for_a_graph_that_no_output_shows() -> None:
     run_ranks(2, _prompted)
+
+
+def _hsdp(world_size: int) -> Any:
+    return rank_mesh((2, world_size // 2), ("replicas", "shards"))
+
+
+def _cast_sums(rank: int, world_size: int, finalize: bool) -> None:
+    """Sums wait for their all-reduce in a module that is not gathered again."""
+    make = functools.partial(_shard, mesh=_hsdp(world_size))
+    twins = Twins.of(rank, world_size, lambda: _Skipping().double(), make)
+    twins.sharded.set_manual_backward_finalization(finalize)
+    twins.sharded.set_requires_all_reduce(False)
+    twins.backward(_loss)
+    for model in (twins.sharded, twins.whole):
+        _cast(model)
+    twins.sharded.set_requires_all_reduce(True)
+    if finalize:
+        twins.sharded.finalize_backward()
+    else:
+        twins.sharded.skips = twins.whole.skips = True
+        twins.backward(_loss)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("finalize", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_cast_keeps_sums_of_a_module_that_is_not_gathered_again(world_size: int, finalize: bool) -> None:
+    run_ranks(world_size, _cast_sums, finalize)
+
+
+def _step_after_zeroing(rank: int, world_size: int) -> None:
+    model: Any = _Skipping()
+    _shard(model, mesh=_hsdp(world_size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    model.set_requires_all_reduce(False)
+    _loss(model, rank).backward()
+    optimizer.zero_grad()
+    model.set_requires_all_reduce(True)
+    optimizer.step()
+    torch.testing.assert_close([param.full_tensor() for param in model.parameters()], before)
+
+
+def test_a_step_after_sums_were_zeroed_is_not_refused() -> None:
+    run_ranks(2, _step_after_zeroing)

@@ -245,6 +245,7 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
         param.slots += tuple(slots)
         param.register(param.sharded_param)
         group = FSDPParamGroup.of(param)
+        group.reshard()
         if len(group.params) > 1:
             shared = group.split_off(param)
             for user in list(group.users):

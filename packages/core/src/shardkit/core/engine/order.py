@@ -224,11 +224,16 @@ class Order:
         number, user = max(awaited, key=operator.itemgetter(0))
         return number, -user.groups.index(group)
 
-    def begin_backward(self) -> None:
-        """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward]."""
+    def begin_backward(self, of: Pass | None = None) -> None:
+        """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward].
+
+        `of` is the pass whose output has called us, if it was one.
+        """
         self.in_backward = True
         self._backward = current_backward()
         elsewhere = {one.forward for one in self.passes if one.leaving is not None and one.forward}
+        if of is not None:
+            elsewhere.discard(of.forward)
         for one in reversed(self.passes):
             if one.forward in elsewhere and one.will_be_left():
                 elsewhere.discard(one.forward)

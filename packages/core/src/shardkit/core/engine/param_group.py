@@ -487,6 +487,8 @@ class FSDPParamGroup(GroupGather):
                 f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
                 "failed iteration's gradients, and run the iteration again"
             )
+        if not in_backward():
+            self._drop_zeroed_gradients()
         if self._reduction.has_partial and self.settings.all_reduce_grads and not in_backward():
             raise RuntimeError(
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "

@@ -207,10 +207,10 @@ class Schedule:
         """Whether a backward of these states is running; forwards within it are recomputations."""
         return self.order.in_backward
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, of: Pass | None = None) -> None:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self.order.in_backward:
-            self.order.begin_backward()
+            self.order.begin_backward(of)
             self._unfinalized = self.manual_finalization
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
             queue_end_of_backward(self.end_backward)
@@ -277,8 +277,10 @@ class Schedule:
         if root is None or not root.in_forward:
             order.forward_root = self._caller = None
         is_last = self.is_last_backward and not self.manual_finalization
-        if is_last and order.forward_root is None:  # else it ran within a forward, whose passes others will visit
-            self._end_step()
+        if is_last:
+            if order.forward_root is None:  # else it ran within a forward, whose passes others will visit
+                order.forget_passes()
+            self._free_unneeded()
         if is_last or not self.context.reductions.has_streams:
             # On a CPU the last reductions go on only if somebody waits: their gradients would come after `zero_grad()`.
             self.finish_reductions()
@@ -286,8 +288,7 @@ class Schedule:
         if events.hub.active:
             events.emit(events.BackwardEnded(is_last))
 
-    def _end_step(self) -> None:
-        self.order.forget_passes()
+    def _free_unneeded(self) -> None:
         self._free_unused(in_backward=True)
         self.context.free_released()
 
@@ -325,7 +326,8 @@ class Schedule:
             for group in reversed(state.groups):
                 group.finalize_backward()
         self._unfinalized = False
-        self._end_step()
+        self.order.forget_passes()
+        self._free_unneeded()
         return Finalization(self)
 
     def _refuse_during_finalization(self, what: str) -> None:

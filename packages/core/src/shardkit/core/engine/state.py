@@ -11,6 +11,7 @@ calls itself also makes one pass. An incomplete pass ends with the forward of th
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -220,7 +221,7 @@ class FSDPState:
     @no_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after the forward of a module, even if it raised (then `output` is None)."""
-        if self.phase is Phase.PRE_BACKWARD and in_backward():
+        if not self._depth and self.phase is Phase.PRE_BACKWARD and in_backward():
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, "recompute", bool(self.is_root)))
             return self._cast_outputs(output)
@@ -389,11 +390,11 @@ class FSDPState:
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         self._pass.has_backward = True
-        tensor.register_hook(self.pre_backward)
+        tensor.register_hook(functools.partial(self.pre_backward, of=self._pass))
         # If its user changes a view in place, the view gets a new node, and its hook stays on one that never runs.
         base = base_of(tensor)
         if base is not None and base.requires_grad and made_since(base, self._pass.began):
-            base.register_hook(self.pre_backward)
+            base.register_hook(functools.partial(self.pre_backward, of=self._pass))
 
     @property
     def _keepers(self) -> Iterator[nn.Module]:
@@ -406,7 +407,7 @@ class FSDPState:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @no_dynamo
-    def pre_backward(self, gradient: torch.Tensor | None = None) -> None:
+    def pre_backward(self, gradient: torch.Tensor | None = None, *, of: Pass | None = None) -> None:
         """Runs when the gradient of an output arrives, or may arrive next; afterwards the parameters are unsharded."""
         if self.phase is Phase.PRE_BACKWARD:
             if (
@@ -417,7 +418,7 @@ class FSDPState:
         self.phase = Phase.PRE_BACKWARD
         if events.hub.active:
             events.emit(events.ModuleBegan(self.fqn, "backward", bool(self.is_root)))
-        self.schedule.begin_backward()
+        self.schedule.begin_backward(of)
         for group in self.groups:
             group.phase = Phase.PRE_BACKWARD
             group.prefetched = False

@@ -544,7 +544,7 @@ class FSDPParam:
             waits = self.partial is not None
             if zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
                 dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
-                if gradient is None and parameter is not None and (parameter.requires_grad or waits):
+                if gradient is None and (waits or (parameter is not None and parameter.requires_grad)):
                     return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
                 gradient = gradient if gradient is None else gradient.to(dtype)
             if gradient is None:

@@ -1,0 +1,154 @@
+"""Backwards inside forwards, forwards that only hooks of tensors see, and ties to a group that is gathered."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.core import fully_shard
+from shardkit.core.engine.state import state_of
+from tests.core.single_process import Twins, batch
+from tests.support import run_ranks
+
+WIDTH = 6
+KEPT: list[Tensor] = []
+
+
+class Force(nn.Module):
+    """Its forward takes the gradient of a child through the child's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.own = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(x)
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(inner).sin().sum(), inner)
+        return x + force
+
+
+class Molecule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.force = nn.Linear(WIDTH, WIDTH), Force()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.force, self.first(x), use_reentrant=True)
+
+
+def _shard_molecule(model: Any) -> None:
+    for one in (model.first, model.force.energy, model.force, model):
+        fully_shard(one)
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 3, WIDTH)).square().mean()
+
+
+def _recomputed(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, Molecule, _shard_molecule)
+    for _ in range(2):
+        twins.backward(_loss)
+        twins.check_gradients()
+        plain = [name for name, value in twins.sharded.state_dict().items() if not hasattr(value, "placements")]
+        assert not plain
+        twins.update()
+
+
+def test_an_inner_backward_in_a_recomputation_leaves_the_module_sharded() -> None:
+    run_ranks(2, _recomputed)
+
+
+class Keeping(nn.Module):
+    """Keeps a part of the loss in a global list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        KEPT.append(self.linear(self.linear(x)).square().mean())
+        return self.linear(x)
+
+
+class Heads(nn.Module):
+    """One head gets no gradient, the other one has an input that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.unused = Keeping(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.head(hidden.detach()), self.unused(hidden)
+
+
+def _shard_heads(model: Any) -> None:
+    for one in (model.body, model.head, model.unused, model):
+        fully_shard(one)
+
+
+def _heads_loss(model: nn.Module, rank: int) -> Tensor:
+    output, _ = model(batch(rank, 3, WIDTH))
+    return output.square().mean() + KEPT.pop()
+
+
+def _only_forward(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, Heads, _shard_heads)
+    twins.backward(_heads_loss)
+    twins.check_gradients()
+
+
+def test_the_forward_that_backward_begins_in_is_not_set_aside() -> None:
+    run_ranks(2, _only_forward)
+
+
+class Dynamics(nn.Module):
+    """A forward with a backward through some of its blocks inside, and none after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        energy = inner = hidden.detach().requires_grad_()
+        for block in self.blocks:
+            energy = block(energy).tanh()
+        return hidden + torch.autograd.grad(energy.sum(), inner)[0]
+
+
+def _many_forwards(rank: int, world_size: int) -> None:
+    model: Any = Dynamics()
+    for one in (model.encoder, *model.blocks, model):
+        fully_shard(one)
+    held = []
+    for _ in range(10):
+        model(batch(rank, 3, WIDTH))
+        held.append(len(state_of(model).schedule._prefetched[True]))
+    assert held[-1] <= held[1], held
+
+
+def test_a_backward_inside_each_forward_accumulates_nothing() -> None:
+    run_ranks(2, _many_forwards)
+
+
+def _tie(rank: int, world_size: int) -> None:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    model[0].unshard()
+    fully_shard(model[1])
+    model[0].reshard()
+    fully_shard(model)
+    _loss(model, rank).backward()
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.grad is not None
+
+
+def test_a_tie_to_a_group_that_is_gathered() -> None:
+    run_ranks(2, _tie)
