@@ -380,7 +380,6 @@ LARGE = torch.arange(5000.0)
         ((1, [{"a": 0.0}]), (1, [{"a": -0.0}]), r"\(1, \[\{'a': 0.0"),
         (1, True, "1 and True"),
     ],
-    ids=str,
 )
 def test_differences_of_values(tmp_path: Path, one: Any, other: Any, expected: str | None):
     saved = [save_user(tmp_path / name, 1, value) for name, value in (("one", one), ("other", other))]

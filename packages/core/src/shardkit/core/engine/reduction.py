@@ -181,6 +181,7 @@ class GradientReduction:
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 partial = self._partial_for(param, view, division)
                 if partial is not None and partial.dtype == view.dtype:
+                    hold(partial)
                     partial.add_(view)
                 else:  # none yet, or one of another dtype
                     param.partial = view if partial is None else view.add_(partial)

@@ -592,7 +592,7 @@ class FSDPParam:
             local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
-        """Drops unsharded gradients, after a failed iteration or when the user has zeroed them."""
+        """Drops unsharded gradients and sums that wait, after a failed iteration or when the user has zeroed them."""
         self._stand_in.dismiss(self.sharded_param)
         self.accumulated = self.partial = None
         if self.unsharded_param is not None:
