@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit.core import MixedPrecisionPolicy, fully_shard
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 
@@ -301,3 +302,170 @@ def _step_after_zeroing(rank: int, world_size: int) -> None:
 
 def test_a_step_after_sums_were_zeroed_is_not_refused() -> None:
     run_ranks(2, _step_after_zeroing)
+
+
+def _sequence(rank: int, world_size: int, seed: int, policy: MixedPrecisionPolicy) -> None:
+    """Random backwards, of which some wait, and zeroing in between; the last backward reduces everything."""
+    draw = random.Random(seed)
+    make = functools.partial(_shard, mesh=_hsdp(world_size), mp_policy=policy)
+    twins = Twins.of(rank, world_size, _Skipping, make)
+    optimizers = [torch.optim.SGD(model.parameters()) for model in (twins.sharded, twins.whole)]
+    for _ in range(12):
+        action = draw.choice(("reduce", "no all-reduce", "no sync", "zero", "zero in place"))
+        if action.startswith("zero"):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=action == "zero")
+            continue
+        twins.sharded.skips = twins.whole.skips = draw.random() < 0.3
+        twins.sharded.set_requires_gradient_sync(action != "no sync")
+        twins.sharded.set_requires_all_reduce(action == "reduce")
+        twins.backward(_loss)
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.sharded.set_requires_all_reduce(True)
+    twins.sharded.skips = twins.whole.skips = False
+    twins.backward(_loss)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_sequence_of_backwards_and_zeroing(world_size: int, seed: int) -> None:
+    reduce_dtype = torch.float64 if seed % 2 else None
+    run_ranks(world_size, _sequence, seed, MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+
+
+def _zeroes_both(rank: int, world_size: int) -> None:
+    """A sum that waits for its all-reduce and an unsharded gradient are both zeroed in place."""
+    twins = Twins.of(rank, world_size, _Skipping, functools.partial(_shard, mesh=_hsdp(world_size)))
+    twins.sharded.set_requires_all_reduce(False)
+    twins.backward(_loss)
+    twins.sharded.set_requires_gradient_sync(False)
+    twins.backward(_loss)
+    for model in (twins.sharded, twins.whole):
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.sharded.set_requires_all_reduce(True)
+    twins.backward(_loss)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_both_kinds_of_waiting_gradients_are_zeroed_together(world_size: int) -> None:
+    run_ranks(world_size, _zeroes_both)
+
+
+def _adds(rank: int, world_size: int) -> None:
+    """A user adds to zeros that stand in, as for a penalty: the sum has it."""
+    make = functools.partial(_shard, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    twins = Twins.of(rank, world_size, _Skipping, make)
+    twins.sharded.set_requires_gradient_sync(False)
+    twins.backward(_loss)
+    for model in (twins.sharded, twins.whole):
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter.detach())
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.backward(_loss)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_added_to_a_stand_in_are_kept(world_size: int) -> None:
+    run_ranks(world_size, _adds)
+
+
+class _Row(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).square().mean()
+
+
+def _backward_and_wait(rank: int, rows: int, policy: MixedPrecisionPolicy, *inputs: Tensor) -> Any:
+    """The first backward reduces its gradient, which may be zeros; those of the others wait."""
+    model: Any = _Row(rows)
+    fully_shard(model, mp_policy=policy)
+    for number, x in enumerate(inputs):
+        model.set_requires_gradient_sync(number == 0)
+        model(x * (rank + 1)).backward()
+    return model
+
+
+def _scales(rank: int, world_size: int) -> None:
+    """Scaling leaves what waits also where the gradient is zeros."""
+    for first in (torch.zeros(3), torch.ones(3)):
+        model = _backward_and_wait(rank, world_size, MixedPrecisionPolicy(), first, torch.ones(3))
+        model.weight.grad.mul_(2.0)
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(3) * (rank + 1)).backward()
+        one = sum(2 * (other + 1) ** 2 for other in range(world_size)) / world_size / (3 * world_size)
+        expected = torch.full((world_size, 3), 2 * one + 2 * one * bool(first.any()))
+        assert_close(model.weight.grad, expected, f"after {first}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scaling_is_not_taken_for_zeroing(world_size: int) -> None:
+    run_ranks(world_size, _scales)
+
+
+def _changes(rank: int, world_size: int) -> None:
+    """The last rank holds nothing of the parameter, so it cannot tell scaling from zeroing."""
+    for change, expected in ((lambda grad: grad.zero_(), 1), (lambda grad: grad.mul_(2.0), None)):
+        model = _backward_and_wait(rank, world_size - 1, MixedPrecisionPolicy(), *torch.ones(2, 3))
+        change(model.weight.grad)
+        model.set_requires_gradient_sync(True)
+        if expected is None and rank < world_size - 1:
+            with pytest.raises(RuntimeError, match=r"'weight' was changed in place while another gradient of it waits"):
+                model(torch.ones(3))
+        elif expected is None:
+            model(torch.ones(3))
+        else:
+            model(torch.ones(3) * (rank + 1)).backward()
+            one = sum(2 * (other + 1) ** 2 for other in range(world_size)) / world_size / (3 * world_size - 3)
+            assert_close(model.weight.grad, torch.full((world_size - 1, 3), one), "after zeroing")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_changes_that_an_empty_shard_cannot_see_are_refused(world_size: int) -> None:
+    run_ranks(world_size, _changes)
+
+
+def _steps(rank: int, world_size: int, kind: str, reduce_dtype: torch.dtype | None) -> None:
+    """A stand-in is no gradient: AdamW would decay the weights."""
+    model: Any = _Skipping()
+    _shard(model, mesh=_hsdp(world_size), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model.set_requires_all_reduce if kind == "all-reduce" else model.set_requires_gradient_sync)(False)
+    _loss(model, rank).backward()
+    with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' still waits for its reduction or"):
+        optimizer.step()
+    optimizer.zero_grad()
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    optimizer.step()
+    torch.testing.assert_close([parameter.full_tensor() for parameter in model.parameters()], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["all-reduce", "reduction"])
+def test_a_step_is_refused_while_a_gradient_waits(kind: str, reduce_dtype: torch.dtype | None) -> None:
+    run_ranks(2, _steps, kind, reduce_dtype)
+
+
+def _unused(rank: int, world_size: int) -> None:
+    """Zeros are reduced for a module that backward left out only if its sums are all-reduced now."""
+    model: Any = _Skipping()
+    _shard(model, mesh=_hsdp(world_size))
+    launched: list[int] = []
+    for all_reduces in (False, False, True):
+        model.set_requires_all_reduce(all_reduces)
+        seen: list[events.Event] = []
+        with events.subscribe(seen.append):
+            _loss(model, rank).backward()
+        launched.append([event.fqn for event in seen if isinstance(event, events.ReduceStarted)].count("second"))
+        model.skips = True
+    assert launched == [1, 0, 1], launched
+
+
+def test_zeros_of_unused_modules_are_reduced_once() -> None:
+    run_ranks(4, _unused)

@@ -414,6 +414,8 @@ class FSDPParamGroup(GroupGather):
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.settings.reduce_grads:
                 self._accumulating = True
+                if any(param.sharded_param.grad is not None and not param.stand_in.is_made for param in self.params):
+                    self.context.finish_reductions()  # stand-ins that are sharded gradients are read and marked
                 for param in self.params:
                     param.accumulate_unsharded()
                 self._end_deferring()
@@ -423,7 +425,9 @@ class FSDPParamGroup(GroupGather):
                 self.context.finish_reductions()
             gradients = []
             for param in self.params:
-                gradient = param.take_gradient(self.settings.reduce_unused_params)
+                gradient = param.take_gradient(
+                    zeros_if_unused=self.settings.reduce_unused_params, all_reduces=self.settings.all_reduce_grads
+                )
                 if gradient is None:
                     continue
                 if gradient.layout is not torch.strided:
@@ -489,11 +493,7 @@ class FSDPParamGroup(GroupGather):
             )
         if not in_backward():
             self._drop_zeroed_gradients()
-        if self._reduction.has_partial and self.settings.all_reduce_grads and not in_backward():
-            raise RuntimeError(
-                f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
-                "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
-            )
+            self._check_waiting()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         for param in self.params:
@@ -503,6 +503,21 @@ class FSDPParamGroup(GroupGather):
                     "a tensor that is neither an output of a sharded module nor kept on one. Return the tensor from "
                     "the module's forward, or set it as an attribute of the module"
                 )
+
+    def _check_waiting(self) -> None:
+        """Raises RuntimeError if a gradient of the coming step still waits for its reduction, or its all-reduce."""
+        if self._reduction.has_partial and self.settings.all_reduce_grads:
+            raise RuntimeError(
+                f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
+                "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
+            )
+        waiting = next((param for param in self.params if param.stand_in.is_made), None)
+        if waiting is not None:
+            raise RuntimeError(
+                f"an optimizer steps, but the gradient of parameter '{waiting.fqn}' still waits for its reduction or "
+                "its all-reduce; call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the "
+                "last backward of a step, or drop the gradient by zero_grad()"
+            )
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
         if self.order_check is not None:

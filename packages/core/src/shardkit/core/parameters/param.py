@@ -162,7 +162,7 @@ class FSDPParam:
         self.accumulated: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.partial_divisor = 1.0
-        self._stand_in = StandIn()
+        self.stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
         self._gathered_version = 0
         self._settled_version = -1
@@ -264,7 +264,7 @@ class FSDPParam:
             self._drop_unsharded()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
-            if self._stand_in.gradient is not None:
+            if self.stand_in.gradient is not None:
                 self.show_waiting()
 
     def _stays_unsharded(self) -> bool:
@@ -474,7 +474,7 @@ class FSDPParam:
     def take_gradients(self) -> torch.Tensor | None:
         """Before a cast or move of the module: takes away stand-ins, and gradients with a dtype of their own."""
         self.drop_zeroed_gradient()
-        self._stand_in.dismiss(self.sharded_param)
+        self.stand_in.dismiss(self.sharded_param)
         gradient = self.gradient_dtype.take_out(self.sharded_param)
         self._note_dtypes()
         return gradient
@@ -512,36 +512,35 @@ class FSDPParam:
 
     def show_waiting(self) -> None:
         """Installs the stand-in of a gradient that waits for its reduction, or its all-reduce, if there is one."""
-        waiting = self.accumulated
-        if waiting is None and self.unsharded_param is not None:
-            waiting = self.unsharded_param.grad
-        whole = waiting is not None
-        if waiting is None and self.partial is not None:
-            waiting = self.partial.view(self.local_shape)
+        accumulated = self.accumulated
+        if accumulated is None and self.unsharded_param is not None:
+            accumulated = self.unsharded_param.grad
+        partial = None if self.partial is None else self.partial.view(self.local_shape)
+        waiting = partial if accumulated is None else accumulated
         if waiting is not None:
             sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
-            mark_gradient(self._stand_in.put(sharded, waiting, self.form, self._local, dtype, whole=whole))
+            mark_gradient(self.stand_in.put(sharded, accumulated, partial, self.form, self._local, dtype))
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
-        if self._stand_in.gradient is not None:
+        if self.stand_in.gradient is not None:
             check_gradient(self.fqn, self.sharded_param.grad)
-            if self._stand_in.was_zeroed(self.sharded_param):
+            if self.stand_in.was_zeroed(self.fqn, self.sharded_param, self.layout):
                 self.forget_gradients()
 
-    def take_gradient(self, zeros_if_unused: bool) -> torch.Tensor | None:
+    def take_gradient(self, *, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object then drops; None if backward left none.
 
-        Zeros if it left none and a partial sum waits for its all-reduce, also if the parameter was frozen meanwhile.
+        Zeros if it left none and a partial sum is to be all-reduced now, also if the parameter was frozen meanwhile.
         """
-        self._stand_in.dismiss(self.sharded_param)
+        self.stand_in.dismiss(self.sharded_param)
         parameter, fresh = self.unsharded_param, None
         if parameter is not None:
             fresh, parameter.grad = parameter.grad, None
         gradient, self.accumulated = self.accumulated, None
         if gradient is None:
             gradient = fresh
-            waits = self.partial is not None
+            waits = all_reduces and self.partial is not None
             if zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
                 dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
                 if gradient is None and (waits or (parameter is not None and parameter.requires_grad)):
@@ -584,7 +583,7 @@ class FSDPParam:
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
         """`zero_grad` for the sharded gradient and for a waiting one."""
-        if self._stand_in.gradient is not None:
+        if self.stand_in.gradient is not None:
             self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None
@@ -593,7 +592,7 @@ class FSDPParam:
 
     def forget_gradients(self) -> None:
         """Drops unsharded gradients and sums that wait, after a failed iteration or when the user has zeroed them."""
-        self._stand_in.dismiss(self.sharded_param)
+        self.stand_in.dismiss(self.sharded_param)
         self.accumulated = self.partial = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None
