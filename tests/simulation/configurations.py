@@ -93,6 +93,14 @@ def _not_the_last(run: Run) -> None:
         whole_step(run)
 
 
+def _waits_beside_a_reduction(run: Run) -> None:
+    """Reductions of the first backward may be under way when the second one leaves gradients that wait."""
+    for number, reduces in enumerate((True, False, True)):
+        run.model.set_requires_gradient_sync(reduces)
+        run.model.set_is_last_backward(number == 2)
+        whole_step(run)
+
+
 def _side_stream(run: Run) -> Any:
     if "side" not in run.kept:
         run.kept["side"] = Stream()
@@ -285,6 +293,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
     configuration("accumulation", step=accumulating),
     configuration("accumulation, bf16", step=accumulating, mixed=True),
+    configuration("a gradient waits beside a reduction", step=_waits_beside_a_reduction),
     configuration("reshard_after_forward=False", options={"reshard_after_forward": False}),
     configuration("reshard_after_forward=2", options={"reshard_after_forward": 2}),
     configuration("reshard_after_forward=2, packed", options={"reshard_after_forward": 2}, coalescing=False),
