@@ -1,0 +1,118 @@
+"""Parameters in their modules' slots: dicts, ties and flags that change while training, against a single process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardkit.core import fully_shard
+from tests.core.single_process import Twins, batch
+from tests.support import run_ranks
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def _shard(model: Any, **options: Any) -> None:
+    for layer in (model.first, model.second):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    return model(batch(rank, 3, 4)).square().mean()
+
+
+def _new_dict(rank: int, world_size: int) -> None:
+    """As unpickling or a library that swaps a module's contents does."""
+    twins = Twins.of(rank, world_size, _Two, _shard)
+    twins.step(_loss)
+    for model in (twins.sharded, twins.whole):
+        model.first._parameters = dict(model.first._parameters)
+    for _ in range(2):
+        twins.step(_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_with_a_new_dict_of_parameters(world_size: int) -> None:
+    run_ranks(world_size, _new_dict)
+
+
+def _frozen_in_forward(rank: int, world_size: int, reshard_after_forward: bool) -> None:
+    """A hook freezes the parameter that it sees, the unsharded one; later steps find the sharded one frozen."""
+    twins = Twins.of(rank, world_size, _Two, lambda model: _shard(model, reshard_after_forward=reshard_after_forward))
+    twins.step(_loss)
+    for model in (twins.sharded, twins.whole):
+
+        def freeze(module: nn.Module, *_: Any) -> None:
+            module.weight.requires_grad_(False)
+
+        handle = model.first.register_forward_pre_hook(freeze)
+        model(batch(rank, 3, 4))
+        handle.remove()
+    twins.sharded.reshard()
+    assert not twins.sharded.first.weight.requires_grad
+    twins.step(_loss)
+    assert twins.sharded.first.weight.grad is None and twins.sharded.first.bias.grad is None
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_frozen_while_it_is_unsharded(world_size: int, reshard_after_forward: bool) -> None:
+    run_ranks(world_size, _frozen_in_forward, reshard_after_forward)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def _tied_later(rank: int, world_size: int) -> None:
+    """The second module comes when the first one has been trained; they share their only parameter."""
+    twins = Twins.of(rank, world_size, _Tied, lambda model: fully_shard(model.first))
+    for model in (twins.sharded, twins.whole):
+        model.first(batch(rank, 3, 4)).square().mean().backward()
+        model.first.zero_grad()
+    fully_shard(twins.sharded.second)
+    for _ in range(2):
+        twins.step(_loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tie_to_a_group_that_was_trained(world_size: int) -> None:
+    run_ranks(world_size, _tied_later)
+
+
+def _steps_in_backward(rank: int, world_size: int) -> None:
+    """Each parameter's optimizer steps as soon as its gradient is there, in the middle of backward."""
+    twins = Twins.of(rank, world_size, _Two, _shard)
+    for parameter in twins.sharded.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        twins.backward(_loss)
+        torch.optim.SGD(twins.whole.parameters(), lr=0.1).step()
+        twins.whole.zero_grad()
+        twins.check_parameters()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_in_the_middle_of_backward(world_size: int) -> None:
+    run_ranks(world_size, _steps_in_backward)
