@@ -432,7 +432,7 @@ def test_changes_that_an_empty_shard_cannot_see_are_refused(world_size: int) -> 
 
 
 def _steps(rank: int, world_size: int, kind: str, reduce_dtype: torch.dtype | None) -> None:
-    """A stand-in is no gradient: AdamW would decay the weights."""
+    """AdamW would take a stand-in for a gradient and decay the weights."""
     model: Any = _Skipping()
     _shard(model, mesh=_hsdp(world_size), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -21,6 +21,7 @@ from tests.simulation.training import (
     Run,
     Scenario,
     accumulating,
+    all_reduce_once,
     pipelined,
     started,
     take_steps,
@@ -63,12 +64,6 @@ def optimize(run: Run) -> None:
 
 
 # -- ways to step ------------------------------------------------------------------------------------------------------
-
-
-def _all_reduce_once(run: Run) -> None:
-    for last in (False, False, True):
-        run.model.set_requires_all_reduce(last)
-        whole_step(run)
 
 
 def _cast_between(run: Run) -> None:
@@ -288,7 +283,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("tensor subclass", build=_subclass, on_stock=False),
     configuration("HSDP", replicas=2),
     configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
-    configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=_all_reduce_once),
+    configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=all_reduce_once),
     configuration("HSDP, cast between micro-batches", replicas=2, step=_cast_between, on_stock=False),
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
     configuration("accumulation", step=accumulating),

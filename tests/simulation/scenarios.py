@@ -12,7 +12,16 @@ import torch
 from shardkit.core import CompressionPolicy
 from tests.simulation.model import BlockSpec, Checkpointed
 from tests.simulation.timeline import Costs, Timeline, holds_gathered
-from tests.simulation.training import BLOCK, SHARDS, Scenario, accumulating, pipelined, started, take_steps
+from tests.simulation.training import (
+    BLOCK,
+    SHARDS,
+    Scenario,
+    accumulating,
+    all_reduce_once,
+    pipelined,
+    started,
+    take_steps,
+)
 
 
 def rates(
@@ -139,6 +148,7 @@ COMPARISONS: list[Comparison] = [
     *_both("HSDP", {**_FAST, "all_reduce": 14.0}, replicas=2),
     *_both("HSDP, slow between hosts", _SLOW_HSDP, replicas=2),
     *_both("HSDP, slow between hosts, 3 buffers", _SLOW_HSDP, replicas=2, prepare=three_buffers),
+    *_both("HSDP, all-reduce of the last micro-batch", _SLOW_HSDP, replicas=2, step=all_reduce_once),
     *_both("slow links, 3 buffers", _SLOW, prepare=three_buffers),
     *_both("deep, small groups", {"all_gather": 0.8, "reduce_scatter": 0.8, "block": _SMALL}, blocks=(_SMALL,) * 64),
     *_both("huge embedding", _FAST, blocks=(_EMBEDDING, *(BLOCK,) * 8)),

@@ -68,6 +68,13 @@ def accumulating(run: Run) -> None:
         whole_step(run)
 
 
+def all_reduce_once(run: Run) -> None:
+    """HSDP: three micro-batches, of which the last one all-reduces."""
+    for last in (False, False, True):
+        run.model.set_requires_all_reduce(last)
+        whole_step(run)
+
+
 def pipelined(run: Run) -> None:
     """The stages of a pipeline, all on this rank; three micro-batches; unshards ahead and reshards by hand."""
     stages, batches = run.chains(), 3

@@ -421,8 +421,6 @@ class FSDPParamGroup(GroupGather):
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
-            if self._sums_wait:
-                self.context.finish_reductions()
             gradients = []
             for param in self.params:
                 gradient = param.take_gradient(
@@ -543,7 +541,6 @@ class FSDPParamGroup(GroupGather):
         self.backward_users.clear()
         self.reshard()
         self._accumulating = self._sums_wait = False
-        self._reduction.forget()
         if self._transports is not None:
             self._transports.forget_residuals()
         for param in self.params:

@@ -86,10 +86,6 @@ class GradientReduction:
         """HSDP: whether a sum over the shard group waits for its all-reduce."""
         return bool(self.mesh.replicate_groups) and any(param.partial is not None for param in self._params)
 
-    def forget(self) -> None:
-        """Drops the plans."""
-        self._plans.clear()
-
     def programs(
         self,
         gradients: list[tuple[FSDPParam, torch.Tensor]],

@@ -54,7 +54,7 @@ class StandIn:
         shard: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """After each backward without sync: makes `sharded.grad` stand in for what waits, and returns it.
+        """After each backward without sync: makes `sharded.grad` stand in for a waiting gradient, and returns it.
 
         Args:
             sharded: the sharded parameter.
