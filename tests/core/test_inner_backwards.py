@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import fully_shard
+from shardkit.core import events, fully_shard
 from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, batch
 from tests.support import run_ranks
@@ -152,3 +152,40 @@ def _tie(rank: int, world_size: int) -> None:
 
 def test_a_tie_to_a_group_that_is_gathered() -> None:
     run_ranks(2, _tie)
+
+
+class _Looking(nn.Module):
+    """Runs a backward of its own in the middle of forward, through a module of its own."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.aside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.looks = looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if self.looks and number == 2:
+                self.aside(x.detach()).square().mean().backward()
+        return x
+
+
+def _known_order(rank: int, world_size: int) -> None:
+    """The inner backward gathers none of the blocks, and the outer one still gathers them ahead."""
+    model: Any = _Looking(looks=True)
+    for module in (*model.blocks, *model.aside, model):
+        fully_shard(module)
+    for _ in range(3):
+        seen: list[events.Event] = []
+        with events.subscribe(seen.append):
+            loss = model(batch(rank, 3, 4)).square().mean()
+            in_forward = [event.fqn for event in seen if isinstance(event, events.GatherStarted)]
+            seen.clear()
+            loss.backward()
+    assert [in_forward.count(f"blocks.{number}") for number in range(3)] == [1, 1, 1]
+    assert [event.fqn for event in seen if isinstance(event, events.PrefetchMiss)] == []
+
+
+def test_a_backward_inside_forward_leaves_the_outer_one_its_order() -> None:
+    run_ranks(2, _known_order)

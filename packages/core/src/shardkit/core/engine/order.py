@@ -4,7 +4,8 @@ Note [Several forwards, one backward]
 A pipeline runs the forwards of several micro-batches before the first backward, which visits the passes of the first
 micro-batch only. The passes of the other forwards are set aside until this backward ends. Otherwise it would enter
 them, leave none of them, and so gather all groups at once. Autograd says which nodes a backward will execute. A forward
-is set aside if backward leaves none of its passes, although it could be seen leaving one.
+is set aside if backward leaves none of its passes, although it could be seen leaving one. A backward may also run
+inside a forward, as for a force or a penalty: passes of this forward are set aside one by one.
 
 One backward may also visit several forwards (the sum of their losses). It may enter a pass through one that lies inside
 it: a model returns the output of its last block. Then the passes around are entered with it, and their own hooks, which
@@ -107,6 +108,7 @@ class Order:
         self.is_steady = False
         self.passes: list[Pass] = []
         self._set_aside: list[Pass] = []
+        self._before: list[Pass] = []  # all passes, before some were set aside
         self._backward = -1  # number of the running backward
         self._staying: set[int] = set()  # states that the running backward has entered and will not be seen leaving
         self._around: set[int] = set()  # states that it has entered through a pass inside theirs, before their own hook
@@ -237,9 +239,28 @@ class Order:
         for one in reversed(self.passes):
             if one.forward in elsewhere and one.will_be_left():
                 elsewhere.discard(one.forward)
-        if elsewhere:
-            self._set_aside = [one for one in self.passes if one.forward in elsewhere]
-            self._replace_passes([one for one in self.passes if one.forward not in elsewhere])
+        aside = {id(one) for one in self.passes if one.forward in elsewhere}
+        if self.forward_root is not None:
+            aside |= self._before_inner_backward(of)
+        if aside:
+            self._before = self.passes
+            self._set_aside = [one for one in self.passes if id(one) in aside]
+            self._replace_passes([one for one in self.passes if id(one) not in aside])
+
+    def _before_inner_backward(self, of: Pass | None) -> set[int]:
+        """Identities of the passes of the running forward that a backward inside it will not visit.
+
+        A pass whose leaving autograd does not know, because its inputs need no gradient, counts as the later ones do.
+        """
+        awaited, skipped = [], set[int]()
+        for one in self.passes:
+            if one.forward != self._forwards or one is of or one.will_be_left():
+                continue
+            awaited.append(id(one))
+            if one.leaving is not None:
+                skipped.update(awaited)
+                awaited.clear()
+        return skipped
 
     def enter_backward(self, state: ScheduledState) -> Pass | None:
         """A state's backward begins: drops its last pass and all later ones; returns the pass, None if unknown."""
@@ -279,9 +300,12 @@ class Order:
 
     def _take_back_set_aside(self) -> None:
         if self._set_aside:
-            both = [*self._set_aside, *self.passes]
-            self._replace_passes(sorted(both, key=operator.attrgetter("forward")) if self.passes else both)
-            self._set_aside = []
+            left = {id(one) for one in (*self._set_aside, *self.passes)}
+            before = [one for one in self._before if id(one) in left]
+            added = left.difference(map(id, before))
+            both = [*before, *(one for one in self.passes if id(one) in added)]
+            self._replace_passes(sorted(both, key=operator.attrgetter("forward")) if added else both)
+            self._set_aside, self._before = [], []
 
     def _replace_passes(self, passes: list[Pass]) -> None:
         self.passes, self._numbered = passes, None
