@@ -273,7 +273,7 @@ def test_the_newest_of_a_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixt
     missing = f"{run / 'step-1000000' / 'manifest.json'} is missing"
     for arguments in (["inspect"], ["verify"], ["export", exported], ["reshard", exported, "--ranks", 1]):
         status, text = said(capsys, arguments[0], run, *arguments[1:])
-        assert (status, text) == (2, f"error: {missing}; --fallback takes the one before\n")
+        assert (status, text) == (2, f"error: {missing}; add --fallback to take the checkpoint before it\n")
         assert not exported.exists()
     flip(run / "step-999999" / "__0_0.distcp")
     for arguments in (["verify"], ["reshard", exported, "--ranks", 1], ["export", tmp_path / "user", "--prefix=user."]):

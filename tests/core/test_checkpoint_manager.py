@@ -148,6 +148,9 @@ def refused_states(rank: int, world_size: int, path: Path) -> list[str]:
         def state_dict(self) -> dict[str, Any]:
             return {"below": {"value": self.value}}
 
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("nothing is restored here")
+
     for value in (object(), torch.eye(2).to_sparse(), {(1, 2): 3}):
         with pytest.raises(CheckpointError) as refused:
             # Only one rank cannot; the others hear of it.
@@ -298,12 +301,26 @@ def test_ranks_with_other_layouts(tmp_path: Path):
 
 
 def test_bad_arguments(tmp_path: Path):
-    with pytest.raises(ValueError, match="keep=0, expected at least 1"):
+    with pytest.raises(ValueError, match="keep=0, expected a whole number from 1 on; pass None if it keeps all"):
         CheckpointManager(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="key 'rng': expected a name without dots"):
-        TrainingState(torch.nn.Linear(1, 1), user={"rng": Loader(0)})
-    with pytest.raises(ValueError, match="key 'a': expected"):
-        TrainingState(torch.nn.Linear(1, 1), user={"a": Loader(0)}, per_rank={"a": Loader(0)})
+    for every in (0, "3", 2.0, True):
+        with pytest.raises(ValueError, match=rf"every={every!r}, expected a whole number from 1 on; pass None"):
+            CheckpointManager(tmp_path, every=every)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="user has the key 'rng', expected a name without dots"):
+        TrainingState(model, user={"rng": Loader(0)})
+    with pytest.raises(ValueError, match="per_rank has the key 'a', expected"):
+        TrainingState(model, user={"a": Loader(0)}, per_rank={"a": Loader(0)})
+    with pytest.raises(ValueError, match="user has the key 3, expected"):
+        TrainingState(model, user={3: Loader(0)})
+    with pytest.raises(TypeError, match="user is a Loader, expected a mapping of names to objects with state_dict"):
+        TrainingState(model, user=Loader(0))
+    with pytest.raises(TypeError, match=r"user\['step'\] is a int without state_dict and load_state_dict; pass"):
+        TrainingState(model, user={"step": 3})
+    with pytest.raises(TypeError, match=r"per_rank\['own'\] is a dict without"):
+        TrainingState(model, per_rank={"own": {"position": 1}})
+    with pytest.raises(TypeError, match="scheduler is a float without"):
+        TrainingState(model, scheduler=0.1)
 
 
 def test_without_a_process_group(tmp_path: Path):

@@ -1,6 +1,7 @@
 """`training_state.py`: state comes back in its own dtypes, and to the groups that it belongs to."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,38 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 def test_sharded_state_keeps_dtype_and_place(tmp_path: Path):
     assert run_ranks(2, sharded_state, tmp_path) == [[True] * 6] * 2
+
+
+class Wrapper:
+    """An optimizer's interface without its class, as some trainers wrap one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("given", [lambda one: iter([one]), lambda one: (one for _ in range(1)), Wrapper])
+def test_optimizers_that_come_as_something_else(tmp_path: Path, given: Callable[[torch.optim.Optimizer], Any]):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    CheckpointManager(tmp_path).save(1, TrainingState(model, given(optimizer)), blocking=True)
+    other = torch.optim.SGD(model.parameters(), momentum=0.9)
+    CheckpointManager(tmp_path).restore(TrainingState(model, given(other)))
+    assert torch.equal(other.state[model.weight]["momentum_buffer"], model.weight.grad)
+
+
+def test_what_is_no_optimizer():
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="optimizer 0 is a Parameter, expected an Optimizer; pass optimizers"):
+        TrainingState(model, model.parameters())
+    with pytest.raises(TypeError, match="optimizer 1 is a Linear, expected an Optimizer"):
+        TrainingState(model, [torch.optim.SGD(model.parameters()), model])
+    with pytest.raises(TypeError, match="optimizer is a float, expected an Optimizer or several; pass"):
+        TrainingState(model, 0.1)
 
 
 def empty_groups(model: torch.nn.Module, *rates: float) -> torch.optim.Optimizer:

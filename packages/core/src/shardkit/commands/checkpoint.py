@@ -52,8 +52,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("second", type=Path)
     _add_progress_option(one)
     one = add_for_one("export", "weights as safetensors in the layout of Hugging Face, or one file of torch.save")
-    one.add_argument("target", type=Path)
-    one.add_argument("--to", choices=("safetensors", "torch"), default="safetensors")
+    one.add_argument(
+        "target", type=Path, help="to make: a directory with --to safetensors, a file with --to torch; must not exist"
+    )
+    one.add_argument(
+        "--to",
+        choices=("safetensors", "torch"),
+        default="safetensors",
+        help="safetensors: one or more files and their index, as Hugging Face loads them (default); torch: one file "
+        "that torch.load reads",
+    )
     one.add_argument(
         "--prefix", default="model.", help="export only names with this prefix, and strip it (default: model.)"
     )
@@ -62,12 +70,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_conversion_options(one)
     one = add("import", "a checkpoint of weights from safetensors files or a file of torch.save")
     one.add_argument("source", type=Path, help="a file, or a directory with a Hugging Face index")
-    one.add_argument("target", type=Path)
+    one.add_argument("target", type=Path, help="the checkpoint's directory to make; must not exist")
     one.add_argument("--key", help="import only the entry under this key of a torch.save file")
     one.add_argument("--ranks", type=_positive, default=1, help="data files to write (default: 1)")
     add_conversion_options(one)
     one = add_for_one("reshard", "the same checkpoint in another number of data files")
-    one.add_argument("target", type=Path)
+    one.add_argument("target", type=Path, help="the checkpoint's directory to make; must not exist")
     one.add_argument("--ranks", type=_positive, required=True, help="data files to write")
     add_conversion_options(one)
     return parser.parse_args(arguments)

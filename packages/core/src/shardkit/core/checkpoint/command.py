@@ -131,7 +131,7 @@ def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
             return use(path, read())
         except DamagedCheckpointError as error:
             if not options.fallback:
-                raise DamagedCheckpointError(f"{error}; --fallback takes the one before") from error
+                raise DamagedCheckpointError(f"{error}; add --fallback to take the checkpoint before it") from error
             say(f"damaged: {error}")
     return use(oldest, read_oldest())
 

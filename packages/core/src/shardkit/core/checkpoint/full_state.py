@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -306,9 +307,14 @@ def load_full_state_dict(
         TypeError, ValueError, OSError, ImportError: for a source that cannot be read; raised on every rank.
     """
     peers = Peers.of(group)
-    opened, unreadable = None, None
+    opened, unreadable = None, cast(Exception | None, None)
     try:
         opened = open_source(source)
+    except OSError as error:
+        unreadable = type(error)(
+            f"cannot read the source {str(source)!r} in {Path.cwd()}: {error.strerror or error}; "
+            "pass a path that rank 0 can read, or a dict of tensors on rank 0"
+        )
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
         unreadable = _told(error, "cannot read the source")
     state, report = _survey(module)

@@ -49,6 +49,13 @@ class Restored:
     damaged: tuple[str, ...] = ()
 
 
+def _step_number(step: object) -> int:
+    whole = operator.index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    if not 0 <= whole < 2**63:
+        raise CheckpointError(f"step={step!r}, expected a whole number from 0 on; pass the number of steps taken")
+    return whole
+
+
 class CheckpointManager:
     """The checkpoints of one run in one directory, which all ranks must see.
 
@@ -63,15 +70,15 @@ class CheckpointManager:
 
     Raises:
         CheckpointError: on all ranks, if the directory is not writable, or differs between ranks.
-        ValueError: for a number below 1.
+        ValueError: for a `keep` or `every` that is not a whole number from 1 on.
     """
 
     def __init__(
         self, directory: str | Path, *, keep: int | None = None, every: int | None = None, timeout: float = 1800.0
     ) -> None:
-        for name, value in (("keep", keep), ("every", every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1 or None")
+        for name, value, without in (("keep", keep, "keeps all checkpoints"), ("every", every, "makes none due")):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}, expected a whole number from 1 on; pass None if it {without}")
         self._directory = CheckpointDirectory(Path(directory).absolute())
         self._keep, self._every, self._timeout = keep, every, timeout
         self._peers = Peers.of(None)
@@ -118,9 +125,7 @@ class CheckpointManager:
         plan, number, digest, values, error = None, 0, 0, 0, None
         captured: Captured | None = None
         try:
-            if not 0 <= (whole := operator.index(step)) < 2**63:
-                raise ValueError(f"step {whole}, expected a number from 0 on")
-            number = whole
+            number = _step_number(step)
             info = json.loads(json.dumps(dict(info or {})))  # as it is now: the thread writes it later
             captured = state.capture(self._peers.rank)
             digest = layouts_digest(captured.shared.values)
@@ -248,8 +253,11 @@ class CheckpointManager:
                 index = self._restore_one(path, state, any_writer=source is not None)
             except DamagedCheckpointError as seen:
                 if not fallback or number == len(candidates) - 1:
-                    hint = "" if fallback or len(candidates) == 1 else "; fallback=True takes the one before"
-                    raise DamagedCheckpointError(f"{seen}{hint}") from seen
+                    older = not fallback and len(candidates) > 1
+                    remedy = "pass fallback=True to take the checkpoint before it, or " if older else ""
+                    raise DamagedCheckpointError(
+                        f"{seen}; {remedy}copy its files again from where they are intact"
+                    ) from seen
                 damaged[path] = str(seen)
                 continue
             with self._together("setting damaged checkpoints aside"):

@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,35 +235,50 @@ class TrainingState:
         optimizer: one or several with separate parameters; stored under "optimizer", by parameter name.
         scheduler: the learning rate scheduler, or any object with `state_dict` and `load_state_dict`; under
             "scheduler".
-        user: other objects with these two methods, under their keys. Their tensors may be DTensors. Values that are not
-            tensors are stored once, from rank 0.
+        user: names of other objects with these two methods, and the objects: `{"counter": counter}`. Each is stored
+            under its name. Their tensors may be DTensors. Values that are not tensors are stored once, from rank 0.
         per_rank: like `user`, for state that differs by rank, such as a data loader's position; under "<key>.<rank>".
             It needs as many ranks as saved it, unless the object's `load_state_dicts(states)` takes all states, by
             rank.
         rng: whether to include the random generators of each rank (torch's, Python's, numpy's).
 
     Raises:
+        TypeError: for an optimizer, a scheduler or an object of `user` or `per_rank` that lacks the methods it needs.
         ValueError: for a key that is one of the names above or is not a plain name.
     """
 
     model: nn.Module
-    optimizer: Optimizer | Sequence[Optimizer] = ()
+    optimizer: Optimizer | Iterable[Optimizer] = ()
     scheduler: Stateful | None = None
     user: Mapping[str, Stateful] = field(default_factory=dict)
     per_rank: Mapping[str, Stateful] = field(default_factory=dict)
     rng: bool = True
 
     def __post_init__(self) -> None:
+        if not _acts_as_optimizer(self.optimizer):
+            object.__setattr__(self, "optimizer", _several_optimizers(self.optimizer))  # an iterator is read only once
+        if self.scheduler is not None:
+            _check_stateful("scheduler", self.scheduler)
         taken = [MODEL, OPTIMIZER, SCHEDULER, RNG]
-        for key in (*self.user, *self.per_rank):
-            if key in taken or not key or "." in key:
-                raise ValueError(f"key {key!r}: expected a name without dots that is not one of {', '.join(taken)}")
-            taken.append(key)
+        for what, mapping in (("user", self.user), ("per_rank", self.per_rank)):
+            if not isinstance(mapping, Mapping):
+                raise TypeError(
+                    f"{what} is a {type(mapping).__name__}, expected a mapping of names to objects with state_dict and "
+                    f'load_state_dict; pass for example {what}={{"counter": counter}}'
+                )
+            for key, one in mapping.items():
+                if not isinstance(key, str) or key in taken or not key or "." in key:
+                    raise ValueError(
+                        f"{what} has the key {key!r}, expected a name without dots that is not one of "
+                        f"{', '.join(taken)}; rename it"
+                    )
+                _check_stateful(f"{what}[{key!r}]", one)
+                taken.append(key)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers."""
-        return (self.optimizer,) if isinstance(self.optimizer, Optimizer) else tuple(self.optimizer)
+        return self.optimizer if isinstance(self.optimizer, tuple) else (self.optimizer,)
 
     def stateful(self) -> Iterator[tuple[str, Stateful]]:
         """Scheduler and user state, by key."""
@@ -290,6 +305,37 @@ class TrainingState:
             _add(own, flatten(get_rng_state(), (RNG, str(rank))))
         parameters = tuple((MODEL, name) for name in OptimizerNames.of(self.model, ()).name_of.values())
         return Captured(shared, own, parameters)
+
+
+def _several_optimizers(given: Any) -> tuple[Optimizer, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"optimizer is a {type(given).__name__}, expected an Optimizer or several; pass the optimizer that steps "
+            "on the model"
+        )
+    found = tuple(given)
+    for number, one in enumerate(found):
+        if not _acts_as_optimizer(one):
+            raise TypeError(
+                f"optimizer {number} is a {type(one).__name__}, expected an Optimizer; pass optimizers, not their "
+                "parameters"
+            )
+    return found
+
+
+def _acts_as_optimizer(one: Any) -> bool:
+    """Whether it has what a checkpoint needs of an optimizer; a wrapper of one need not be an Optimizer itself."""
+    needed = ("param_groups", "state", "load_state_dict")
+    return isinstance(one, Optimizer) or all(hasattr(one, name) for name in needed)
+
+
+def _check_stateful(what: str, one: object) -> None:
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(one, name, None))]
+    if missing:
+        raise TypeError(
+            f"{what} is a {type(one).__name__} without {' and '.join(missing)}; pass an object with both, such as one "
+            "that returns its value from state_dict() in a dict and takes it back in load_state_dict()"
+        )
 
 
 def _add(to: Leaves, more: Leaves) -> None:
