@@ -188,6 +188,17 @@ def check_ties_and_odd_inputs(rank, world_size):
     assert grad_norm(wide).item() == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize("max_norm", [-1, -0.5, float("nan")])
+def test_a_bound_that_is_no_norm(max_norm):
+    """A negative bound would turn every gradient around."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=f"max_norm={max_norm}, expected a number from 0 on, or inf; pass inf"):
+        clip_grad_norm_([weight], max_norm)
+    assert clip_grad_norm_([weight], float("inf")).item() == pytest.approx(math.sqrt(2))
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
 def test_ties_and_odd_inputs():
     run_ranks(2, check_ties_and_odd_inputs)
 

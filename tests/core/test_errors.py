@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +103,57 @@ def test_modules() -> None:
     _run(_bad_modules)
 
 
+def _nested() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def _inner_modules_come_too_late(rank: int, world_size: int) -> None:
+    text = r"module '{}' is inside this FSDPSequential, which is already sharded.*parameter '{}'.* inner modules first"
+    model = fully_shard(_nested())
+    for modules in (model[1], [nn.Linear(2, 2), model[1]]):
+        with pytest.raises(ValueError, match=text.format("1", r"1\.0\.weight")):
+            fully_shard(modules)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=text.format(r"1\.0", r"1\.0\.weight")):
+        fully_shard(model[1][0])
+    assert [type(module).__name__ for module in model] == ["Linear", "Sequential"]
+    two_calls = _nested()
+    for module in (two_calls[1], two_calls):
+        fully_shard(module)
+    with pytest.raises(ValueError, match=text.format("0", r"0\.weight")):
+        fully_shard(two_calls[1][0])
+
+
+def test_inner_modules_come_too_late() -> None:
+    _run(_inner_modules_come_too_late)
+
+
+def _inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
+    """The call around them has not taken their parameters: ignored, added later, of no parameters, or moved out."""
+    ignored = _nested()
+    fully_shard(ignored, ignored_params=set(ignored[0].parameters()))
+    added = fully_shard(_nested())
+    added[0] = nn.Linear(4, 4)
+    for model in (ignored, added):
+        fully_shard(model[0])
+        model(torch.ones(2, 4)).sum().backward()
+        assert isinstance(model[0].weight.grad, DTensor)
+    fully_shard(added[1][1])
+    shared = nn.Linear(4, 4)
+    blocks = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
+    for block in (*blocks, blocks):
+        fully_shard(block)
+    blocks(torch.ones(2, 4)).sum().backward()
+    assert isinstance(shared.weight.grad, DTensor)
+    moved = added[1][0]
+    added[1] = nn.Identity()
+    fully_shard(moved)
+
+
+def test_inner_modules_that_may_come_later() -> None:
+    _run(_inner_modules_that_may_come_later)
+
+
 class _Homeless(nn.Module):
     def __init__(self, attribute: str, value: Any) -> None:
         super().__init__()
@@ -166,8 +218,29 @@ def _bad_settings(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=r"prefetch depth must be an int >= 0"):
             model.set_prefetch_depth(depth)
     for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match=r"fully_shard was called on, got a Linear"):
+        with pytest.raises(ValueError, match=rf"{method.__name__} got a Linear in place 1 of its list, expected"):
             method([model.blocks[0], model.inp])
+        with pytest.raises(TypeError, match=rf"{method.__name__} got 'blocks\.0', expected a list of modules"):
+            method("blocks.0")
+        with pytest.raises(TypeError, match=rf"{method.__name__} got a FSDPBlock, expected a list"):
+            method(model.blocks[0])
+        with pytest.raises(ValueError, match=rf"{method.__name__} got '0' in place 1 of its list"):
+            method([model.blocks[0], "0"])
+    for name, setting in (
+        ("set_requires_gradient_sync", "requires_gradient_sync"),
+        ("set_requires_all_reduce", "requires_all_reduce"),
+        ("set_is_last_backward", "is_last_backward"),
+        ("set_force_sum_reduction_for_comms", "enable"),
+        ("set_reduce_scatter_unused_params", "reduce_scatter_unused_params"),
+        ("set_reshard_after_backward", "reshard_after_backward"),
+        ("set_keep_unsharded_storage", "keep"),
+        ("set_unshard_in_backward", "unshard_in_backward"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{setting}='last', expected True or False; pass"):
+            getattr(model, name)("last")
+    model.set_requires_gradient_sync(np.bool_(True))
+    model.set_is_last_backward(torch.tensor(True))
+    model.set_reshard_after_backward(1)
     for factor in (0, -2.0):
         with pytest.raises(ValueError, match=r"divide factor must be positive"):
             model.set_gradient_divide_factor(factor)

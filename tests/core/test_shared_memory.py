@@ -569,6 +569,7 @@ def test_a_rank_that_does_not_come_to_the_set_up_is_an_error_with_a_name(tmp_pat
     meeting, comparing = (tmp_path / "said").read_text().splitlines()
     assert meeting.startswith("blocks.0: set-up failed (meeting the other ranks of its group)")
     assert comparing.startswith("FSDPLinear: set-up failed (comparing models with the other ranks)")
+    assert comparing.endswith("under `shardkit watch` the job names the rank that is missing and what it does instead")
 
 
 # -- when a peer is not there ------------------------------------------------------------------------------------------

@@ -54,9 +54,14 @@ def clip_grad_norm_(
         device of the mesh.
 
     Raises:
-        ValueError: if `norm_type` does not name a p-norm, or a gradient is not placed like its parameter.
+        ValueError: if `max_norm` is negative or nan, `norm_type` does not name a p-norm, or a gradient is not placed
+            like its parameter.
         RuntimeError: if the norm is not finite, with `error_if_nonfinite`; lists the gradients at fault.
     """
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"max_norm={max_norm}, expected a number from 0 on, or inf; pass inf to compute the norm without clipping"
+        )
     norm = grad_norm(
         parameters := _named(parameters), norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
     )

@@ -102,7 +102,8 @@ def fully_shard(
 ) -> Any:
     """Shards the parameters of a module over the ranks of a mesh, in place, and returns it.
 
-    Call it bottom-up: each call makes one group of the parameters that no earlier call below has taken. A group is
+    Call it bottom-up, on inner modules first: each call makes one group of the parameters that no earlier call below
+    has taken. A module inside one that is sharded already is refused, if that call took its parameters. A group is
     gathered before its module's forward and backward, and its gradients are reduced after backward. Sharded parameters
     are DTensors with the placements and local shapes of `torch.chunk`, as stock `fully_shard` makes them.
 
@@ -143,6 +144,7 @@ def fully_shard(
     if not isinstance(compression_policy, CompressionPolicy | None):
         raise TypeError(f"compression_policy must be a CompressionPolicy, got {type(compression_policy).__name__}")
     managed = manage(modules, ignored_params or set())
+    _refuse_inside_sharded(modules, managed)
     # Everything that can reject the input runs first, so a call that raises leaves the module unchanged.
     choose = shard_placement_fn if shard_placement_fn is not None else lambda _: None
     placed = _placed(managed, choose, data_parallel)
@@ -213,6 +215,27 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
     if smaller is not None and smaller.size == 1:  # the parameters stay on this rank, as with False
         return False, None
     return True, smaller
+
+
+def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> None:
+    """Refuses a module whose parameters the group of a module around it has taken: they cannot change their group.
+
+    A parameter that only the assignment of a tie has brought to an earlier group is not in that group's slots.
+    """
+    for param, slots in managed.ties:
+        inside = [slot for slot in slots if slot in param.slots]
+        group = param.group() if param.group is not None else None
+        if not inside or not isinstance(group, FSDPParamGroup):
+            continue
+        for outer in (reference() for user in group.users for reference in getattr(user, "modules", ())):
+            names = {} if outer is None else {id(below): name for name, below in outer.named_modules()}
+            for module in modules:
+                if name := names.get(id(module)):
+                    raise ValueError(
+                        f"module '{name}' is inside this {type(outer).__name__}, which is already sharded and has its "
+                        f"parameter '{param.fqn}' in its own group. Call fully_shard on inner modules first, then on "
+                        "the modules around them"
+                    )
 
 
 def _check_ties(

@@ -142,7 +142,7 @@ class FSDPModule(StockFSDPModule):
 
         On a CPU every backward waits for them.
         """
-        self._get_fsdp_state().schedule.is_last_backward = is_last_backward
+        self._get_fsdp_state().schedule.is_last_backward = _flag("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether a step ends with `finalize_backward` instead of its last backward. Call on the root.
@@ -192,14 +192,20 @@ class FSDPModule(StockFSDPModule):
         return state.schedule
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Sets whether backward reduces gradients; if not, they accumulate unsharded in `reduce_dtype`."""
+        """Sets whether backward reduces gradients; if not, they accumulate unsharded in `reduce_dtype`.
+
+        Raises:
+            ValueError: for anything but True and False, as all setters of this kind.
+        """
+        sync = _flag("requires_gradient_sync", requires_gradient_sync)
         for group in self._groups(recurse):
-            group.change(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
+            group.change(reduce_grads=sync, all_reduce_grads=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: sets whether backward all-reduces over replicas; if not, reduce-scattered gradients accumulate."""
+        all_reduce = _flag("requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
-            group.change(all_reduce_grads=requires_all_reduce)
+            group.change(all_reduce_grads=all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
@@ -215,13 +221,15 @@ class FSDPModule(StockFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sets whether collectives only sum and gradients are divided by separate operations."""
+        sums = _flag("enable", enable)
         for group in self._groups():
-            group.change(force_sum_reduction=enable)
+            group.change(force_sum_reduction=sums)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters without a gradient are reduced as zeros, for ranks that take different branches."""
+        reduces = _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in self._groups(recurse):
-            group.change(reduce_unused_params=reduce_scatter_unused_params)
+            group.change(reduce_unused_params=reduces)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Limits how many groups' unsharded gradients may be in reduction at once: fewer save memory, more overlap."""
@@ -271,21 +279,24 @@ class FSDPModule(StockFSDPModule):
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether backward frees unsharded parameters; keeping them saves the next forward's gather."""
+        reshard = _flag("reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
-            group.change(reshard_after_backward=reshard_after_backward)
+            group.change(reshard_after_backward=reshard)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory, and so their addresses, when they are resharded.
 
         For CUDA graphs: each gather writes to the same memory. A prefetch budget does not count memory kept this way.
         """
+        keeps = _flag("keep", keep)
         for group in self._groups(recurse):
-            group.change(keep_unsharded_storage=keep)
+            group.change(keep_unsharded_storage=keeps)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this module's parameters (an embedding's backward does not)."""
+        unshard = _flag("unshard_in_backward", unshard_in_backward)
         for group in self._groups():
-            group.change(unshard_in_backward=unshard_in_backward)
+            group.change(unshard_in_backward=unshard)
 
     def set_prefetch_depth(self, depth: int) -> None:
         """Sets how many groups are gathered ahead in forward and backward (default 1). Call it on the root.
@@ -339,11 +350,11 @@ class FSDPModule(StockFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Sets the modules to gather when this module's forward begins, instead of those in the learned order."""
-        self._get_fsdp_state().forward_prefetch = _prefetch_list(modules)
+        self._get_fsdp_state().forward_prefetch = _prefetch_list("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
         """Sets the modules to gather when this module's backward begins, instead of those before it in forward."""
-        self._get_fsdp_state().backward_prefetch = _prefetch_list(modules)
+        self._get_fsdp_state().backward_prefetch = _prefetch_list("set_modules_to_backward_prefetch", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Sets an event, recorded after the optimizer step, for the next forward's first gather. Call on the root.
@@ -436,15 +447,26 @@ class FSDPModule(StockFSDPModule):
                 param.put_gradients_back(gradient)
 
 
-def _prefetch_list(modules: Sequence[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:
-    states = [state_of(cast(nn.Module, module)) for module in modules]
-    for module, state in zip(modules, states, strict=True):
+def _prefetch_list(method: str, modules: Iterable[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:
+    expected = "expected a list of modules that fully_shard was called on; pass such modules, not their names"
+    if isinstance(modules, str) or not isinstance(modules, Iterable):
+        seen = repr(modules) if isinstance(modules, str) else f"a {type(modules).__name__}"
+        raise TypeError(f"{method} got {seen}, {expected}")
+    states = []
+    for number, module in enumerate(modules):
+        state = state_of(module) if isinstance(module, nn.Module) else None
         if state is None:
-            raise ValueError(
-                f"can only prefetch modules that fully_shard was called on, got a {type(module).__name__}; "
-                "pass such modules"
-            )
-    return [weakref.ref(state) for state in states if state is not None]
+            seen = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+            raise ValueError(f"{method} got {seen} in place {number} of its list, {expected}")
+        states.append(weakref.ref(state))
+    return states
+
+
+def _flag(name: str, value: object) -> bool:
+    """A setting that is on or off; 0 and 1 and NumPy's bools are taken too."""
+    if value not in (False, True):
+        raise ValueError(f"{name}={value!r}, expected True or False; pass one of them")
+    return bool(value)
 
 
 def refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:

@@ -168,8 +168,8 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
             message = _first_of(message or found, process_group, device)
     except RuntimeError as error:  # the backend's, if a rank does not arrive
         raise RuntimeError(
-            f"{fqn}: set-up failed (comparing models with the other ranks): {error}; "
-            "check that every rank runs this forward"
+            f"{fqn}: set-up failed (comparing models with the other ranks): {error}; check that every rank runs this "
+            "forward: under `shardkit watch` the job names the rank that is missing and what it does instead"
         ) from error
     raise RuntimeError(message)
 
