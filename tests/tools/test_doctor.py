@@ -129,10 +129,14 @@ def test_the_share_of_a_finding_is_that_of_the_measure() -> None:
 
 
 def test_a_rank_that_is_always_late() -> None:
-    on_time = operations({"end": 0.03, "exposed": 0.03, "blocked": 0.03, "start": 0.0}, steps=1)
-    late = operations({"start": 0.02, "end": 0.03, "exposed": 0.01, "blocked": 0.01}, steps=1)
+    together = {"number": 1, "start": 0.05, **HIDDEN}
+    on_time = operations({"end": 0.03, "exposed": 0.03, "blocked": 0.03, "start": 0.0}, together, steps=1)
+    late = operations({"start": 0.02, "end": 0.03, "exposed": 0.01, "blocked": 0.01}, together, steps=1)
     one = found(report(rank(0, on_time), rank(1, late)), "late-rank")
-    assert one.seen.startswith("rank 1 (host-a) came last to 1 of 1 collectives, 20.0 ms after the first")
+    assert one.seen == (
+        "rank 1 (host-a) came last to 1 of the 1 collectives (2 in all) that ranks began at least 100 us apart, "
+        "10.0 ms after the first on average"
+    )
     assert one.cost == pytest.approx(0.02 / 2)  # seconds a step, of two
     assert one.price == "10.0 ms a step, 10.0% of the step"
 

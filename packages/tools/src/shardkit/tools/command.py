@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
@@ -28,10 +28,12 @@ import click
 from shardkit.autoinstall import NEEDS_FSDP1
 
 _GROUP = "shardkit.commands"
-_KNOWN = {
-    "checkpoint": "inspects, verifies, compares, exports, imports and reshards checkpoints",
-    "migrate": "converts checkpoints of FSDP1",
+# Summaries of commands in `shardkit --help`: 60 characters at most, so that they fit beside the names in a terminal.
+_SUMMARIES = {
+    "checkpoint": "Inspects, verifies, compares and converts checkpoints.",
+    "migrate": "Converts checkpoints of FSDP1.",
 }
+_NO_MIGRATE = "Not installed: needs shardkit-legacy-fsdp-compat."
 DTYPES = ("float32", "bfloat16", "float16")
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -72,13 +74,13 @@ class _Tree(click.Group):
     """The commands of this package, and those that entry points name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *entry_points(group=_GROUP).names})
+        return sorted({*super().list_commands(ctx), *entry_points(group=_GROUP).names, "migrate"})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         foreign = entry_points(group=_GROUP, name=cmd_name) if own is None else ()
         if cmd_name == "migrate" and not foreign:
-            raise click.UsageError(f"'migrate' {NEEDS_FSDP1}")
+            return _forwarding("migrate", _without_migrate, _NO_MIGRATE)
         return _command_of(tuple(foreign)[-1]) if foreign else own
 
 
@@ -94,16 +96,24 @@ def _command_of(entry: EntryPoint) -> click.Command:
         status: int = entry.load()(list(arguments))
         return status
 
-    origin = f"(of {entry.dist.name})" if entry.dist is not None else ""
+    origin = f"Of {entry.dist.name}." if entry.dist is not None else ""
+    return _forwarding(entry.name, run, _SUMMARIES.get(entry.name, origin))
+
+
+def _forwarding(name: str, run: Callable[[tuple[str, ...]], int], summary: str) -> click.Command:
     arguments = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     return click.Command(
-        entry.name,
+        name,
         context_settings=_PASSED_ON,
         add_help_option=False,
         params=[arguments],
         callback=run,
-        short_help=f"{_KNOWN.get(entry.name, '')} {origin}".strip(),
+        short_help=summary,
     )
+
+
+def _without_migrate(arguments: tuple[str, ...]) -> int:
+    raise click.UsageError(f"'migrate' {NEEDS_FSDP1}")
 
 
 def _print_versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
@@ -223,7 +233,7 @@ def _checked(options: dict[str, Any]) -> SimpleNamespace:
 # -- the commands ------------------------------------------------------------------------------------------------------
 
 
-@tree.command(params=[*_JOB_OPTIONS])
+@tree.command(params=[*_JOB_OPTIONS], short_help="Predicts memory, communication and time of a training job.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="as which rank to run (default 0)")
 @click.option("--sweep", multiple=True, metavar="SETTING[=VALUES]", help="estimate variations of: world-size, "
               "reshard, dtype, prefetch, micro-batch, each with values or without; several make a grid")  # fmt: skip
@@ -241,7 +251,7 @@ def estimate(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(params=[*_JOB_OPTIONS])
+@tree.command(params=[*_JOB_OPTIONS], short_help="Proposes ways to shard a model that fit a memory limit.")
 @click.option("--memory", type=_BYTES, help="limit for each rank, such as 80GiB (default: the machine's memory)")
 @click.option("--micro-batch", type=_COUNT, help="samples of the smallest micro-batch (default: the job's own)")
 @click.option("--most-micro-batch", type=_COUNT, help="and of the largest (default: eight times the smallest)")
@@ -262,7 +272,7 @@ def plan(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(context_settings=_PASSED_ON)
+@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command and records steps of every rank.")
 @click.option("--out", type=_FILE, default=Path("report.json"), help="the report (default: report.json)")
 @click.option("--html", type=_FILE, help="also write it as one HTML page")
 @click.option("--trace", type=_FILE, help="also write a trace for ui.perfetto.dev")
@@ -282,7 +292,7 @@ def profile(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command()
+@tree.command(short_help="Shows a report of a profile, compares two, checks limits.")
 @click.argument("reports", metavar="REPORT [REPORT]", nargs=-1, required=True, type=_FILE)
 @click.option("--html", type=_FILE, help="write the (last) report as one HTML page")
 @click.option("--open", "open_page", is_flag=True, help="show the page of --html in a browser")
@@ -302,7 +312,7 @@ def report(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command()
+@tree.command(short_help="Says what a run loses time and memory by.")
 @click.argument("report", type=_FILE)
 @click.option("--json", type=_FILE, help="also write the findings as JSON")
 def doctor(**options: Any) -> int:
@@ -312,7 +322,7 @@ def doctor(**options: Any) -> int:
     return run(_checked(options))
 
 
-@tree.command(context_settings=_PASSED_ON)
+@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command and names the rank it hangs on.")
 @click.option("--seconds", type=_Number(min=0, min_open=True), default=60.0, help="limit of a wait (default 60)")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def watch(seconds: float, command: tuple[str, ...]) -> int:
@@ -326,7 +336,7 @@ def watch(seconds: float, command: tuple[str, ...]) -> int:
     return run_command(command, os.environ | {WATCH: "1", WATCH_SECONDS: str(seconds)}, "watch")
 
 
-@tree.command(context_settings=_PASSED_ON)
+@tree.command(context_settings=_PASSED_ON, short_help="Runs a training command with shardkit in place of FSDP.")
 @click.option("--fsdp1", is_flag=True, help="replace FullyShardedDataParallel and its names as well")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], fsdp1: bool) -> int:

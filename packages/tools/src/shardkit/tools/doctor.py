@@ -22,6 +22,7 @@ from shardkit.tools.report.measures import (
     skew_by_rank,
     times_last,
 )
+from shardkit.tools.report.merge import TOGETHER
 from shardkit.tools.report.schema import Collective, Report
 from shardkit.tools.terminal import terminal
 
@@ -63,7 +64,7 @@ class Facts:
         first_rank: the rank to look at if all do the same.
         missed: modules whose gathers the first rank had to launch when it needed them.
         gathers: the all-gathers of each group, by its label.
-        last: how often each rank came last to a collective.
+        last: how often each rank came last to a collective that the ranks did not begin together.
         late: the rank that comes last to most collectives, if there is one.
         waited: seconds per step that the longest waiting rank waits for others.
     """
@@ -126,9 +127,11 @@ def late_rank(facts: Facts) -> Iterator[Seen]:
     if rank is None:
         return
     host = next(one.place.host for one in facts.report.ranks if one.rank == rank)
+    count = sum(one.count for one in facts.report.collectives)
     yield Seen(
         facts.waited,
-        f"rank {rank} ({host}) came last to {last[rank]} of {sum(last.values())} collectives, "
+        f"rank {rank} ({host}) came last to {last[rank]} of the {sum(last.values())} collectives ({count} in all) that "
+        f"ranks began at least {show(TOGETHER, 'seconds')} apart, "
         f"{show(lateness(facts.report)[rank], 'seconds')} after the first on average",
         "look at what only this rank does: its input pipeline, longer samples, logging or checkpoints, other load "
         "on its host, a slower device",

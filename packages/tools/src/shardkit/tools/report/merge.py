@@ -108,7 +108,7 @@ def _most_ahead(
 
 
 # Ranks whose starts differ by at most this many seconds came at the same time.
-_TOGETHER = 1e-4
+TOGETHER = 1e-4
 
 
 def merge(records: Sequence[RankRecord], command: list[str] | None = None, estimate: Estimate | None = None) -> Report:
@@ -198,7 +198,7 @@ def _collective(meetings: list[dict[int, Operation]], size: int, steps: int) -> 
         latest = max(meeting, key=lambda rank: meeting[rank].start)
         last_start = meeting[latest].start
         skews.append(last_start - min(one.start for one in meeting.values()))
-        if skews[-1] >= _TOGETHER:
+        if skews[-1] >= TOGETHER:
             last[str(latest)] += 1
         for rank, one in meeting.items():
             exposed[rank] += one.exposed
