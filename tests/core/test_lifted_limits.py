@@ -180,22 +180,22 @@ def test_checkpoints_of_tied_parameters(world_size: int) -> None:
     run_ranks(world_size, _tied_checkpoints)
 
 
-def _assigned_under_the_other_name(rank: int, world_size: int) -> None:
-    """Parameters that stay unsharded between forwards are gathered again when either name gets another value."""
+def _assigned_while_unsharded(rank: int, world_size: int) -> None:
+    """Parameters that stay unsharded between forwards are gathered again when both names get another value."""
     twins = Twins.of(rank, world_size, Tied, lambda model: _both_sharded(model, reshard_after_forward=False))
     model = twins.sharded
     with torch.no_grad():
         other = nn.Parameter(model.head.weight.detach() * 2)
         _tied_loss("eh")(model, rank)
-        model.head.weight = other
+        model.head.weight = model.embedding.weight = other
         twins.whole.head.weight *= 2
         assert_close(_tied_loss("eh")(model, rank), _tied_loss("eh")(twins.whole, rank), "after an assignment")
     twins.step(_tied_loss("eh"))
     _check_ties(twins)
 
 
-def test_a_tied_parameter_assigned_under_its_other_name() -> None:
-    run_ranks(2, _assigned_under_the_other_name)
+def test_a_tied_parameter_assigned_while_unsharded() -> None:
+    run_ranks(2, _assigned_while_unsharded)
 
 
 class Pair(nn.Module):

@@ -116,3 +116,54 @@ def _steps_in_backward(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_in_the_middle_of_backward(world_size: int) -> None:
     run_ranks(world_size, _steps_in_backward)
+
+
+class _Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
+    """A tied parameter keeps one value, so the other would be lost: in stock it is lost without a word."""
+    tokens = torch.arange(4)
+
+    def tied() -> Any:
+        model = _Language()
+        if separate:
+            fully_shard(model.embedding)
+        return fully_shard(model)
+
+    def new(model: Any, factor: float) -> nn.Parameter:
+        return nn.Parameter(model.state_dict()["head.weight"].detach() * factor)
+
+    for slot in ("embedding", "head"):
+        for trained in (False, True):
+            model = tied()
+            if trained:
+                model(tokens).sum().backward()
+            getattr(model, slot).weight = new(model, 1)
+            with pytest.raises(ValueError, match=r"'embedding\.weight' is tied, and 'weight' of a .* 1 of its 2 uses"):
+                model(tokens)
+    model = tied()
+    model.embedding.weight, model.head.weight = new(model, 1), new(model, 2)
+    with pytest.raises(ValueError, match=r"'embedding\.weight' is tied.* of a Linear was assigned other values than"):
+        model(tokens)
+    for count in (1, 2):  # one parameter for both uses, or two of equal values
+        model = tied()
+        before = model(tokens).detach()
+        model.reshard()
+        parameters = [new(model, 3) for _ in range(count)]
+        model.embedding.weight, model.head.weight = parameters[0], parameters[-1]
+        assert torch.allclose(model(tokens), before * 9)
+        assert model.embedding.weight is model.head.weight
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tie_that_is_cut_after_sharding_is_refused(world_size: int, separate: bool) -> None:
+    run_ranks(world_size, _untied_after_sharding, separate)

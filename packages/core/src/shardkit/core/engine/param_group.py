@@ -34,6 +34,7 @@ from shardkit.core.engine.residency import Ledger
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
+from shardkit.core.parameters.slot import tie_again
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.stock_names import answers_stock_names
@@ -277,7 +278,13 @@ class FSDPParamGroup(GroupGather):
         memory. Plain tensors that temporarily replace parameters, as in legacy_fsdp_compat's summon_full_params, are
         left alone.
         """
-        if all(isinstance(slot.get(), DTensor) for param in self.params for slot in param.slots) and self.refresh():
+        if self.residence is not Residence.SHARDED or not all(
+            isinstance(slot.get(), DTensor) for param in self.params for slot in param.slots
+        ):
+            return
+        for param in self.params:
+            tie_again(param.slots, (param.sharded_param, param.unsharded_param))
+        if self._refresh():
             self._share_shards()
 
     @outside_transforms

@@ -52,7 +52,7 @@ from shardkit.core.parameters.lost_writes import (
 )
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.shard_checks import check_device, check_shape
-from shardkit.core.parameters.slot import Slot
+from shardkit.core.parameters.slot import Slot, replacements
 from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
@@ -181,10 +181,8 @@ class FSDPParam:
         them, and for the errors raised here, in one loop before it calls this.
         """
         before = self.sharded_param
-        for slot in self.slots:  # a tied parameter has several, which an assigning load fills one by one
-            current = slot.get()
-            if current is not self.sharded_param and current is not self.unsharded_param and current is not None:
-                self._adopt_parameter(current)
+        for parameter in replacements(self.fqn, self.slots, (before, self.unsharded_param)):
+            self._adopt_parameter(parameter)
         local = local_of(self.sharded_param)
         if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
             self.origin = self.sharded_param.untyped_storage()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, call, is_, setitem
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["Slot", "Slots"]
+from shardkit.core.torch_compat import local_of
+
+__all__ = ["Slot", "Slots", "replacements", "tie_again"]
 
 _parameters_of = attrgetter("_parameters")
 _requires_grad = attrgetter("requires_grad")
@@ -45,6 +49,65 @@ class Slot:
             module._parameters[self.name] = parameter
         else:
             setattr(module, self.name, parameter)
+
+
+_Known = tuple[nn.Parameter, nn.Parameter | None]
+
+
+def _filled(slots: Sequence[Slot], known: _Known) -> tuple[list[tuple[Slot, nn.Parameter]], int]:
+    """The slots that hold a parameter other than those `known`, with it, and the number that hold one of these."""
+    current = [(slot, parameter) for slot in slots if (parameter := slot.get()) is not None]
+    new = [(slot, parameter) for slot, parameter in current if parameter is not known[0] and parameter is not known[1]]
+    return new, len(current) - len(new)
+
+
+def tie_again(slots: Sequence[Slot], known: _Known) -> None:
+    """After a load, which fills the slots of a tie one by one: gives the slots that it has left out the loaded one."""
+    new, unchanged = _filled(slots, known)
+    if new and unchanged:
+        for slot in slots:
+            slot.set(new[-1][1])
+
+
+def replacements(fqn: str, slots: Sequence[Slot], known: _Known) -> list[nn.Parameter]:
+    """The parameters that the user has put into the slots of parameter `fqn`, in place of those `known`.
+
+    Raises:
+        ValueError: for a tied parameter whose slots no longer agree: some were filled and others not, or with different
+            values. It keeps one value, so the others would be lost.
+    """
+    new, unchanged = _filled(slots, known)
+    if new and unchanged:
+        raise ValueError(
+            f"{_assigned(fqn, new[0][0])} another parameter, but {unchanged} of its {len(new) + unchanged} uses have "
+            f"kept the old one. {_REMEDY}"
+        )
+    for slot, parameter in new[1:]:
+        if _differ(parameter, new[0][1]):
+            raise ValueError(f"{_assigned(fqn, slot)} other values than its first use. {_REMEDY}")
+    return [parameter for _, parameter in new]
+
+
+_REMEDY = (
+    "Tied parameters stay tied after fully_shard: assign the same parameter to all uses, or untie them before "
+    "fully_shard"
+)
+
+
+def _assigned(fqn: str, slot: Slot) -> str:
+    return f"parameter '{fqn}' is tied, and '{slot.name}' of a {type(slot.module()).__name__} was assigned"
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the shards differ in any byte. Those of tensor subclasses, and on the meta device, are not compared."""
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return False  # refused elsewhere
+    one, other = local_of(one).detach(), local_of(other).detach()
+    if one.device.type == "meta" or any(type(tensor) is not torch.Tensor for tensor in (one, other)):
+        return False
+    if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
+        return True
+    return not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 class Slots:
