@@ -223,7 +223,7 @@ def normal(program: Program) -> Program:
         if left:
             wraps.append(replace(wrap, paths=left))
     owners = {name.rpartition(".")[0] for name in names}
-    if not all(any(_is_below(owner, path) for path in taken) for owner in owners) or not taken:
+    if not all(any(is_below(owner, path) for path in taken) for owner in owners) or not taken:
         wraps.append(Wrap(("",)))
     acts_on = {path for wrap in wraps for path in wrap.paths}
     policy = replace(program.policy, wraps=tuple(wraps))
@@ -239,7 +239,7 @@ def normal(program: Program) -> Program:
     return replace(program, policy=policy, steps=steps)
 
 
-def _is_below(path: str, above: str) -> bool:
+def is_below(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(above + ".")
 
 
@@ -249,7 +249,7 @@ def _normal_block(block: Block, path: str, paths: dict[str, Block]) -> Block:
         below = f"{path}.{child.name}" if path else child.name
         if child.same:
             # A module must not contain itself.
-            if child.same in paths and not _is_below(path, child.same) and not _is_below(child.same, below):
+            if child.same in paths and not is_below(path, child.same) and not is_below(child.same, below):
                 children.append(Block(child.name, same=child.same))
         else:
             children.append(_normal_block(child, below, paths))

@@ -12,7 +12,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from shardkit.core import events
 from shardkit.core.engine.state import state_of
 from shardkit.core.runtime.shared.meeting import neighbours_of
 from tests.core.random_programs.blocks import DTYPES, Trap, WholeModel, add_hooks, build, toggle
-from tests.core.random_programs.program import Program, normal
+from tests.core.random_programs.program import Program, Wrap, is_below, normal
 from tests.core.random_programs.single import Expected, Run, SingleProcess, Unusable
 from tests.core.random_programs.training import (
     LARGEST_NORM,
@@ -209,7 +209,7 @@ class Sharded:
         if self.policy.dim_1:
             options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.ndim > 1 else None
         self.wrapped: list[Any] = []
-        for wrap in sorted(self.policy.wraps, key=lambda wrap: -max(_depth(path) for path in wrap.paths)):
+        for wrap in _inner_first(self.policy.wraps):
             modules = [self.model.get_submodule(path) for path in wrap.paths]
             self.api.fully_shard(
                 modules if len(modules) > 1 else modules[0], reshard_after_forward=wrap.reshard, **options
@@ -368,8 +368,17 @@ class Sharded:
                 root.reset_iter_state()
 
 
-def _depth(path: str) -> int:
-    return len(path.split(".")) if path else 0
+def _inner_first(wraps: Sequence[Wrap]) -> Iterator[Wrap]:
+    """As fully_shard has to be called: a module before those around it."""
+    left = list(wraps)
+    while left:
+        inside = (wrap for wrap in left if not any(_is_around(wrap, other) for other in left if other is not wrap))
+        left.remove(wrap := next(inside, left[0]))
+        yield wrap
+
+
+def _is_around(outer: Wrap, inner: Wrap) -> bool:
+    return any(path != around and is_below(path, around) for path in inner.paths for around in outer.paths)
 
 
 def _names(model: nn.Module) -> list[str]:
