@@ -1,6 +1,8 @@
 """Pools of rank processes: one per world size, started on first use and kept until the pytest session ends.
 
 Ranks are forked from a server process that has imported their modules (``rank_server.py``), so a pool costs little.
+Between two calls its processes are stopped: the threads of gloo wake a hundred times a second, which would take a tenth
+of the processors from the tests of other pools.
 A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
 It is then killed, and the next call starts a new one.
 """
@@ -69,10 +71,13 @@ def run_ranks(
     _pools[world_size] = pool
     keep = False
     try:
+        pool.send_signal(signal.SIGCONT)
         results = pool.run(_name_of(body), call, timeout, seed, seed_per_rank)
         keep = pool.clean(_name_of(body))
     finally:
-        if not keep:
+        if keep:
+            pool.send_signal(signal.SIGSTOP)
+        else:
             _pools.pop(world_size).kill()
     return results
 
@@ -143,6 +148,12 @@ class _Pool:
             self._send(connection, Clean())
         replies = self._collect(f"the clean-up after {name}", timeout)
         return all(reply.process_groups <= _MAX_PROCESS_GROUPS for reply in replies.values())
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send every rank a signal; one that has died is reported by the next call."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def kill(self) -> None:
         for process in self.processes:

@@ -1,12 +1,15 @@
 """One rank: a process that joins the pool's gloo group once and then runs bodies until its connection closes.
 
 The main thread runs bodies. A second thread reads the connection, so that a rank that hangs in a collective still
-notices the end of the pytest process, and leaves. SIGUSR1 writes all stacks to a file, even from within a hang.
+notices the end of the pytest process, and leaves. A stopped rank ends with the server that it was forked from, which
+notices the same. SIGUSR1 writes all stacks to a file, even from within a hang.
 """
 
+import ctypes
 import faulthandler
 import gc
 import itertools
+import multiprocessing.forkserver
 import os
 import pickle
 import queue
@@ -35,6 +38,8 @@ from tests.support.failures import RankError
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # Whose files a rank can write.
 _USER = os.getuid()
+# See prctl(2).
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ def _save_coverage() -> None:
 
 
 def _prepare_process(place: RankPlace) -> None:
+    _end_with_the_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; pytest decides
     sys.path[:] = place.sys_path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -152,6 +158,14 @@ def _prepare_process(place: RankPlace) -> None:
     signal.set_wakeup_fd(os.open(place.stacks_end_file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC))
     faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True, chain=True)
     torch.set_num_threads(1)
+
+
+def _end_with_the_server() -> None:
+    """Even where this rank is stopped. The server lives while a process holds this descriptor, so it is closed here."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    server = multiprocessing.forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
 
 
 def rewrite_assertions() -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import RankError, RankFailure, RankTimeout, pool, rank_mesh, run_ranks
-from tests.support.waiting import await_file
+from tests.support.waiting import await_file, await_true
 
 
 def whoami(rank: int, world_size: int, *args: object) -> tuple[object, ...]:
@@ -119,6 +121,30 @@ def test_ranks_share_a_process_group(world_size: int) -> None:
 
 def test_processes_are_reused() -> None:
     assert pids(2) == pids(2)
+
+
+def test_ranks_are_stopped_between_two_calls() -> None:
+    for pid in pids(2):
+        await_true(lambda pid=pid: _state(pid) == "T", f"rank process {pid} is stopped")
+
+
+def test_stopped_ranks_end_with_the_process_that_started_them() -> None:
+    """It is killed, so it cannot tell them."""
+    script = (
+        "import os, signal\n"
+        "from tests.support.test_pool import pids\n"
+        "if __name__ == '__main__':\n"
+        "    print(*pids(2), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    ranks = [int(pid) for pid in done.stdout.split()]
+    assert len(ranks) == 2
+    for pid in ranks:
+        await_true(lambda pid=pid: not _is_running(pid), f"rank process {pid} ends")
 
 
 def test_ranks_are_forked_from_a_prepared_server() -> None:
@@ -246,4 +272,9 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    return _state(pid) != "Z"
+
+
+def _state(pid: int) -> str:
+    """As in proc(5): T is stopped, Z is dead and not yet waited for."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
