@@ -49,8 +49,16 @@ class Restored:
     damaged: tuple[str, ...] = ()
 
 
+def _whole(number: object) -> int:
+    """An int, or one of NumPy's; -1 for anything else."""
+    try:
+        return -1 if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return -1
+
+
 def _step_number(step: object) -> int:
-    whole = operator.index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    whole = _whole(step)
     if not 0 <= whole < 2**63:
         raise CheckpointError(f"step={step!r}, expected a whole number from 0 on; pass the number of steps taken")
     return whole
@@ -77,7 +85,7 @@ class CheckpointManager:
         self, directory: str | Path, *, keep: int | None = None, every: int | None = None, timeout: float = 1800.0
     ) -> None:
         for name, value, without in (("keep", keep, "keeps all checkpoints"), ("every", every, "makes none due")):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and _whole(value) < 1:
                 raise ValueError(f"{name}={value!r}, expected a whole number from 1 on; pass None if it {without}")
         self._directory = CheckpointDirectory(Path(directory).absolute())
         self._keep, self._every, self._timeout = keep, every, timeout
