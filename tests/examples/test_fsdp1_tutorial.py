@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardkit.legacy_fsdp_compat.migrate.script import rewrite
 from tests.support.pool import start_server
+from tests.support.rank_process import end_with_the_server
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp1_tutorial" / "train.py"
 LINE = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
@@ -48,6 +49,7 @@ def run(script: Path, directory: Path, *arguments: str) -> list[tuple[float, flo
 
 def run_rank(rank: int, port: int, script: Path, arguments: tuple[str, ...], output: Path, path: list[str]) -> None:
     """Runs the script as one rank; its output goes to a file."""
+    end_with_the_server()
     with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -142,7 +142,7 @@ def _save_coverage() -> None:
 
 
 def _prepare_process(place: RankPlace) -> None:
-    _end_with_the_server()
+    end_with_the_server()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; pytest decides
     sys.path[:] = place.sys_path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -160,9 +160,15 @@ def _prepare_process(place: RankPlace) -> None:
     torch.set_num_threads(1)
 
 
-def _end_with_the_server() -> None:
-    """Even where this rank is stopped. The server lives while a process holds this descriptor, so it is closed here."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_the_server() -> None:
+    """Lets this process, which the server has forked, end with it, also while it is stopped.
+
+    The server lives while a process holds its descriptor, so it is closed here. If a process group has lost its parent
+    and has stopped processes, all of it gets SIGHUP: these are not in pytest's.
+    """
+    os.setpgid(0, 0)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
     server = multiprocessing.forkserver._forkserver
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None

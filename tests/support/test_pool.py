@@ -269,10 +269,9 @@ def test_unpicklable_bodies_are_refused_at_once() -> None:
 
 def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return _state(pid) != "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return _state(pid) != "Z"
 
 
 def _state(pid: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import start_server
+from tests.support.rank_process import end_with_the_server
 from tests.tools import small_job
 from tests.tools.installed import environment
 
@@ -28,6 +29,7 @@ _PATIENCE = 60.0
 
 def _rank(variables: dict[str, str], path: list[str], output: str, trouble: str) -> None:
     """One rank's process."""
+    end_with_the_server()
     os.environ.update(variables)
     sys.path[:] = path
     with open(output, "ab") as file:  # noqa: PTH123 (appending, from several processes)
