@@ -110,7 +110,7 @@ def _nested() -> nn.Sequential:
 def _inner_modules_come_too_late(rank: int, world_size: int) -> None:
     text = r"module '{}' is inside this FSDPSequential, which is already sharded.*parameter '{}'.* inner modules first"
     model = fully_shard(_nested())
-    for modules in (model[1], [nn.Linear(2, 2), model[1]]):
+    for modules in (model[1], [nn.ReLU(), model[1]]):
         with pytest.raises(ValueError, match=text.format("1", r"1\.0\.weight")):
             fully_shard(modules)
     model(torch.ones(2, 4)).sum().backward()
@@ -139,6 +139,11 @@ def _inner_modules_that_may_come_later(rank: int, world_size: int) -> None:
         model(torch.ones(2, 4)).sum().backward()
         assert isinstance(model[0].weight.grad, DTensor)
     fully_shard(added[1][1])
+    adapter = fully_shard(_nested())
+    adapter[0] = nn.Sequential(adapter[0], nn.Linear(4, 4))
+    fully_shard(adapter[0])
+    adapter(torch.ones(2, 4)).sum().backward()
+    assert all(isinstance(layer.weight.grad, DTensor) for layer in adapter[0])
     shared = nn.Linear(4, 4)
     blocks = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
     for block in (*blocks, blocks):

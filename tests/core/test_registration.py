@@ -1,5 +1,6 @@
 """Parameters in their modules' slots: dicts, ties and flags that change while training, against a single process."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -123,47 +124,124 @@ class _Language(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
         self.head.weight = self.embedding.weight
+        self.gone = nn.Linear(4, 4)  # a test takes it out
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embedding(tokens))
 
 
+def _language(separate: bool) -> Any:
+    model = _Language()
+    if separate:
+        fully_shard(model.embedding)
+    return fully_shard(model)
+
+
+_TOKENS = torch.arange(4)
+
+
+def _new(model: Any, factor: float = 1) -> nn.Parameter:
+    return nn.Parameter(model.state_dict()["head.weight"].detach() * factor)
+
+
 def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
     """A tied parameter keeps one value, so the other would be lost: in stock it is lost without a word."""
-    tokens = torch.arange(4)
-
-    def tied() -> Any:
-        model = _Language()
-        if separate:
-            fully_shard(model.embedding)
-        return fully_shard(model)
-
-    def new(model: Any, factor: float) -> nn.Parameter:
-        return nn.Parameter(model.state_dict()["head.weight"].detach() * factor)
-
+    refused = functools.partial(pytest.raises, ValueError, match="' is tied, and 'weight' of .* its other 1 use does")
     for slot in ("embedding", "head"):
         for trained in (False, True):
-            model = tied()
+            model = _language(separate)
             if trained:
-                model(tokens).sum().backward()
-            getattr(model, slot).weight = new(model, 1)
-            with pytest.raises(ValueError, match=r"'embedding\.weight' is tied, and 'weight' of a .* 1 of its 2 uses"):
-                model(tokens)
-    model = tied()
-    model.embedding.weight, model.head.weight = new(model, 1), new(model, 2)
-    with pytest.raises(ValueError, match=r"'embedding\.weight' is tied.* of a Linear was assigned other values than"):
-        model(tokens)
-    for count in (1, 2):  # one parameter for both uses, or two of equal values
-        model = tied()
-        before = model(tokens).detach()
-        model.reshard()
-        parameters = [new(model, 3) for _ in range(count)]
-        model.embedding.weight, model.head.weight = parameters[0], parameters[-1]
-        assert torch.allclose(model(tokens), before * 9)
-        assert model.embedding.weight is model.head.weight
+                model(_TOKENS).sum().backward()
+            getattr(model, slot).weight = _new(model)
+            with refused():
+                model(_TOKENS)
+    for then in (
+        lambda model: model.to(torch.float64),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: model.load_state_dict({}, strict=False, assign=True),
+    ):
+        model = _language(separate)
+        model.head.weight = _new(model)
+        with refused():
+            then(model)
+    for factors in ((1, 2), (1, 1)):  # two parameters, which one process would train apart
+        model = _language(separate)
+        model.embedding.weight, model.head.weight = (_new(model, factor) for factor in factors)
+        with refused():
+            model(_TOKENS)
 
 
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_tie_that_is_cut_after_sharding_is_refused(world_size: int, separate: bool) -> None:
     run_ranks(world_size, _untied_after_sharding, separate)
+
+
+def _tied_again(rank: int, world_size: int, separate: bool) -> None:
+    """The model can be trained, moved and cast after each of them."""
+    for change in (_assign_to_both, _load_both, _load_one, _call_with_others, _load_one_without_a_module):
+        model = _language(separate)
+        before = model(_TOKENS).detach()
+        model.reshard()
+        factor = change(model)
+        assert model.head.weight is model.embedding.weight or change is _assign_to_both
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            output = model(_TOKENS)
+            assert torch.allclose(output.float(), before * factor**2, atol=1e-5), change
+            output.sum().backward()
+            assert model.head.weight is model.embedding.weight
+            assert model.head.weight.grad is not None
+            model.zero_grad()
+
+
+def _assign_to_both(model: Any) -> float:
+    model.embedding.weight = model.head.weight = _new(model, 3)
+    return 3
+
+
+def _load_both(model: Any) -> float:
+    model.load_state_dict({fqn: value.detach() * 3 for fqn, value in model.state_dict().items()}, assign=True)
+    return 3
+
+
+def _load_one(model: Any) -> float:
+    """As a file of safetensors has it, which keeps one name of a tie."""
+    model.load_state_dict({"embedding.weight": _new(model, 3).detach()}, strict=False, assign=True)
+    return 3
+
+
+def _call_with_others(model: Any) -> float:
+    """Restores the parameters at its end."""
+    others = {fqn: parameter.detach() * 2 for fqn, parameter in model.named_parameters()}
+    expected = model(_TOKENS).detach() * 4
+    model.reshard()
+    with torch.no_grad():
+        assert torch.allclose(torch.func.functional_call(model, others, (_TOKENS,)), expected)
+    model(_TOKENS)
+    model.reshard()
+    return 1
+
+
+def _load_one_without_a_module(model: Any) -> float:
+    model.gone = nn.Identity()
+    return _load_one(model)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tie_that_gets_other_values(world_size: int, separate: bool) -> None:
+    run_ranks(world_size, _tied_again, separate)
+
+
+def _different_values_in_a_state_dict(rank: int, world_size: int, separate: bool) -> None:
+    model = _language(separate)
+    state = {"embedding.weight": _new(model).detach(), "head.weight": _new(model, 3).detach()}
+    with pytest.raises(ValueError, match="weight' is tied, and a state dict gave 'weight' of a Linear other"):
+        model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, separate: bool) -> None:
+    run_ranks(world_size, _different_values_in_a_state_dict, separate)

@@ -173,7 +173,7 @@ def fully_shard(
         if scalars:
             state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
-    _watch_state_dicts(state, managed.modules)
+    _watch_state_dicts(state, modules, managed.modules)
     for one_module in managed.modules:
         mark_managed(one_module)
     for one_module in modules:
@@ -220,8 +220,11 @@ def _reshard_setting(value: bool | int | None, mesh: DataParallelMesh) -> tuple[
 def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> None:
     """Refuses a module whose parameters the group of a module around it has taken: they cannot change their group.
 
-    A parameter that only the assignment of a tie has brought to an earlier group is not in that group's slots.
+    A parameter that only the assignment of a tie has brought to an earlier group is not in that group's slots. A module
+    that brings parameters of its own, as an adapter around a sharded layer does, gets a group for these.
     """
+    new = {id(holder) for one in managed.parameters for holder, _ in one.holders}
+    without = [module for module in modules if not any(id(below) in new for below in module.modules())]
     for param, slots in managed.ties:
         inside = [slot for slot in slots if slot in param.slots]
         group = param.group() if param.group is not None else None
@@ -229,7 +232,7 @@ def _refuse_inside_sharded(modules: Sequence[nn.Module], managed: Managed) -> No
             continue
         for outer in (reference() for user in group.users for reference in getattr(user, "modules", ())):
             names = {} if outer is None else {id(below): name for name, below in outer.named_modules()}
-            for module in modules:
+            for module in without:
                 if name := names.get(id(module)):
                     raise ValueError(
                         f"module '{name}' is inside this {type(outer).__name__}, which is already sharded and has its "
@@ -265,7 +268,7 @@ def _check_ties(
 def _join_ties(state: FSDPState, managed: Managed) -> None:
     """A parameter of an earlier call that this call's modules hold too becomes a group that both calls use."""
     for param, slots in managed.ties:
-        param.slots += tuple(slots)
+        param.slots += tuple(slot for slot in slots if slot not in param.slots)
         param.register(param.sharded_param)
         group = FSDPParamGroup.of(param)
         group.reshard()
@@ -278,9 +281,9 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
         state.add_group(group)
 
 
-def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        if any(parameter is not None for parameter in module._parameters.values()):
+def _watch_state_dicts(state: FSDPState, given: Sequence[nn.Module], managed: Sequence[nn.Module]) -> None:
+    for module in managed:
+        if any(one is module for one in given) or any(one is not None for one in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
             module.register_load_state_dict_post_hook(state.after_load)

@@ -441,10 +441,12 @@ class FSDPModule(StockFSDPModule):
         finally:
             for param, put in zip(params, attributes, strict=True):
                 param.sharded_param.__dict__.update(put)  # torch replaces a DTensor's attributes by those of a new one
-            for group in self._groups():
-                group.adopt()
-            for param, gradient in zip(params, gradients, strict=True):
-                param.put_gradients_back(gradient)
+            try:
+                for group in self._groups():
+                    group.adopt()
+            finally:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.put_gradients_back(gradient)
 
 
 def _prefetch_list(method: str, modules: Iterable[FSDPModule]) -> list[weakref.ReferenceType[FSDPState]]:

@@ -52,7 +52,7 @@ from shardkit.core.parameters.lost_writes import (
 )
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.shard_checks import check_device, check_shape
-from shardkit.core.parameters.slot import Slot, replacements
+from shardkit.core.parameters.slot import Slot, replacement
 from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
@@ -181,7 +181,8 @@ class FSDPParam:
         them, and for the errors raised here, in one loop before it calls this.
         """
         before = self.sharded_param
-        for parameter in replacements(self.fqn, self.slots, (before, self.unsharded_param)):
+        parameter = replacement(self.fqn, self.slots, (before, self.unsharded_param))
+        if parameter is not None:
             self._adopt_parameter(parameter)
         local = local_of(self.sharded_param)
         if local is not self.held or (self.subclass is None and HOOK in local.__dict__):
@@ -218,6 +219,7 @@ class FSDPParam:
         check_replacement(self.fqn, parameter, old, self.form.shape)
         take_meaning(cast(DTensor, parameter), old)
         _became[self.sharded_param] = weakref.ref(self)  # an optimizer may hold it still
+        _became.pop(parameter, None)  # where one that was replaced comes back
         self.gradient_dtype.note(parameter)
         self._note_dtypes()
         self.gradient_dtype.put_on(parameter)

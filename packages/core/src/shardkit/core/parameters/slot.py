@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit.core.torch_compat import local_of
 
-__all__ = ["Slot", "Slots", "replacements", "tie_again"]
+__all__ = ["Slot", "Slots", "replacement", "tie_again"]
 
 _parameters_of = attrgetter("_parameters")
 _requires_grad = attrgetter("requires_grad")
@@ -54,6 +53,45 @@ class Slot:
 _Known = tuple[nn.Parameter, nn.Parameter | None]
 
 
+def replacement(fqn: str, slots: Sequence[Slot], known: _Known) -> nn.Parameter | None:
+    """The parameter that the user has put into the slots of parameter `fqn` in place of those `known`, if any.
+
+    Raises:
+        ValueError: for a tied parameter whose slots no longer hold one parameter. It keeps one value, so the others
+            would be lost. What is compared is the same on all ranks, so all of them raise.
+    """
+    new, unchanged = _filled(slots, known)
+    if not new:
+        return None
+    if unchanged or any(parameter is not new[0][1] for _, parameter in new):
+        slot, others = new[-1][0], len(new) + unchanged - 1
+        raise ValueError(
+            f"parameter '{fqn}' is tied, and '{slot.name}' of a {type(slot.module()).__name__} was assigned a "
+            f"parameter that its other {others} use{'s' * (others != 1)} do{'es' * (others == 1)} not have. Tied "
+            "parameters stay tied after fully_shard: assign the same parameter to all uses (call "
+            "torch.func.functional_call on a module that has all of them), or untie them before fully_shard"
+        )
+    return new[0][1]
+
+
+def tie_again(fqn: str, slots: Sequence[Slot], known: _Known) -> None:
+    """After a load with `assign=True`, which fills the slots of a tie one by one or in part: fills all of them alike.
+
+    Raises:
+        ValueError: if it has loaded different values (on this rank, which may be the only one).
+    """
+    new, unchanged = _filled(slots, known)
+    for slot, parameter in new[1:]:
+        if _differ(parameter, new[0][1]):
+            raise ValueError(
+                f"parameter '{fqn}' is tied, and a state dict gave '{slot.name}' of a {type(slot.module()).__name__} "
+                "other values than its first use. Give all uses the same values, or untie them before fully_shard"
+            )
+    if new and (unchanged or len(new) > 1):
+        for slot in slots:
+            slot.set(new[-1][1])
+
+
 def _filled(slots: Sequence[Slot], known: _Known) -> tuple[list[tuple[Slot, nn.Parameter]], int]:
     """The slots that hold a parameter other than those `known`, with it, and the number that hold one of these."""
     current = [(slot, parameter) for slot in slots if (parameter := slot.get()) is not None]
@@ -61,47 +99,8 @@ def _filled(slots: Sequence[Slot], known: _Known) -> tuple[list[tuple[Slot, nn.P
     return new, len(current) - len(new)
 
 
-def tie_again(slots: Sequence[Slot], known: _Known) -> None:
-    """After a load, which fills the slots of a tie one by one: gives the slots that it has left out the loaded one."""
-    new, unchanged = _filled(slots, known)
-    if new and unchanged:
-        for slot in slots:
-            slot.set(new[-1][1])
-
-
-def replacements(fqn: str, slots: Sequence[Slot], known: _Known) -> list[nn.Parameter]:
-    """The parameters that the user has put into the slots of parameter `fqn`, in place of those `known`.
-
-    Raises:
-        ValueError: for a tied parameter whose slots no longer agree: some were filled and others not, or with different
-            values. It keeps one value, so the others would be lost.
-    """
-    new, unchanged = _filled(slots, known)
-    if new and unchanged:
-        raise ValueError(
-            f"{_assigned(fqn, new[0][0])} another parameter, but {unchanged} of its {len(new) + unchanged} uses have "
-            f"kept the old one. {_REMEDY}"
-        )
-    for slot, parameter in new[1:]:
-        if _differ(parameter, new[0][1]):
-            raise ValueError(f"{_assigned(fqn, slot)} other values than its first use. {_REMEDY}")
-    return [parameter for _, parameter in new]
-
-
-_REMEDY = (
-    "Tied parameters stay tied after fully_shard: assign the same parameter to all uses, or untie them before "
-    "fully_shard"
-)
-
-
-def _assigned(fqn: str, slot: Slot) -> str:
-    return f"parameter '{fqn}' is tied, and '{slot.name}' of a {type(slot.module()).__name__} was assigned"
-
-
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the shards differ in any byte. Those of tensor subclasses, and on the meta device, are not compared."""
-    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
-        return False  # refused elsewhere
     one, other = local_of(one).detach(), local_of(other).detach()
     if one.device.type == "meta" or any(type(tensor) is not torch.Tensor for tensor in (one, other)):
         return False
