@@ -58,7 +58,7 @@ def replacement(fqn: str, slots: Sequence[Slot], known: _Known) -> nn.Parameter 
 
     Raises:
         ValueError: for a tied parameter whose slots no longer hold one parameter. It keeps one value, so the others
-            would be lost. What is compared is the same on all ranks, so all of them raise.
+            would be lost. All ranks compare the same, so all of them raise.
     """
     new, unchanged = _filled(slots, known)
     if not new:
