@@ -287,9 +287,7 @@ class FSDPParamGroup(GroupGather):
     def begin_load(self, module: nn.Module, keys: list[str]) -> None:
         """Before `module` and the modules below it are loaded. Loads nest; the outermost one takes the values over.
 
-        Args:
-            module: a module with parameters of this group.
-            keys: the list that `load_state_dict` collects missing keys in, which tells this call from others.
+        `keys` is the list that `load_state_dict` collects missing keys in. It tells this call from others.
 
         Raises:
             ValueError: for a tie that the user has cut; the load would hide it.
