@@ -1,6 +1,7 @@
 """Parameters in their modules' slots: dicts, ties and flags that change while training, against a single process."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +165,7 @@ def _untied_after_sharding(rank: int, world_size: int, separate: bool) -> None:
         model.head.weight = _new(model)
         with refused():
             then(model)
+            model(_TOKENS)
     for factors in ((1, 2), (1, 1)):  # two parameters, which one process would train apart
         model = _language(separate)
         model.embedding.weight, model.head.weight = (_new(model, factor) for factor in factors)
@@ -234,14 +236,77 @@ def test_a_tie_that_gets_other_values(world_size: int, separate: bool) -> None:
     run_ranks(world_size, _tied_again, separate)
 
 
-def _different_values_in_a_state_dict(rank: int, world_size: int, separate: bool) -> None:
-    model = _language(separate)
-    state = {"embedding.weight": _new(model).detach(), "head.weight": _new(model, 3).detach()}
-    with pytest.raises(ValueError, match="weight' is tied, and a state dict gave 'weight' of a Linear other"):
-        model.load_state_dict(state, assign=True)
+class _LoadsItself(nn.Linear):
+    """Loads a state dict within the load of another one."""
+
+    _loads = False
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *others)
+        if not self._loads:
+            self._loads = True
+            self.load_state_dict({"weight": state[prefix + "weight"]}, assign=True)
+            self._loads = False
 
 
-@pytest.mark.parametrize("separate", [False, True])
+def _different_values_in_a_state_dict(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
+    """They may be tied by the model afterwards; else the next forward refuses them."""
+    for tied_after in (False, True):
+        shard(model := _Language())
+        state = {"embedding.weight": _new(model, 2).detach(), "head.weight": _new(model, 3).detach()}
+        model.load_state_dict(state, strict=False, assign=True)
+        if tied_after:
+            model.head.weight = model.embedding.weight
+            model(_TOKENS).sum().backward()
+            assert torch.equal(model.state_dict()["head.weight"].to_local(), state["embedding.weight"].to_local())
+            continue
+        with pytest.raises(ValueError, match=r"' is tied, and 'weight' of a .* \(or a state dict gave it values\)"):
+            model(_TOKENS)
+
+
+def _both(model: Any) -> None:
+    fully_shard(model.embedding)
+    fully_shard(model.head)
+
+
+def _root(model: Any) -> None:
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("shard", [_root, _both])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, separate: bool) -> None:
-    run_ranks(world_size, _different_values_in_a_state_dict, separate)
+def test_a_state_dict_with_different_values_for_a_tie_is_refused(world_size: int, shard: Callable[[Any], Any]) -> None:
+    run_ranks(world_size, _different_values_in_a_state_dict, shard)
+
+
+def _names_on_meta(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
+    """A model on meta whose state dict got values for one name of the tie: the other name does not undo the load."""
+    for missing in ("embedding.weight", "head.weight"):
+        shard(whole := _Language())
+        with torch.device("meta"):
+            shard(model := _Language())
+        values = whole.state_dict()
+        model.load_state_dict(model.state_dict() | {fqn: values[fqn] for fqn in values if fqn != missing}, assign=True)
+        assert torch.equal(model(_TOKENS), whole(_TOKENS))
+
+
+@pytest.mark.parametrize("shard", [_root, _both])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_with_one_name_of_a_tie_on_meta(world_size: int, shard: Callable[[Any], Any]) -> None:
+    run_ranks(world_size, _names_on_meta, shard)
+
+
+def _load_within_a_load(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
+    model = _Language()
+    model.head = _LoadsItself(4, 8, bias=False)
+    model.head.weight = model.embedding.weight
+    shard(model)
+    before = model(_TOKENS).detach()
+    model.load_state_dict({fqn: value.detach() * 2 for fqn, value in model.state_dict().items()}, assign=True)
+    assert torch.allclose(model(_TOKENS), before * 4)
+
+
+@pytest.mark.parametrize("shard", [_root, _both])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_within_a_load_ties_again(world_size: int, shard: Callable[[Any], Any]) -> None:
+    run_ranks(world_size, _load_within_a_load, shard)

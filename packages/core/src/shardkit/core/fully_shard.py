@@ -173,7 +173,7 @@ def fully_shard(
         if scalars:
             state.add_group(FSDPParamGroup(scalars, replicated, device, policy, reshard, None))
     _join_ties(state, managed)
-    _watch_state_dicts(state, modules, managed.modules)
+    _watch_state_dicts(state, managed.modules)
     for one_module in managed.modules:
         mark_managed(one_module)
     for one_module in modules:
@@ -281,9 +281,9 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
         state.add_group(group)
 
 
-def _watch_state_dicts(state: FSDPState, given: Sequence[nn.Module], managed: Sequence[nn.Module]) -> None:
-    for module in managed:
-        if any(one is module for one in given) or any(one is not None for one in module._parameters.values()):
+def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        if any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
             module.register_load_state_dict_post_hook(state.after_load)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -36,7 +35,7 @@ from shardkit.core.engine.residency import Ledger
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.slot import Slot, replacement, tie_again
+from shardkit.core.parameters.ties import Tie, TieLoads
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.stock_names import answers_stock_names
@@ -122,7 +121,7 @@ class FSDPParamGroup(GroupGather):
         self.kept_views: KeptViews | None = None  # None while no forward has kept one
         self._counted_in: CommContext | None = None
         self._accumulating = False
-        self._load: tuple[nn.Module, list[str]] | None = None  # the outermost load in progress
+        self._loads = TieLoads()
         self._sums_wait = False  # HSDP: the last reduction has left sums for a later all-reduce
         self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
@@ -284,34 +283,14 @@ class FSDPParamGroup(GroupGather):
         if self._all_sharded and self.refresh():
             self._share_shards()
 
-    def begin_load(self, module: nn.Module, keys: list[str]) -> None:
-        """Before `module` and the modules below it are loaded. Loads nest; the outermost one takes the values over.
-
-        `keys` is the list that `load_state_dict` collects missing keys in. It tells this call from others.
-
-        Raises:
-            ValueError: for a tie that the user has cut; the load would hide it.
-        """
-        if self._load is not None and self._load[1] is keys:
-            return
-        self._load = module, keys
-        if self._all_sharded:
-            for fqn, slots, known in self._ties:
-                replacement(fqn, slots, known)
+    def begin_load(self, module: nn.Module) -> None:
+        """Before the parameters of `module` are loaded."""
+        self._loads.begin(module, self._ties)
 
     def end_load(self, module: nn.Module, keys: list[str]) -> None:
-        """After they were loaded: ties those again that an assigning load has filled one by one or in part.
-
-        Raises:
-            ValueError: for a tied parameter that was given different values.
-        """
-        if self._load is None or self._load[0] is not module or self._load[1] is not keys:
-            return
-        self._load = None
-        if self._all_sharded:
-            for fqn, slots, known in self._ties:
-                tie_again(fqn, slots, known)
-        self.adopt()
+        """After they were loaded, by the `load_state_dict` that collects missing keys in the list `keys`."""
+        if self._all_sharded and self._loads.end(module, keys, self._ties):
+            self.adopt()
 
     @property
     def _all_sharded(self) -> bool:
@@ -319,10 +298,8 @@ class FSDPParamGroup(GroupGather):
         return self.residence is Residence.SHARDED and all(one is None or isinstance(one, DTensor) for one in slots)
 
     @property
-    def _ties(self) -> Iterator[tuple[str, tuple[Slot, ...], tuple[nn.Parameter, nn.Parameter | None]]]:
-        for param in self.params:
-            if len(param.slots) > 1:
-                yield param.fqn, param.slots, (param.sharded_param, param.unsharded_param)
+    def _ties(self) -> list[Tie]:
+        return [(one.slots, (one.sharded_param, one.unsharded_param)) for one in self.params if len(one.slots) > 1]
 
     @outside_transforms
     def wait_for_unshard(self) -> None:

@@ -529,11 +529,9 @@ class FSDPState:
         not 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
         """
         self.to_sharded()
-        keys: list[str]
-        error_messages: list[str]
-        keys, _, error_messages = args[-3:]
-        for group in self._groups_within(module):
-            group.begin_load(module, keys)
+        error_messages: list[str] = args[-1]
+        for group in self.groups:
+            group.begin_load(module)
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -553,12 +551,8 @@ class FSDPState:
 
         This is the meaning of their placements, and their boxes.
         """
-        for group in self._groups_within(module):
+        for group in self.groups:
             group.end_load(module, incompatible.missing_keys)
-
-    def _groups_within(self, module: nn.Module) -> list[FSDPParamGroup]:
-        states = {self: None} | {state: None for one in module.modules() if (state := state_of(one)) is not None}
-        return list({group: None for state in states for group in state.groups})
 
 
 def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:

@@ -52,7 +52,8 @@ from shardkit.core.parameters.lost_writes import (
 )
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.shard_checks import check_device, check_shape
-from shardkit.core.parameters.slot import Slot, replacement
+from shardkit.core.parameters.slot import Slot
+from shardkit.core.parameters.ties import replacement
 from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem

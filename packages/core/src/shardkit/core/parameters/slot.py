@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter, call, is_, setitem
 from typing import Any
 
-import torch
 from torch import nn
 
-from shardkit.core.torch_compat import local_of
-
-__all__ = ["Slot", "Slots", "replacement", "tie_again"]
+__all__ = ["Slot", "Slots"]
 
 _parameters_of = attrgetter("_parameters")
 _requires_grad = attrgetter("requires_grad")
@@ -48,65 +45,6 @@ class Slot:
             module._parameters[self.name] = parameter
         else:
             setattr(module, self.name, parameter)
-
-
-_Known = tuple[nn.Parameter, nn.Parameter | None]
-
-
-def replacement(fqn: str, slots: Sequence[Slot], known: _Known) -> nn.Parameter | None:
-    """The parameter that the user has put into the slots of parameter `fqn` in place of those `known`, if any.
-
-    Raises:
-        ValueError: for a tied parameter whose slots no longer hold one parameter. It keeps one value, so the others
-            would be lost. All ranks compare the same, so all of them raise.
-    """
-    new, unchanged = _filled(slots, known)
-    if not new:
-        return None
-    if unchanged or any(parameter is not new[0][1] for _, parameter in new):
-        slot, others = new[-1][0], len(new) + unchanged - 1
-        raise ValueError(
-            f"parameter '{fqn}' is tied, and '{slot.name}' of a {type(slot.module()).__name__} was assigned a "
-            f"parameter that its other {others} use{'s' * (others != 1)} do{'es' * (others == 1)} not have. Tied "
-            "parameters stay tied after fully_shard: assign the same parameter to all uses (call "
-            "torch.func.functional_call on a module that has all of them), or untie them before fully_shard"
-        )
-    return new[0][1]
-
-
-def tie_again(fqn: str, slots: Sequence[Slot], known: _Known) -> None:
-    """After a load with `assign=True`, which fills the slots of a tie one by one or in part: fills all of them alike.
-
-    Raises:
-        ValueError: if it has loaded different values (on this rank, which may be the only one).
-    """
-    new, unchanged = _filled(slots, known)
-    for slot, parameter in new[1:]:
-        if _differ(parameter, new[0][1]):
-            raise ValueError(
-                f"parameter '{fqn}' is tied, and a state dict gave '{slot.name}' of a {type(slot.module()).__name__} "
-                "other values than its first use. Give all uses the same values, or untie them before fully_shard"
-            )
-    if new and (unchanged or len(new) > 1):
-        for slot in slots:
-            slot.set(new[-1][1])
-
-
-def _filled(slots: Sequence[Slot], known: _Known) -> tuple[list[tuple[Slot, nn.Parameter]], int]:
-    """The slots that hold a parameter other than those `known`, with it, and the number that hold one of these."""
-    current = [(slot, parameter) for slot in slots if (parameter := slot.get()) is not None]
-    new = [(slot, parameter) for slot, parameter in current if parameter is not known[0] and parameter is not known[1]]
-    return new, len(current) - len(new)
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the shards differ in any byte. Those of tensor subclasses, and on the meta device, are not compared."""
-    one, other = local_of(one).detach(), local_of(other).detach()
-    if one.device.type == "meta" or any(type(tensor) is not torch.Tensor for tensor in (one, other)):
-        return False
-    if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
-        return True
-    return not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 class Slots:
