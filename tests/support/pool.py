@@ -1,8 +1,7 @@
 """Pools of rank processes: one per world size, started on first use and kept until the pytest session ends.
 
 Ranks are forked from a server process that has imported their modules (``rank_server.py``), so a pool costs little.
-Between two calls its processes are stopped: the threads of gloo wake a hundred times a second, which would take a tenth
-of the processors from the tests of other pools.
+Between two calls its processes are stopped: the threads of gloo wake a hundred times a second, also if nothing is sent.
 A pool is *spent* once a rank has failed, hung or died: nobody knows which collectives the others still wait in.
 It is then killed, and the next call starts a new one.
 """

@@ -307,7 +307,8 @@ def load_full_state_dict(
         TypeError, ValueError, OSError, ImportError: for a source that cannot be read; raised on every rank.
     """
     peers = Peers.of(group)
-    opened, unreadable = None, cast(Exception | None, None)
+    opened = None
+    unreadable: Exception | None = None
     try:
         opened = open_source(source)
     except OSError as error:

@@ -285,12 +285,14 @@ class FSDPParamGroup(GroupGather):
 
     def begin_load(self, module: nn.Module) -> None:
         """Before the parameters of `module` are loaded."""
-        self._loads.begin(module, self._ties)
+        if (ties := self._ties) and self._all_sharded:
+            self._loads.begin(module, ties)
 
     def end_load(self, module: nn.Module, keys: list[str]) -> None:
         """After they were loaded, by the `load_state_dict` that collects missing keys in the list `keys`."""
-        if self._all_sharded and self._loads.end(module, keys, self._ties):
-            self.adopt()
+        ties = self._ties
+        if self._all_sharded and (not ties or self._loads.end(module, keys, ties)) and self.refresh():
+            self._share_shards()
 
     @property
     def _all_sharded(self) -> bool:
