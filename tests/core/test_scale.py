@@ -6,6 +6,7 @@ import tracemalloc
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -294,6 +295,33 @@ def _plans_are_made_once(rank: int, world_size: int) -> None:
 
 def test_a_budget_does_not_plan_twice() -> None:
     run_ranks(1, _plans_are_made_once, isolated=True)
+
+
+def _loads_do_not_grow(rank: int, world_size: int, assign: bool, tied: bool) -> None:
+    """`load_state_dict` calls hooks for each module of a group, which must not look at the whole group.
+
+    torch's own work is not counted: it filters the whole state dict for each module.
+    """
+    _as_rank_0_of(2)
+    files = ("engine/state.py", "engine/param_group.py", "engine/group_gather.py", "core/parameters/ties.py")
+    files += ("core/parameters/slot.py", "core/parameters/param.py")
+    each = []
+    for modules in (20, 200):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))
+        for index in range(0, modules if tied else 0, 2):
+            model[index + 1].weight = model[index].weight
+        fully_shard(model)
+        values = {name: one.clone() for name, one in model.state_dict().items()}
+        model.load_state_dict(values)
+        work = partial(model.load_state_dict, values, assign=assign)
+        each.append(_calls(work, files) / modules)
+    assert each[1] <= 1.15 * each[0], each
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_load_costs_as_much_per_module_of_a_large_group(assign: bool, tied: bool) -> None:
+    run_ranks(1, _loads_do_not_grow, assign, tied, isolated=True)
 
 
 def _set_up_costs_less_than_a_step(rank: int, world_size: int) -> None:

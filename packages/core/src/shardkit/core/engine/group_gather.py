@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Sequence
 from itertools import repeat
 from operator import contains, is_
 
 import torch
+from torch import nn
 
 from shardkit.core import events
 from shardkit.core.engine.communication import Communication
@@ -15,7 +18,7 @@ from shardkit.core.engine.order_check import agree
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.adapters import HOOK
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.slot import Slots
+from shardkit.core.parameters.slot import Slot, Slots
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.choice import Transports, may_share_memory, transport_for
 from shardkit.core.runtime.collective import gather_alone
@@ -63,8 +66,9 @@ class GroupGather:
         self._buffer_bytes: int | None = None
         self._parameter_bytes: int | None = None
         self._columns: _Columns | None = None
+        self._holders: dict[weakref.ReferenceType[nn.Module], dict[FSDPParam, list[Slot]]] | None = None
         self._subclassed: bool | None = None
-        self._share_shards()
+        self._share_shards(self.params)
 
     # -- what moves the bytes ------------------------------------------------------------------------------------------
 
@@ -89,18 +93,29 @@ class GroupGather:
                 self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
         return self._transports
 
-    def _share_shards(self) -> None:
-        """Moves the shards into shared memory, if peers on this host are to gather them from there."""
+    def _share_shards(self, params: Sequence[FSDPParam]) -> None:
+        """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
         group = self.mesh.shard_group
         if group is None or not may_share_memory(group, self.device):
             return
-        shards = {param: shard for param in self.params if (shard := param.shard_to_share) is not None}
+        shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
+
+    def _held_by(self, module: nn.Module) -> dict[FSDPParam, list[Slot]]:
+        """The parameters of this group that `module` itself holds, with its slots."""
+        if self._holders is None:
+            self._holders = {}
+            for param in self.params:
+                for slot in param.slots:
+                    if slot.module() is not None:
+                        self._holders.setdefault(slot.module, {}).setdefault(param, []).append(slot)
+        return self._holders.get(weakref.ref(module), {})
 
     def forget_params(self) -> None:
         """Forgets which tensors the parameters and their slots have, and with them all plans."""
         self._columns = None
+        self._holders = None
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -147,11 +162,13 @@ class GroupGather:
         """Notes that an optimizer has stepped, which bumps no version counter."""
         self.stale = self._written = True
 
-    def _refresh(self) -> bool:
-        if self._columns is not None and self._columns.hold:
-            return False
+    def _refresh(self, params: Sequence[FSDPParam] | None = None) -> bool:
+        if params is None:
+            if self._columns is not None and self._columns.hold:
+                return False
+            params = self.params
         try:
-            changed = [param for param in self.params if param.refresh()]
+            changed = [param for param in params if param.refresh()]
         except BaseException:  # earlier parameters have already been refreshed
             self.forget_params()
             raise
@@ -182,7 +199,7 @@ class GroupGather:
         if not self._checked:
             for param in self.params:
                 param.check_ready()
-            self._share_shards()
+            self._share_shards(self.params)
             self._checked = True
         self.stale = False
         if self._items and not any(self._items):  # every parameter is its own shard

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -35,7 +36,8 @@ from shardkit.core.engine.residency import Ledger
 from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
-from shardkit.core.parameters.ties import Tie, TieLoads
+from shardkit.core.parameters.slot import Slot
+from shardkit.core.parameters.ties import TieLoads
 from shardkit.core.policies import CompressionPolicy, MixedPrecisionPolicy
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.stock_names import answers_stock_names
@@ -273,35 +275,30 @@ class FSDPParamGroup(GroupGather):
         """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""
         return self.residence is Residence.SHARDED and self._refresh()
 
-    def adopt(self) -> None:
-        """After a cast, a move or a load: takes it over at once, so that the shards are in their final memory.
+    def adopt(self, params: Sequence[FSDPParam] | None = None) -> None:
+        """After a cast, a move or a load of `params` (all if None): takes it over, so that shards are in final memory.
 
         Tensors that a user derives from the local tensors from now on, such as an optimizer's, then share the shards'
         memory. Plain tensors that temporarily replace parameters, as in legacy_fsdp_compat's summon_full_params, are
         left alone.
         """
-        if self._all_sharded and self.refresh():
-            self._share_shards()
+        params = self.params if params is None else params
+        if self.residence is Residence.SHARDED and all(map(_holds_shards, params)) and self._refresh(params):
+            self._share_shards(params)
 
     def begin_load(self, module: nn.Module) -> None:
         """Before the parameters of `module` are loaded."""
-        if (ties := self._ties) and self._all_sharded:
-            self._loads.begin(module, ties)
+        held = self._held_by(module)
+        self._loads.begin(slot for param, slots in held.items() if len(param.slots) > 1 for slot in slots)
 
     def end_load(self, module: nn.Module, keys: list[str]) -> None:
         """After they were loaded, by the `load_state_dict` that collects missing keys in the list `keys`."""
-        ties = self._ties
-        if self._all_sharded and (not ties or self._loads.end(module, keys, ties)) and self.refresh():
-            self._share_shards()
+        if self.residence is Residence.SHARDED:
+            held = ((param, mine) for param, mine in self._held_by(module).items() if _holds_shards(param))
+            self.adopt([param for param, mine in held if len(param.slots) == 1 or self._tied_again(param, mine, keys)])
 
-    @property
-    def _all_sharded(self) -> bool:
-        slots = (slot.get() for param in self.params for slot in param.slots)
-        return self.residence is Residence.SHARDED and all(one is None or isinstance(one, DTensor) for one in slots)
-
-    @property
-    def _ties(self) -> list[Tie]:
-        return [(one.slots, (one.sharded_param, one.unsharded_param)) for one in self.params if len(one.slots) > 1]
+    def _tied_again(self, param: FSDPParam, mine: Sequence[Slot], keys: list[str]) -> bool:
+        return self._loads.end(mine, keys, param.slots, (param.sharded_param, param.unsharded_param))
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
@@ -569,6 +566,10 @@ class FSDPParamGroup(GroupGather):
         for param in self.params:
             param.forget_gradients()
         self.phase = Phase.IDLE
+
+
+def _holds_shards(param: FSDPParam) -> bool:
+    return all(one is None or isinstance(one, DTensor) for one in map(Slot.get, param.slots))
 
 
 def _sparse_gradient(fqn: str, gradient: torch.Tensor) -> RuntimeError:

@@ -10,11 +10,9 @@ from torch import nn
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.torch_compat import local_of
 
-__all__ = ["Tie", "TieLoads", "replacement"]
+__all__ = ["TieLoads", "replacement"]
 
-_Known = tuple[nn.Parameter, nn.Parameter | None]
-# The slots of a parameter that has several, and the parameters that it has: the sharded and the unsharded one.
-Tie = tuple[Sequence[Slot], _Known]
+_Known = tuple[nn.Parameter, nn.Parameter | None]  # the sharded and the unsharded parameter of an FSDPParam
 
 
 def replacement(fqn: str, slots: Sequence[Slot], known: _Known) -> nn.Parameter | None:
@@ -49,37 +47,35 @@ class TieLoads:
     def __init__(self) -> None:
         self._before: dict[Slot, nn.Parameter | None] = {}
         self._keys: list[str] = []
-        self._loaded: list[Slot] = []
+        self._loaded: set[Slot] = set()
 
-    def begin(self, module: nn.Module, ties: Iterable[Tie]) -> None:
-        """Before the parameters of `module` are loaded."""
-        self._before |= {slot: slot.get() for slots, _ in ties for slot in slots if slot.module() is module}
+    def begin(self, mine: Iterable[Slot]) -> None:
+        """Before a module is loaded; `mine`: its slots of tied parameters."""
+        self._before |= {slot: slot.get() for slot in mine}
 
-    def end(self, module: nn.Module, keys: list[str], ties: Iterable[Tie]) -> bool:
-        """After they were loaded; returns whether all uses of each tie have the same parameter now.
+    def end(self, mine: Iterable[Slot], keys: list[str], slots: Sequence[Slot], known: _Known) -> bool:
+        """After a module was loaded; returns whether all uses of a tied parameter have the same one now.
 
         Args:
-            module: the module.
+            mine: the module's slots of this tie.
             keys: the list in which `load_state_dict` collects missing keys. It tells one call from another.
-            ties: all ties of the group.
+            slots: all slots of the tie.
+            known: the parameters that they have had.
         """
         if self._keys is not keys:
-            self._keys, self._loaded = keys, []
-        agree = True
-        for slots, known in ties:
-            mine = [slot for slot in slots if slot.module() is module]
-            self._loaded += [slot for slot in mine if slot.get() is not self._before.pop(slot, slot.get())]
-            loaded = [value for slot in slots if slot in self._loaded and (value := slot.get()) is not None]
-            others = [value for slot in slots if slot not in self._loaded and (value := slot.get()) is not None]
-            if any(value is not known[0] and value is not known[1] for value in others):
-                agree = False
-            elif loaded:
-                if (value := _value(loaded, known[0] if others else None)) is None:
-                    agree = False
-                    continue
-                for slot in slots:
-                    slot.set(value)
-        return agree
+            self._keys, self._loaded = keys, set()
+        self._loaded.update(slot for slot in mine if slot.get() is not self._before.pop(slot, slot.get()))
+        current = [(slot, value) for slot in slots if (value := slot.get()) is not None]
+        loaded = [value for slot, value in current if slot in self._loaded]
+        others = [value for slot, value in current if slot not in self._loaded]
+        if any(value is not known[0] and value is not known[1] for value in others):
+            return False
+        if loaded:
+            if (value := _value(loaded, known[0] if others else None)) is None:
+                return False
+            for slot in slots:
+                slot.set(value)
+        return True
 
 
 def _value(loaded: Sequence[nn.Parameter], other: nn.Parameter | None) -> nn.Parameter | None:
