@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit.core import fully_shard
+from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, batch
 from tests.support import run_ranks
 
@@ -99,20 +100,34 @@ def test_a_tie_to_a_group_that_was_trained(world_size: int) -> None:
 
 def _steps_in_backward(rank: int, world_size: int) -> None:
     """Each parameter's optimizer steps as soon as its gradient is there, in the middle of backward."""
-    twins = Twins.of(rank, world_size, _Two, _shard)
-    for parameter in twins.sharded.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
+    during: list[bool] = []
+    for accumulates in (False, True):
+        twins = Twins.of(rank, world_size, lambda: nn.Sequential(*(_Two() for _ in range(4))), _shard_blocks)
+        for parameter in twins.sharded.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
 
-        def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer, model: Any = twins.sharded) -> None:
+                during.append(state_of(model).in_backward)
+                optimizer.step()
+                optimizer.zero_grad()
 
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(2):
-        twins.backward(_loss)
-        torch.optim.SGD(twins.whole.parameters(), lr=0.1).step()
-        twins.whole.zero_grad()
-        twins.check_parameters()
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            if accumulates:  # the first parameter of a group steps while gradients of the others wait
+                twins.sharded.set_requires_gradient_sync(False)
+                twins.backward(_loss)
+                twins.sharded.set_requires_gradient_sync(True)
+            twins.backward(_loss)
+            torch.optim.SGD(twins.whole.parameters(), lr=0.1).step()
+            twins.whole.zero_grad()
+            twins.check_parameters()
+    assert any(during) or world_size == 1
+
+
+def _shard_blocks(model: Any) -> None:
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
