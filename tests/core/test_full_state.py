@@ -400,6 +400,18 @@ def test_round_trip_with_casts(world_size):
     run_ranks(world_size, check_round_trip)
 
 
+class StoreError(OSError):
+    def __init__(self, bucket, reason):
+        super().__init__(reason)
+
+
+class Remote(dict):
+    """As a library's view of an object store does: reads when asked, and raises an error of its own."""
+
+    def items(self):
+        raise StoreError("bucket", "gone")
+
+
 def check_errors(rank, world_size):
     model = shard_by_hand(Model(seed=2), "flat")
     untouched = Model(seed=2).state_dict()
@@ -424,6 +436,7 @@ def check_errors(rank, world_size):
     fails({3: torch.ones(1)}, TypeError, "the key 3, expected parameter names")
     fails(dict(model.state_dict()), TypeError, "uneven: .*DTensor.*full_state_dict")
     fails(17, TypeError, "neither a dict of tensors nor a path")
+    fails(Remote(), OSError, r"cannot read the source \(a Remote\) in /.*: gone; pass a path that rank 0 can read")
     no_file = r"cannot read the source '{}' in /.*: No such file.*; pass a path that rank 0 can read"
     fails(Path("/nowhere/model.pt"), FileNotFoundError, no_file.format("/nowhere/model.pt"))
     fails("nope.safetensors", FileNotFoundError, no_file.format("nope.safetensors"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -28,6 +28,10 @@ def _told(error: Exception, where: str) -> Exception:
     """The error to raise on all ranks: its own type if users may want to catch that, else a RuntimeError."""
     kind = next((kind for kind in _CAUGHT_BY_TYPE if isinstance(error, kind)), None)
     return RuntimeError(f"{where}: {type(error).__name__}: {error}") if kind is None else kind(f"{where}: {error}")
+
+
+def _named(source: object) -> str:
+    return f"(a {type(source).__name__})" if isinstance(source, Mapping) else repr(str(source))
 
 
 @dataclass(frozen=True)
@@ -311,9 +315,10 @@ def load_full_state_dict(
     unreadable: Exception | None = None
     try:
         opened = open_source(source)
-    except OSError as error:
-        unreadable = type(error)(
-            f"cannot read the source {str(source)!r} in {Path.cwd()}: {error.strerror or error}; "
+    except OSError as error:  # a library may raise its own kind, with other arguments
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        unreadable = kind(
+            f"cannot read the source {_named(source)} in {Path.cwd()}: {error.strerror or error}; "
             "pass a path that rank 0 can read, or a dict of tensors on rank 0"
         )
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
