@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 from shardkit.core import UnshardHandle, events, fully_shard
 from shardkit.core.runtime.choice import choose_transports, transport_for
@@ -65,6 +66,45 @@ def _shards_in_segments(rank: int, world_size: int) -> list[bool]:
 def test_shards_lie_in_shared_memory_from_the_start() -> None:
     for placed in run_ranks(2, _shards_in_segments):
         assert placed == [True] * 4
+
+
+def _many_modules_are_loaded(rank: int, world_size: int, one_by_one: bool, room: bool) -> None:
+    """More modules in one group than a message carries descriptors of memory files."""
+    whole = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    torch.manual_seed(1)
+    for parameter in whole.parameters():
+        torch.nn.init.uniform_(parameter)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), mesh=rank_mesh((world_size,)))
+    full, mine = whole.state_dict(), model.state_dict()
+    values = {name: distribute_tensor(one, mine[name].device_mesh, mine[name].placements) for name, one in full.items()}
+    if one_by_one:
+        for number, layer in enumerate(model):
+            state = {name: values[f"{number}.{name}"] for name in ("weight", "bias")}
+            layer.load_state_dict(state, assign=True)
+    else:
+        model.load_state_dict(values, assign=True)
+        assert _segments_of(model) == 1, "the shards of a load lie side by side"
+    taken = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+    if not room:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) * 4 // 3, hard))
+    torch.testing.assert_close(model(torch.ones(2, 4)), whole(torch.ones(2, 4)))
+    model.reshard()
+    assert _segments_of(model) == (1 if room else 300)
+    assert one_by_one or taken == [parameter.to_local().data_ptr() for parameter in model.parameters()]
+
+
+def _segments_of(model: nn.Module) -> int:
+    places = [segment.locate(parameter.to_local()) for parameter in model.parameters() if parameter.to_local().numel()]
+    assert None not in places
+    return len({id(place[0]) for place in places if place is not None})
+
+
+@pytest.mark.filterwarnings("ignore:the shards of .* stay in private memory")
+@pytest.mark.parametrize(("one_by_one", "room"), [(False, True), (True, True), (True, False)])
+def test_loads_take_few_memory_files(one_by_one: bool, room: bool) -> None:
+    """Without room for one more, shards in many files are copied for each gather."""
+    run_ranks(2, _many_modules_are_loaded, one_by_one, room, isolated=True)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> tuple[int, int, int]:

@@ -124,6 +124,7 @@ class FSDPParamGroup(GroupGather):
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._loads = TieLoads()
+        self._loaded_whole: list[str] | None = None  # during a load of its state's module: the load's missing keys
         self._sums_wait = False  # HSDP: the last reduction has left sums for a later all-reduce
         self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
@@ -275,27 +276,37 @@ class FSDPParamGroup(GroupGather):
         """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""
         return self.residence is Residence.SHARDED and self._refresh()
 
-    def adopt(self, params: Sequence[FSDPParam] | None = None) -> None:
+    def adopt(self, params: Sequence[FSDPParam] | None = None, *, share: bool = True) -> None:
         """After a cast, a move or a load of `params` (all if None): takes it over, so that shards are in final memory.
 
         Tensors that a user derives from the local tensors from now on, such as an optimizer's, then share the shards'
         memory. Plain tensors that temporarily replace parameters, as in legacy_fsdp_compat's summon_full_params, are
-        left alone.
+        left alone. Without `share`, `end_load` moves the shards to shared memory later.
         """
         params = self.params if params is None else params
-        if self.residence is Residence.SHARDED and all(map(_holds_shards, params)) and self._refresh(params):
+        if self.residence is Residence.SHARDED and all(map(_holds_shards, params)) and self._refresh(params) and share:
             self._share_shards(params)
 
-    def begin_load(self, module: nn.Module) -> None:
-        """Before the parameters of `module` are loaded."""
+    def begin_load(self, module: nn.Module, keys: list[str], *, whole: bool) -> None:
+        """Before the parameters of `module` are loaded; `whole` if those of all modules below it follow.
+
+        `keys` is the list in which `load_state_dict` collects missing keys. It tells one call from another.
+        """
+        if whole:
+            self._loaded_whole = keys
         held = self._held_by(module)
         self._loads.begin(slot for param, slots in held.items() if len(param.slots) > 1 for slot in slots)
 
-    def end_load(self, module: nn.Module, keys: list[str]) -> None:
-        """After they were loaded, by the `load_state_dict` that collects missing keys in the list `keys`."""
+    def end_load(self, module: nn.Module, keys: list[str], *, whole: bool) -> None:
+        """After they were loaded. Shards of a whole load move to shared memory together, others module by module."""
         if self.residence is Residence.SHARDED:
             held = ((param, mine) for param, mine in self._held_by(module).items() if _holds_shards(param))
-            self.adopt([param for param, mine in held if len(param.slots) == 1 or self._tied_again(param, mine, keys)])
+            loaded = [param for param, mine in held if len(param.slots) == 1 or self._tied_again(param, mine, keys)]
+            self.adopt(loaded, share=self._loaded_whole is not keys)
+            if whole and not self._checked:
+                self._share_shards([*filter(_holds_shards, self.params)])
+        if whole:
+            self._loaded_whole = None
 
     def _tied_again(self, param: FSDPParam, mine: Sequence[Slot], keys: list[str]) -> bool:
         return self._loads.end(mine, keys, param.slots, (param.sharded_param, param.unsharded_param))

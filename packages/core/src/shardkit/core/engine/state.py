@@ -529,9 +529,9 @@ class FSDPState:
         not 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
         """
         self.to_sharded()
-        error_messages: list[str] = args[-1]
+        *_, missing_keys, _, error_messages = args
         for group in self.groups:
-            group.begin_load(module)
+            group.begin_load(module, missing_keys, whole=id(module) in self._module_ids)
         for name, parameter in module._parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -552,7 +552,7 @@ class FSDPState:
         This is the meaning of their placements, and their boxes.
         """
         for group in self.groups:
-            group.end_load(module, incompatible.missing_keys)
+            group.end_load(module, incompatible.missing_keys, whole=id(module) in self._module_ids)
 
 
 def _weakly(state: ScheduledState | None) -> Callable[[], ScheduledState | None]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from shardkit.core import events
 from shardkit.core.runtime.lanes import Program
 from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
+from shardkit.core.runtime.shared.connection import MOST_DESCRIPTORS
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
 from shardkit.core.runtime.shared.segment import ALIGNMENT, Segment, aligned, carve, locate
 from shardkit.core.runtime.shared.tables import Gradients, Table
@@ -149,13 +150,14 @@ class Posting:
 class GatherBinding:
     """A plan with the tensors that it was last used with: the views to copy from and to, created once."""
 
-    # `table` lists the shards where they are; None if one of them does not lie in shared memory.
+    # `table` lists the shards where they are; None if they lie in too many segments, or one of them in none.
     def __init__(self, plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
         self.sources = list(sources)
         self.flats = list(flats)
         self._addresses = [source.data_ptr() for source in sources]
         in_shared_memory = all(not source.numel() or (source.is_contiguous() and locate(source)) for source in sources)
-        self.table = Table(plan.label, sources) if in_shared_memory else None
+        table = Table(plan.label, sources) if in_shared_memory else None
+        self.table = table if table is not None and len(table.segments) < MOST_DESCRIPTORS else None
         self._slots = [_slots(plan, flat, i) for i, flat in enumerate(flats)]
         self._peers: list[list[torch.Tensor] | None] = []
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
