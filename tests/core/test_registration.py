@@ -311,17 +311,61 @@ def test_a_state_dict_with_one_name_of_a_tie_on_meta(world_size: int, shard: Cal
     run_ranks(world_size, _names_on_meta, shard)
 
 
-def _load_within_a_load(rank: int, world_size: int, shard: Callable[[Any], Any]) -> None:
+class _LoadsTwice(nn.Linear):
+    """As one that takes some keys in an old format first."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *others: Any) -> None:
+        super()._load_from_state_dict(state, prefix, meta, *others)
+        super()._load_from_state_dict({}, prefix, meta, False, [], [], [])
+
+
+class _LoadsWithoutTorch(nn.Linear):
+    """No hook of ours runs before its load."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        self.weight = nn.Parameter(state[f"{prefix}weight"])
+
+
+class _LoadsItsChild(nn.Module):
+    """Loads its own use of the tie first, then a child's by a state dict of the child's own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.child = weight, nn.Linear(4, 8, bias=False)
+        self.child.weight = weight
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        weight = state.pop(f"{prefix}child.weight")
+        super()._load_from_state_dict(state, prefix, *others)
+        self.child.load_state_dict({"weight": weight}, assign=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x) + x @ self.weight.t()
+
+
+_HEADS = {
+    "within": lambda: _LoadsItself(4, 8, bias=False),
+    "twice": lambda: _LoadsTwice(4, 8, bias=False),
+    "without torch": lambda: _LoadsWithoutTorch(4, 8, bias=False),
+    "child": lambda: _LoadsItsChild(nn.Parameter(torch.ones(8, 4))),
+}
+
+
+def _own_loads(rank: int, world_size: int, shard: Callable[[Any], Any], head: str) -> None:
     model = _Language()
-    model.head = _LoadsItself(4, 8, bias=False)
-    model.head.weight = model.embedding.weight
+    model.head = _HEADS[head]()
+    for module in model.head.modules():
+        module.weight = model.embedding.weight
     shard(model)
     before = model(_TOKENS).detach()
-    model.load_state_dict({fqn: value.detach() * 2 for fqn, value in model.state_dict().items()}, assign=True)
+    values = {fqn: value.detach() * 2 for fqn, value in model.state_dict().items()}
+    model.load_state_dict(values, strict=head != "child", assign=True)
     assert torch.allclose(model(_TOKENS), before * 4)
+    assert len({*map(id, model.parameters())}) == 3, "the tie, and the two of a layer"
 
 
+@pytest.mark.parametrize("head", _HEADS)
 @pytest.mark.parametrize("shard", [_root, _both])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_load_within_a_load_ties_again(world_size: int, shard: Callable[[Any], Any]) -> None:
-    run_ranks(world_size, _load_within_a_load, shard)
+def test_modules_with_loads_of_their_own_tie_again(world_size: int, shard: Callable[[Any], Any], head: str) -> None:
+    run_ranks(world_size, _own_loads, shard, head)

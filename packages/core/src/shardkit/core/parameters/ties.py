@@ -49,22 +49,29 @@ class TieLoads:
         self._keys: list[str] = []
         self._loaded: set[Slot] = set()
 
-    def begin(self, mine: Iterable[Slot]) -> None:
-        """Before a module is loaded; `mine`: its slots of tied parameters."""
-        self._before |= {slot: slot.get() for slot in mine}
+    def begin(self, mine: Iterable[Slot], keys: list[str], *, within: bool) -> None:
+        """Before a module is loaded.
 
-    def end(self, mine: Iterable[Slot], keys: list[str], slots: Sequence[Slot], known: _Known) -> bool:
+        Args:
+            mine: the module's slots of tied parameters.
+            keys: the list in which `load_state_dict` collects missing keys. It tells one call from another.
+            within: whether this call is known to be a part of another one, as a module may load a part of itself by a
+                `load_state_dict` of its own.
+        """
+        if self._keys is not keys and not within and not self._before:
+            self._keys, self._loaded = keys, set()
+        for slot in mine:  # a module may run torch's loading, and so this hook, twice
+            self._before.setdefault(slot, slot.get())
+
+    def end(self, mine: Iterable[Slot], slots: Sequence[Slot], known: _Known) -> bool:
         """After a module was loaded; returns whether all uses of a tied parameter have the same one now.
 
         Args:
-            mine: the module's slots of this tie.
-            keys: the list in which `load_state_dict` collects missing keys. It tells one call from another.
+            mine: the module's slots of this tie. If `begin` was not called, the module has loaded them by itself.
             slots: all slots of the tie.
             known: the parameters that they have had.
         """
-        if self._keys is not keys:
-            self._keys, self._loaded = keys, set()
-        self._loaded.update(slot for slot in mine if slot.get() is not self._before.pop(slot, slot.get()))
+        self._loaded.update(slot for slot in mine if slot.get() is not self._before.pop(slot, known[0]))
         current = [(slot, value) for slot in slots if (value := slot.get()) is not None]
         loaded = [value for slot, value in current if slot in self._loaded]
         others = [value for slot, value in current if slot not in self._loaded]
