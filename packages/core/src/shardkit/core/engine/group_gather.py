@@ -25,13 +25,10 @@ from shardkit.core.runtime.collective import gather_alone
 from shardkit.core.runtime.lanes import Ticket
 from shardkit.core.runtime.plan import GatherItem, GatherPlan, Transport, plan_gather
 from shardkit.core.runtime.sharding import ChunkLayout
-from shardkit.core.runtime.shared.segment import locate, shared_if_possible
+from shardkit.core.runtime.shared.segment import shared_if_possible
 from shardkit.core.torch_compat import local_of, version_of
 
 __all__ = ["GroupGather"]
-
-# Each segment of shared memory takes open files, here and while a peer maps it.
-_MOST_SEGMENTS = 32
 
 
 class GroupGather:
@@ -97,17 +94,11 @@ class GroupGather:
         return self._transports
 
     def _share_shards(self, params: Sequence[FSDPParam]) -> None:
-        """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there.
-
-        Those that lie there already stay, unless they are in many segments: modules were loaded one by one.
-        """
+        """Moves the shards of `params` into shared memory, if peers on this host are to gather them from there."""
         group = self.mesh.shard_group
         if group is None or not may_share_memory(group, self.device):
             return
-        shards = {param: shard for param in params if (shard := param.shareable_shard) is not None}
-        places = {param: locate(shard) for param, shard in shards.items()}
-        if len({id(place[0]) for place in places.values() if place is not None}) <= _MOST_SEGMENTS:
-            shards = {param: shard for param, shard in shards.items() if places[param] is None}
+        shards = {param: shard for param in params if (shard := param.shard_to_share) is not None}
         for param, copy in zip(shards, shared_if_possible(list(shards.values()), self.label), strict=True):
             param.move_shard(copy)
 

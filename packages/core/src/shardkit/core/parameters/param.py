@@ -58,6 +58,7 @@ from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout
+from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.runtime.storage import (
     allocate_storage,
     dense_view,
@@ -298,10 +299,10 @@ class FSDPParam:
         return self.dtype, self.sums_dtype, self.aliased, self.subclass is None
 
     @property
-    def shareable_shard(self) -> torch.Tensor | None:
-        """The shard, if it could lie in memory that peers on this host can read."""
+    def shard_to_share(self) -> torch.Tensor | None:
+        """The shard, if it could be moved to memory that peers on this host can read, and is not there yet."""
         local = self._local
-        if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel():
+        if type(local) is not torch.Tensor or local.device.type != "cpu" or not local.numel() or locate(local):
             return None
         return None if self.aliased or self.subclass else local
 

@@ -2,8 +2,9 @@
 
 In a gather each rank copies its peers' shards into its own unsharded tensors. Shards in shared memory are read in place
 and cast on the way; nothing is allocated, and each element is copied once. If one shard of a group is not in shared
-memory, all of the group's are copied to the outbox first. A peer may read a shard until it has reported that it is
-done; `SharedTransport.wait_until_read` waits for that, before the owner may change the shard.
+memory, or they lie in more segments than a message has descriptors for, all of the group's are copied to the outbox
+first. A peer may read a shard until it has reported that it is done; `SharedTransport.wait_until_read` waits
+for that, before the owner may change the shard.
 
 In a reduction each rank copies the rows of its gradients that peers own to its outbox, so that the gradients can be
 freed at once. It then adds up its own rows from the outboxes of its peers. The sum is in rank order (`pairwise.py`,
