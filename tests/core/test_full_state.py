@@ -436,7 +436,7 @@ def check_errors(rank, world_size):
     fails({3: torch.ones(1)}, TypeError, "the key 3, expected parameter names")
     fails(dict(model.state_dict()), TypeError, "uneven: .*DTensor.*full_state_dict")
     fails(17, TypeError, "neither a dict of tensors nor a path")
-    fails(Remote(), OSError, r"cannot read the source \(a Remote\) in /.*: gone; pass a path that rank 0 can read")
+    fails(Remote(), OSError, "cannot read the source of type Remote: gone; pass a path that rank 0 can read")
     no_file = r"cannot read the source '{}' in /.*: No such file.*; pass a path that rank 0 can read"
     fails(Path("/nowhere/model.pt"), FileNotFoundError, no_file.format("/nowhere/model.pt"))
     fails("nope.safetensors", FileNotFoundError, no_file.format("nope.safetensors"))

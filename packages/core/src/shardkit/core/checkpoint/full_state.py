@@ -31,7 +31,7 @@ def _told(error: Exception, where: str) -> Exception:
 
 
 def _named(source: object) -> str:
-    return f"(a {type(source).__name__})" if isinstance(source, Mapping) else repr(str(source))
+    return f"of type {type(source).__name__}" if isinstance(source, Mapping) else f"{str(source)!r} in {Path.cwd()}"
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def load_full_state_dict(
     except OSError as error:  # a library may raise its own kind, with other arguments
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         unreadable = kind(
-            f"cannot read the source {_named(source)} in {Path.cwd()}: {error.strerror or error}; "
+            f"cannot read the source {_named(source)}: {error.strerror or error}; "
             "pass a path that rank 0 can read, or a dict of tensors on rank 0"
         )
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
