@@ -113,7 +113,7 @@ def _steps_in_backward(rank: int, world_size: int) -> None:
 
             parameter.register_post_accumulate_grad_hook(step)
         for _ in range(2):
-            if accumulates:  # the first parameter of a group steps while gradients of the others wait
+            if accumulates:  # gradients of this backward are reduced with those of the next one
                 twins.sharded.set_requires_gradient_sync(False)
                 twins.backward(_loss)
                 twins.sharded.set_requires_gradient_sync(True)

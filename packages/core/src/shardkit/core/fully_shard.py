@@ -282,9 +282,8 @@ def _join_ties(state: FSDPState, managed: Managed) -> None:
 
 
 def _watch_state_dicts(state: FSDPState, modules: Sequence[nn.Module]) -> None:
-    tops = [one() for one in state.modules]
     for module in modules:
-        if module in tops or any(parameter is not None for parameter in module._parameters.values()):
+        if state_of(module) is state or any(parameter is not None for parameter in module._parameters.values()):
             module.register_state_dict_pre_hook(state.to_sharded)
             module.register_load_state_dict_pre_hook(state.before_load)
             module.register_load_state_dict_post_hook(state.after_load)

@@ -292,19 +292,22 @@ class FSDPParamGroup(GroupGather):
 
         `keys` is the list in which `load_state_dict` collects missing keys. It tells one call from another.
         """
+        if self.residence is not Residence.SHARDED:
+            return
         within = not whole and self._loaded_whole is not None and self._loaded_whole is not keys
         if whole:
             self._loaded_whole = keys
         held = self._held_by(module)
-        mine = [slot for param, slots in held.items() if len(param.slots) > 1 for slot in slots]
-        self._loads.begin(mine, keys, within=within)
+        ties = [param for param in held if len(param.slots) > 1 and _holds_shards(param)]
+        self._loads.begin([slot for param in ties for slot in held[param]], keys, within=within)
 
     def end_load(self, module: nn.Module, keys: list[str], *, whole: bool) -> None:
         """After they were loaded. Shards of a whole load move to shared memory together, others module by module."""
         if self.residence is Residence.SHARDED:
             held = ((param, mine) for param, mine in self._held_by(module).items() if _holds_shards(param))
             loaded = [param for param, mine in held if len(param.slots) == 1 or self._tied_again(param, mine)]
-            self.adopt(loaded, share=self._loaded_whole is not keys)
+            if loaded:
+                self.adopt(loaded, share=self._loaded_whole is not keys)
             if whole and not self._checked:
                 self._share_shards([*filter(_holds_shards, self.params)])
         if whole:
