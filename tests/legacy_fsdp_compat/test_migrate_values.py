@@ -1,10 +1,14 @@
 """Conversion keeps orders in memory, keys, lists, and values that differ from rank to rank."""
 
+import ctypes
 import dataclasses
 import fcntl
+import itertools
 import json
+import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,8 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardkit.core.checkpoint import stored
+from shardkit.core.checkpoint import conversion, stored
 from shardkit.core.checkpoint.leaves import name_of
+from shardkit.core.checkpoint.stored import Memory
 from shardkit.legacy_fsdp_compat.migrate import CheckpointError, convert, open_checkpoint, shapes_of_file
 from shardkit.legacy_fsdp_compat.migrate.command import main
 from shardkit.legacy_fsdp_compat.torch_compat import PickledShards
@@ -71,46 +76,93 @@ def test_any_order_in_memory(kind: str, to: str, tmp_path: Path, monkeypatch: py
         assert torch.equal(one.read(0, one.numel).view(one.shape).to(torch.complex64), value.to(torch.complex64)), name
 
 
-_PEAK = """
-import re, sys
-from pathlib import Path
-from shardkit.core.checkpoint import stored
-from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint
-stored.CHUNK_BYTES = 2**20
-def memory(kind):
-    return 1024 * int(re.search(kind + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-convert(open_checkpoint(sys.argv[1]), sys.argv[3], "full")  # loads all code
-checkpoint = open_checkpoint(sys.argv[2])
-peak, held = memory("VmHWM"), memory("RssAnon")
-convert(checkpoint, sys.argv[4], "full")
-print(memory("VmHWM") - peak, memory("RssAnon") - held, checkpoint.bound_bytes, checkpoint.nbytes)
-"""
+class HeapInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in ("arena", *"123", "hblkhd", *"56", "used", *"89"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
-    """Also one whose rows lie scattered over the whole file."""
-    torch.save({"small": torch.ones(8, 8).t()}, tmp_path / "small.pt")
-    torch.save({"large": torch.zeros(2500, 4000).t()}, tmp_path / "large.pt")
-    files = [str(tmp_path / name) for name in ("small.pt", "large.pt", "small", "large")]
-    seen = subprocess.run([sys.executable, "-c", _PEAK, *files], check=True, capture_output=True, text=True).stdout
-    rise, _, bound, nbytes = map(int, seen.split())
-    assert bound < 5e6 < nbytes == 40e6
-    assert rise < bound + 16e6
+def allocated_bytes() -> int:
+    """Memory that malloc has given out, exactly: pages that the system holds depend on the machine."""
+    glibc = ctypes.CDLL(None)
+    glibc.mallinfo2.restype = HeapInfo
+    seen = glibc.mallinfo2()
+    return seen.used + seen.hblkhd
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_memory_of_many_tensors_is_given_back(tmp_path: Path):
-    """With a glibc that returns no memory by itself; otherwise the memory it keeps depends on the first thread."""
-    torch.save({"small": torch.ones(8, 8)}, tmp_path / "small.pt")
+def resident_bytes(file: Path) -> int:
+    """Memory that this process has of a mapped file."""
+    smaps = Path("/proc/self/smaps").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(rf"{file}\n(?:.+\n)*?Rss: +(\d+) kB", smaps))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc, and pages go on Linux only")
+def test_one_large_tensor_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also one whose rows lie scattered over the whole file: what is allocated, and what is mapped."""
+    monkeypatch.setattr(stored, "CHUNK_BYTES", 2**20)
+    file = tmp_path / "large.pt"
+    torch.save({"large": torch.zeros(2500, 4000).t()}, file)
+    fetched = [0]  # bytes, between two releases each
+    allocated = []
+
+    def memory(shape: Any, strides: Any, dtype: Any, fetch: Any, done: Any) -> Memory:
+        def fetch_counted(low: int, high: int) -> torch.Tensor:
+            fetched[-1] += (high - low) * dtype.itemsize
+            return fetch(low, high).contiguous()
+
+        def done_checked() -> None:
+            allocated.append(allocated_bytes())
+            assert len(fetched) > 1 or resident_bytes(file) >= 2**19
+            done()
+            assert len(fetched) % 500 != 1 or resident_bytes(file) <= 2 * mmap.PAGESIZE
+            fetched.append(0)
+
+        return Memory(shape, strides, dtype, fetch_counted, done_checked)
+
+    monkeypatch.setattr(stored, "Memory", memory)
+    checkpoint = open_checkpoint(file)
+    assert checkpoint.bound_bytes < 5e6 < checkpoint.nbytes == 40e6
+    before = allocated_bytes()
+    convert(checkpoint, tmp_path / "large", "full")
+    assert 10**6 < max(allocated) - before <= checkpoint.bound_bytes + 5 * 10**5
+    assert sum(fetched) >= checkpoint.nbytes
+    assert max(fetched) <= 2**20
+
+
+def test_memory_of_many_tensors_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The heap is trimmed whenever CHUNK_BYTES have been done."""
     torch.save({str(number): torch.zeros(1000, 1000) for number in range(60)}, tmp_path / "many.pt")
-    files = [str(tmp_path / name) for name in ("small.pt", "many.pt", "small", "many")]
-    command = [sys.executable, "-c", _PEAK.replace("stored.CHUNK_BYTES = 2**20\n", ""), *files]
+    done, trimmed = [0], [0]
+    monkeypatch.setattr(conversion, "trim_heap", lambda: trimmed.append(done[0]))
+    checkpoint = open_checkpoint(tmp_path / "many.pt")
+    convert(checkpoint, tmp_path / "many", "full", progress=lambda nbytes: done.append(done.pop() + nbytes))
+    assert done == [2 * checkpoint.nbytes] == [480e6]
+    gaps = [after - before for before, after in itertools.pairwise([*trimmed, *done])]
+    assert max(gaps) < stored.CHUNK_BYTES + 4e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="trims the heap of glibc")
+def test_a_trimmed_heap_returns_what_is_freed():
+    """With a glibc that returns no memory by itself."""
+    code = """
+import re
+from pathlib import Path
+import torch
+from shardkit.core.checkpoint.torch_files import trim_heap
+def held():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+tensors = [torch.ones(2**18) for _ in range(128)]
+last = torch.ones(2**18)
+most = held()
+del tensors
+kept = held()
+trim_heap()
+print(most - kept, most - held())
+"""
     keeping = os.environ | {"MALLOC_TRIM_THRESHOLD_": f"{2**31}", "MALLOC_MMAP_THRESHOLD_": f"{2**31}"}
-    seen = subprocess.run(command, check=True, capture_output=True, text=True, env=keeping).stdout
-    _, held, bound, nbytes = map(int, seen.split())
-    assert bound < 20e6 < nbytes == 240e6
-    assert held < bound + 8e6
+    seen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=keeping).stdout
+    alone, trimmed = map(int, seen.split())
+    assert alone < 2**26 < trimmed  # of 2**27
 
 
 def training_state() -> dict[str, Any]:
