@@ -96,9 +96,11 @@ class Index:
         if raised.message is None:
             return Row(raised.kind, None, None, raised.module, raised.function)
         parts = error_remedies.split(raised.message)
-        remedy = parts.remedy
-        if remedy in (None, error_remedies.EXPECTED, error_remedies.ANOTHER):
-            remedy = error_remedies.remedy_of_class(self._sources.docstring(raised.kind)) or remedy
+        remedy = (
+            parts.remedy
+            or error_remedies.remedy_of_class(self._sources.docstring(raised.kind))
+            or error_remedies.implied(raised.message)
+        )
         return Row(raised.kind, parts.cause, remedy, raised.module, raised.function)
 
     def _within(self, row: Row) -> Row:
@@ -129,9 +131,8 @@ def page(root: Path) -> str:
         "# Errors",
         "",
         "Every error that shardkit raises, generated from the sources. Search this page for a few words of your",
-        "message; `{...}` stands for a value. Most messages have the cause and then the remedy. If a message only",
-        f'states the value that it expects, the remedy here is "{error_remedies.EXPECTED}" A cause that begins with',
-        "`...` stands at the end of a longer message.",
+        "message; `{...}` stands for a value. Most messages have the cause and then the remedy. A cause that begins",
+        "with `...` stands at the end of a longer message.",
         "The commands end with status 2 after an error in a file or an option.",
         "",
     ]

@@ -2,7 +2,8 @@
 
 The convention of messages: first the cause, then, after "; ", ": ", ". " or the end of a line, an instruction: a clause
 that begins with a verb of `_VERBS`, perhaps after an introduction such as "to keep it", or one that says what must be,
-such as "all ranks must run the same modules". A message that states the expected value needs no more words.
+such as "all ranks must run the same modules". A message that states the expected value needs no more words: the remedy
+is to give it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ _WORDS = """
 _VERBS = frozenset(_WORDS.split())
 _INTRODUCTIONS = frozenset(("else", "for", "if", "in", "on", "or", "otherwise", "then", "to", "when", "without"))
 _ENDS = re.compile(r"(?<=[.?!])\s+|[;:]\s+|\n\s*|, so (?=\w+ \w+ must)")
-_QUESTION = re.compile(r"(?:are|is|was) [^;.]*\?", re.IGNORECASE)
+_QUESTION = re.compile(r"(?:are|is|was) [^;]*\?", re.IGNORECASE)
 _EXPECTED = re.compile(
-    r"\b(expected|must|should be)\b|\b(needs|takes|wraps|is for|is supported for) .*\bgot\b|"
-    r"\bthe (model expects|parameter has) |\btakes [\w ]+$"
+    r"\b(?:expected|must (?:all |both )?(?:be|hold)|needs|takes|wraps|is for) (?!not\b)"
+    r"(?P<value>[^;?]+?)(?:, got [^;]*)?$"
 )
 _ANOTHER = re.compile(r"\{(error|failed|failure|hint|problem|reason|strerror)\}$")
-EXPECTED = "Give the value that the message expects."
 ANOTHER = "See the error that the message ends with."
 
 
@@ -47,9 +47,15 @@ def split(message: str) -> Parts:
             return Parts(_line(message[: end.start()]), _sentence(rest))
         if _QUESTION.match(rest):
             return Parts(_line(message[: end.start()]), f"Check: {_line(rest)}")
+    return Parts(_line(message), None)
+
+
+def implied(message: str) -> str | None:
+    """The remedy of a message without an instruction: give the expected value, or see the error at its end."""
     if _ANOTHER.search(message):
-        return Parts(_line(message), ANOTHER)
-    return Parts(_line(message), EXPECTED if _EXPECTED.search(message) else None)
+        return ANOTHER
+    expected = _EXPECTED.search(message)
+    return _sentence(f"give {expected['value']}") if expected else None
 
 
 def remedy_of_class(docstring: str | None) -> str | None:

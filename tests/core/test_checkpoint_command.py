@@ -654,7 +654,10 @@ def test_an_index_that_names_less_than_there_is(tmp_path: Path, capsys: pytest.C
     (tmp_path / "model.safetensors.index.json").unlink()
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "g.safetensors")
     status, text = said(capsys, "import", tmp_path, tmp_path / "y")
-    assert status == 2 and "has no model.safetensors.index.json and 2 safetensors files, expected one of both" in text
+    assert (
+        status == 2
+        and "has no model.safetensors.index.json and 2 safetensors files; name one file, or add the index" in text
+    )
 
 
 def test_the_index_says_which_of_two_files_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

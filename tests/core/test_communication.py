@@ -300,7 +300,7 @@ def one_module_of_several(rank: int, world_size: int) -> None:
             expected[fqn] *= world_size
     _assert_full(model, expected)
     for factor in (0, -1.0):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match="must be a positive number"):
             model.set_gradient_divide_factor(factor)
 
 

@@ -247,7 +247,7 @@ def _bad_settings(rank: int, world_size: int) -> None:
     model.set_is_last_backward(torch.tensor(True))
     model.set_reshard_after_backward(1)
     for factor in (0, -2.0):
-        with pytest.raises(ValueError, match=r"divide factor must be positive"):
+        with pytest.raises(ValueError, match=r"divide factor must be a positive number"):
             model.set_gradient_divide_factor(factor)
     with pytest.raises(TypeError, match="max_input_buffers must be an int"):
         model.set_reduce_scatter_max_input_buffers(1.5)

@@ -147,13 +147,26 @@ def test_a_raise_that_cannot_be_read_is_said(code: str):
         ("ranks differ:\n{lines}\nbuild it on all", "ranks differ: {lines}", "Build it on all."),
         ("the order differs; all ranks must run it", "the order differs", "All ranks must run it."),
         ("two dtypes; are these of one checkpoint?", "two dtypes", "Check: are these of one checkpoint?"),
-        ("x must be positive, got {x}", "x must be positive, got {x}", error_remedies.EXPECTED),
-        ("{path} cannot be read: {error}", "{path} cannot be read: {error}", error_remedies.ANOTHER),
         ("call of {name}: set-up failed", "call of {name}: set-up failed", None),
     ],
 )
 def test_a_message_is_split_into_cause_and_remedy(message: str, cause: str, remedy: str | None):
     assert error_remedies.split(message) == error_remedies.Parts(cause, remedy)
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("x must be an int, got {x}", "Give an int."),
+        ("{x} is {kind}; expected one of {join}", "Give one of {join}."),
+        ("{path} cannot be read: {error}", error_remedies.ANOTHER),
+        ("{x} must divide {y}", None),
+        ("x must not be a module, got {x}", None),
+    ],
+)
+def test_a_message_without_an_instruction_implies_a_remedy(message: str, remedy: str | None):
+    assert error_remedies.split(message) == error_remedies.Parts(message, None)
+    assert error_remedies.implied(message) == remedy
 
 
 def test_a_class_of_errors_has_a_remedy_for_all():

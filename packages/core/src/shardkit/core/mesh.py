@@ -185,7 +185,9 @@ def post_forward_mesh(data_parallel: DataParallelMesh, size: int) -> PostForward
     """
     shard_size, group = data_parallel.shard_size, data_parallel.shard_group
     if size < 1 or size > shard_size or shard_size % size:
-        raise ValueError(f"reshard_after_forward={size} must divide the {shard_size} ranks of the shard group")
+        raise ValueError(
+            f"reshard_after_forward={size} must divide the {shard_size} ranks of the shard group; choose a divisor"
+        )
     if size == shard_size or group is None:
         return None
     known = _post_forward_meshes.setdefault(group, {})

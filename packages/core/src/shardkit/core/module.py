@@ -210,7 +210,7 @@ class FSDPModule(StockFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
         if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+            raise ValueError(f"the gradient divide factor must be a positive number, got {factor}")
         for group in self._groups():
             group.change(gradient_divide_factor=factor)
 
@@ -416,7 +416,9 @@ class FSDPModule(StockFSDPModule):
             ValueError: as there.
         """
         if backend != "NCCL":
-            raise NotImplementedError(f"symmetric memory is supported for NCCL, got {backend!r}")
+            raise NotImplementedError(
+                f"symmetric memory is supported for NCCL, got {backend!r}; make the process group with NCCL"
+            )
         self.set_allocate_memory_from_process_group_for_comm(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

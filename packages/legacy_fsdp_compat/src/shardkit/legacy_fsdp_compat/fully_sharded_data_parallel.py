@@ -535,7 +535,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on the root FSDP module; call it there")
         if not callable(hook):
-            raise ValueError(f"the communication hook must be callable, got {hook!r}")
+            raise ValueError(f"the communication hook must be a function, got {hook!r}")
         for one in self.fsdp_modules(self):
             if one.sharding_strategy.is_hybrid:
                 raise AssertionError(

@@ -48,7 +48,9 @@ def resolve_ignored(
         if not isinstance(module, nn.Module):
             raise TypeError(f"ignored_modules must hold modules, got a {type(module).__name__}")
         if is_wrapped(module):
-            raise ValueError(f"ignored_modules must not hold FSDP modules, got one around {type(module).__name__}")
+            raise ValueError(
+                f"ignored_modules must not hold FSDP modules, got one around {type(module).__name__}; remove it"
+            )
         if module is root:
             warnings.warn(
                 f"the module to wrap ({type(root).__name__}) is itself ignored, so FSDP manages none of its parameters",

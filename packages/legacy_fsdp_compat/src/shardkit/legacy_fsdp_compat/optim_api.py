@@ -175,7 +175,10 @@ class OptimizerStateApi:
         kinds = {type(key) for key in (*optim_state_dict["state"], *listed)}
         target = str if wanted is OptimStateKeyType.PARAM_NAME else int
         if not kinds <= {int} and not kinds <= {str}:
-            raise ValueError(f"expected names or numbers as keys, got {list(optim_state_dict['state'])}")
+            raise ValueError(
+                f"expected names or numbers as keys, got {list(optim_state_dict['state'])}; pass a state dict with "
+                "keys of one kind"
+            )
         if kinds == {target}:
             return optim_state_dict
         number_of = key_of_each(ParameterNames(model), optim, optim_input)
@@ -184,7 +187,10 @@ class OptimizerStateApi:
             change = {number: fqn for fqn, number in number_of.items()}
         unknown = [key for key in dict.fromkeys([*optim_state_dict["state"], *listed]) if key not in change]
         if unknown:
-            raise ValueError(f"the optimizer state has {unknown}, expected some of {sorted(change, key=str)}")
+            raise ValueError(
+                f"the optimizer state has {unknown}, expected some of {sorted(change, key=str)}; "
+                "give the model and the optimizer that it was saved from"
+            )
         groups = copy.deepcopy(optim_state_dict["param_groups"])
         for one in groups:
             one["params"] = sorted(change[key] for key in one["params"])

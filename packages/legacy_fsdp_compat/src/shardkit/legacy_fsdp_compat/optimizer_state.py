@@ -179,7 +179,9 @@ def state_to_load(
     source = _Broadcast(state_dict, group) if from_rank0 else None
     outline = state_dict if source is None else source.outline
     if "state" not in outline:
-        raise ValueError(f"an optimizer state dict needs the key 'state', got {sorted(outline)}")
+        raise ValueError(
+            f"an optimizer state dict needs the key 'state', got {sorted(outline)}; pass what optim_state_dict returned"
+        )
     result: dict[Any, Any] = {}
     for fqn in _in_order_of_model(names, outline["state"]):
         named = names.by_fqn.get(fqn)
@@ -252,7 +254,10 @@ def _loaded(named: NamedParameter, name: str, value: Any, full: bool) -> Any:
     if not full or isinstance(value, DTensor | ShardedTensor):
         rows = from_sharded(unit, managed, value, what)
     elif tuple(value.shape) != tuple(managed.shape):
-        raise ValueError(f"'{what}' has shape {tuple(value.shape)}, the parameter has {tuple(managed.shape)}")
+        raise ValueError(
+            f"'{what}' has shape {tuple(value.shape)}, the parameter has {tuple(managed.shape)}; "
+            "load the state of this model's optimizer"
+        )
     else:
         rows = managed.own_rows(value)
     return _like(managed, rows)

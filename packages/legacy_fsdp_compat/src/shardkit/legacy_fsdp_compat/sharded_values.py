@@ -62,7 +62,7 @@ def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str)
     if isinstance(value, torch.Tensor):  # whole, as distributed checkpoints store tensors of one element
         _check_shape(parameter, value.shape, name)
         return parameter.own_rows(value.detach())
-    raise TypeError(f"'{name}' is a {type(value).__name__}; SHARDED_STATE_DICT takes ShardedTensors or DTensors")
+    raise TypeError(f"'{name}' is a {type(value).__name__}; load it with the type it was saved with")
 
 
 def _from_sharded_tensor(parameter: UnitParameter, value: ShardedTensor, name: str) -> torch.Tensor:
@@ -78,11 +78,14 @@ def _from_sharded_tensor(parameter: UnitParameter, value: ShardedTensor, name: s
     seen = [(offsets, tuple(part.shape)) for offsets, part in parts]
     raise ValueError(
         f"'{name}' of shape {tuple(parameter.shape)} has on this rank the parts (offsets, shape) {seen}; expected one "
-        f"at row {layout.offset(rank)} of shape {expected}, for {layout.world_size} ranks. A checkpoint of another "
-        "world size is loaded through torch.distributed.checkpoint into this model's own sharded state dict"
+        f"at row {layout.offset(rank)} of shape {expected}, for {layout.world_size} ranks; load "
+        "a checkpoint of another world size with torch.distributed.checkpoint into this model's own sharded state dict"
     )
 
 
 def _check_shape(parameter: UnitParameter, shape: torch.Size, name: str) -> None:
     if tuple(shape) != tuple(parameter.shape):
-        raise ValueError(f"'{name}' has shape {tuple(shape)}, the model expects {tuple(parameter.shape)}")
+        raise ValueError(
+            f"'{name}' has shape {tuple(shape)}, the model expects {tuple(parameter.shape)}; "
+            "load it into the model that saved it"
+        )

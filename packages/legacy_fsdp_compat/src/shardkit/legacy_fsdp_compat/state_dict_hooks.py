@@ -205,7 +205,10 @@ def _from_full(parameter: UnitParameter, value: object, name: str) -> torch.Tens
             "StateDictType.SHARDED_STATE_DICT"
         )
     if tuple(value.shape) != tuple(parameter.shape):
-        raise ValueError(f"'{name}' has shape {tuple(value.shape)}, the model expects {tuple(parameter.shape)}")
+        raise ValueError(
+            f"'{name}' has shape {tuple(value.shape)}, the model expects {tuple(parameter.shape)}; "
+            "load it into the model that saved it"
+        )
     return parameter.own_rows(value)
 
 

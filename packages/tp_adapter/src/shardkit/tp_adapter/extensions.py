@@ -149,7 +149,9 @@ class DTensorExtensions:
         """
         mesh = tensor.device_mesh
         if parent_mesh is None or set(mesh.mesh.flatten().tolist()) != set(parent_mesh.mesh.flatten().tolist()):
-            raise ValueError(f"a {_described(tensor)} lies on {mesh}, expected the ranks of {parent_mesh}")
+            raise ValueError(
+                f"a {_described(tensor)} lies on {mesh}, not on the ranks of {parent_mesh}; place it there"
+            )
         if mesh.mesh_dim_names is None or parent_mesh.mesh_dim_names is None:
             raise ValueError(
                 f"a {_described(tensor)} lies on {mesh}, of {parent_mesh}; name the axes, to say "
@@ -170,7 +172,7 @@ def _model_pieces(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...
     """Offset, size and global rank of every rank's piece; for a replicated tensor, only this rank's."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1:
-        raise ValueError(f"a {_described(tensor)} lies on {mesh}; expected a 1-D mesh")
+        raise ValueError(f"a {_described(tensor)} lies on {mesh}; place it on a 1-D mesh")
     ranks = [dist.get_rank()] if tensor.placements[0].is_replicate() else mesh.mesh.tolist()
     pieces = []
     for index, rank in enumerate(ranks):

@@ -122,7 +122,8 @@ def _slot_of(name: str, tensor: torch.Tensor) -> Slot:
     if local.numel() != region.numel or (local.numel() and tuple(local.shape) != region.shape):
         raise RuntimeError(
             f"{name}: this rank holds a piece of shape {tuple(local.shape)}, expected {region.shape} for placements "
-            f"{getattr(tensor, 'placements', ())} of shape {tuple(tensor.shape)}"
+            f"{getattr(tensor, 'placements', ())} of shape {tuple(tensor.shape)}; "
+            "make it with `distribute_tensor`, or give `from_local` its shape and stride"
         )
     device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
     return Slot(tuple(tensor.shape), tensor.dtype, region, device_type, local.is_meta)

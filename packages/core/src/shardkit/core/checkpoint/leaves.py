@@ -118,14 +118,16 @@ def flatten(state: Mapping[Any, Any], prefix: LeafPath = ()) -> Leaves:
     ValueError if two leaves have one name.
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict")
+        raise TypeError(
+            f"{name_of(prefix)}: its state_dict() is a {type(state).__name__}, expected a dict; make it return one"
+        )
     leaves = Leaves()
     seen: dict[str, LeafPath] = {}
     for path, value in walk(state, _is_taken_apart, prefix):
         for number, key in enumerate(path):
             if not isinstance(key, str | int | At) or isinstance(key, bool):
                 where = name_of(path[:number])
-                raise TypeError(f"{where}: the key {key!r} is a {type(key).__name__}, expected str or int")
+                raise TypeError(f"{where}: the key {key!r} is a {type(key).__name__}, expected str or int; rename it")
         if isinstance(value, Mapping):
             leaves.empties.append(path)
             continue

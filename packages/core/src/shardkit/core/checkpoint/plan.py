@@ -237,7 +237,7 @@ def _add_plain(plan: Plan, told: list[tuple[Piece, torch.Tensor]], path: LeafPat
         return
     check_has_values(name_of(path), value)
     if value.layout is not torch.strided or value.is_quantized:
-        raise TypeError(f"{name_of(path)}: a tensor of layout {value.layout}, expected a dense one")
+        raise TypeError(f"{name_of(path)}: a tensor of layout {value.layout}, expected a dense one; convert it")
     if value.numel():
         told += own_pieces(path, value, 0)
     else:

@@ -108,7 +108,7 @@ class Source:
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided or value.is_quantized or value.is_meta:
                     what = "no values (meta device)" if value.is_meta else f"layout {value.layout}, {value.dtype}"
-                    raise TypeError(f"{name}: {origin} has a tensor of {what}, expected a dense one")
+                    raise TypeError(f"{name}: {origin} has a tensor of {what}, expected a dense one; give its values")
                 tensors[name] = value
             elif isinstance(value, Mapping) and name.rpartition(".")[2] != "_extra_state":
                 raise TypeError(
@@ -173,7 +173,9 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
     elif key is None and path.is_dir():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
-            raise CheckpointError(f"{path} has no {HF_INDEX} and {len(files)} safetensors files, expected one of both")
+            raise CheckpointError(
+                f"{path} has no {HF_INDEX} and {len(files)} safetensors files; name one file, or add the index"
+            )
     checkpoint = Checkpoint("FULL", [str(file) for file in files])
     found: dict[str, StoredTensor] = {}
     for file in files:

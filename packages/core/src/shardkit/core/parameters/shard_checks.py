@@ -18,7 +18,8 @@ def check_shape(
     if tuple(seen) != tuple(expected):
         raise ValueError(
             f"parameter '{fqn}' has a local shard of shape {tuple(seen)} on this rank; expected {tuple(expected)}, "
-            f"the chunk of {tuple(whole)} that rank {mesh.shard_rank} of {mesh.shard_size} holds"
+            f"the chunk of {tuple(whole)} that rank {mesh.shard_rank} of {mesh.shard_size} holds; "
+            "assign a tensor of this shape"
         )
 
 

@@ -155,8 +155,8 @@ def _failure(label: str, doing: str, error: Exception) -> RuntimeError:
     hint = ""
     if "Timed out" in str(error):  # an error of gloo, which has no names
         hint = (
-            " (all ranks must run the same modules in the same order, and have gradients of the same parameters: "
-            "SHARDKIT_DEBUG=order finds the first difference)"
+            "; all ranks must run the same modules in the same order, and have gradients of the same parameters: "
+            "SHARDKIT_DEBUG=order finds the first difference"
         )
     return RuntimeError(f"{label}: {doing} failed: {error}{hint}")
 

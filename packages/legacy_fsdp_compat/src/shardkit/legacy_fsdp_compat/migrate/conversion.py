@@ -78,7 +78,7 @@ def _open(source: str | Path | Sequence[str | Path], shapes: ModelShapes | None,
         found = sorted(one.name for one in path.iterdir())[:8]
         raise CheckpointError(
             f"{path} holds {found}; expected {METADATA} (torch.distributed.checkpoint), or files ending in "
-            f"{', '.join(sorted(_TORCH_SUFFIXES))} or .safetensors"
+            f"{', '.join(sorted(_TORCH_SUFFIXES))} or .safetensors; give the directory that holds them"
         )
     return _file(files[0], shapes, left_out) if len(files) == 1 else _rank_files(files, shapes, left_out)
 
@@ -131,7 +131,9 @@ def shapes_of_file(path: str | Path) -> dict[str, tuple[int, ...] | str]:
     if path.suffix == ".json":
         found = json_of(path)
         if not isinstance(found, dict):
-            raise CheckpointError(f"{path} holds a {type(found).__name__}, expected name -> shape")
+            raise CheckpointError(
+                f'{path} holds a {type(found).__name__}; write name -> shape there, such as {{"weight": [4, 3]}}'
+            )
         return {name: tuple(shape) if isinstance(shape, list) else shape for name, shape in found.items()}
     checkpoint = open_checkpoint(path)
     return shapes_of_checkpoint(checkpoint) | _ties(path, _base_of_model(checkpoint))

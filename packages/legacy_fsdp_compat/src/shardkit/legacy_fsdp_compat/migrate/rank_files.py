@@ -233,7 +233,7 @@ def without_mesh(name: str, tensor: DTensor, path: Path) -> torch.Tensor:
     if mine.shape != tuple(local.shape):
         raise CheckpointError(
             f"'{name}' in {path} has shape {tuple(local.shape)} on rank {own}, expected {mine.shape} by its placements "
-            f"{tuple(tensor.placements)} on {mesh}"
+            f"{tuple(tensor.placements)} on {mesh}; save the checkpoint again"
         )
     shards.whole = tuple(tensor.shape)
     shards.boxes = [
@@ -314,7 +314,9 @@ def leaves_of_file(path: Path) -> dict[LeafPath, Any]:
     """
     value = load_torch_file(path, ALLOWED)
     if not isinstance(value, Mapping) or not value:
-        raise CheckpointError(f"{path} holds a {type(value).__name__}: {value!r:.40}; expected a dict with something")
+        raise CheckpointError(
+            f"{path} holds a {type(value).__name__}: {value!r:.40}; give a file that holds a state dict"
+        )
     with damage_of(str(path), "holds DTensors that are damaged", passing=()):
         found = {
             key: without_mesh(name_of(key), leaf, path) if isinstance(leaf, DTensor) else leaf
@@ -336,7 +338,9 @@ def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
     leaves = dict(left_out.rest(leaves_of_file(path)))
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
-        raise CheckpointError(f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank")
+        raise CheckpointError(
+            f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank; give a file a rank"
+        )
     numbers = re.findall(r"\d+", path.stem)
     return RankFile(path, own.pop() if own else int(numbers[-1]) if numbers else number, leaves)
 
@@ -368,7 +372,9 @@ def stored_shards(files: list[RankFile], path: LeafPath, notes: list[str] | None
     """
     name, found = name_of(path), [one for file in files if isinstance(one := file.leaves.get(path), StoredShards)]
     if not found:
-        raise CheckpointError(f"'{name}' is not a ShardedTensor in {files[0].path} or another file; expected its parts")
+        raise CheckpointError(
+            f"'{name}' is not a ShardedTensor in {files[0].path} or another file; give all files of the save"
+        )
     first = found[0]
     dtypes: dict[torch.dtype, Path] = {}  # and the first file that has it
     boxes: list[Box] = []

@@ -43,7 +43,9 @@ class ModelShapes:
         ties = {name: first for name, first in shapes.items() if isinstance(first, str)}
         for name, shape in own.items():
             if not isinstance(shape, tuple | list) or any(type(size) is not int or size < 0 for size in shape):
-                raise CheckpointError(f"the shape of '{name}' is {shape!r}, expected a list of numbers")
+                raise CheckpointError(
+                    f"the shape of '{name}' is {shape!r}; write a list of whole numbers, such as [4, 3]"
+                )
         for name, first in ties.items():
             if first not in own:
                 raise CheckpointError(f"'{name}' is tied to '{first}', which is not among the shapes; add it")
@@ -303,7 +305,7 @@ def _parts(config: Any, file: Path) -> tuple[Shapes, dict[str, Any], frozenset[s
     shapes = {name: tuple(one) if isinstance(one, list) else one for name, one in shapes.items()}
     odd = [one for one in (*shapes, *units, *buffers) if not isinstance(one, str)]
     if odd:
-        raise CheckpointError(f"{file} has {odd[0]!r} where a name should be")
+        raise CheckpointError(f"{file} has {odd[0]!r} where a name should be; write the name as a string")
     return shapes, units, buffers, flag
 
 

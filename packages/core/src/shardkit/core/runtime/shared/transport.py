@@ -185,7 +185,7 @@ class GatherBinding:
                 if chunk.numel() != item.layout.local_numel(rank):
                     raise ValueError(
                         f"rank {rank} of the group shares {chunk.numel()} elements of '{item.fqn}', expected "
-                        f"{item.layout.local_numel(rank)}"
+                        f"{item.layout.local_numel(rank)}; build the same model on all ranks"
                     )
                 targets.append(self._slots[i][rank])
                 chunks.append(chunk.view(shape))
