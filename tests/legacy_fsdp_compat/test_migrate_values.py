@@ -408,7 +408,7 @@ def test_a_sharded_tensor_where_a_dict_should_be(tmp_path: Path):
     """Its stand-in has no values to print."""
     path = tmp_path / "rank0.pt"
     torch.save(PickledShards(torch.ones(2), torch.Size([4]), torch.float32, [([0], [2]), ([2], [2])], 0, 2), path)
-    with pytest.raises(CheckpointError, match=r"rank0.pt holds a StoredShards: a ShardedTensor; give a file that holds a state dict"):
+    with pytest.raises(CheckpointError, match=r"rank0.pt holds a StoredShards: a ShardedTensor; give a file"):
         open_checkpoint(path)
 
 

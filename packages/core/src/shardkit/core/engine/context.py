@@ -31,7 +31,9 @@ class MemoryOwner(Protocol):
 
 
 class CommContext:
-    """One lane for gathers, one for reductions. `share_comm_ctx` makes several roots share one context.
+    """The lanes for gathers, copies from the host, and reductions.
+
+    `share_comm_ctx` makes several roots share one context.
 
     Note [Released memory]: a group that is resharded when its forward or backward ends is *released*: its modules hold
     the sharded parameters, but its memory is kept and still valid. A gather that would exceed `slots` groups frees the
