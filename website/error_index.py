@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Index:
         self.rows = {module: [self._within(row) for row in rows] for module, rows in self.rows.items()}
 
     @classmethod
+    @functools.cache
     def of(cls, root: Path) -> Index:
         """That of the packages of this repository."""
         return cls(sources_of(root))
@@ -115,6 +117,7 @@ class Index:
         return Row(around.kind, f"...: {row.cause}", around.remedy, row.module, row.function)
 
 
+@functools.cache
 def sources_of(root: Path) -> Sources:
     """The sources of the packages of this repository."""
     return Sources.below(*(root / "packages" / package / "src" for package in _PACKAGES))

@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from functools import cache
 
 import pytest
 
@@ -15,7 +14,6 @@ import error_remedies
 from error_sources import Raised, Sources
 
 
-@cache
 def index() -> error_index.Index:
     return error_index.Index.of(ROOT)
 
