@@ -12,6 +12,7 @@ from shardkit.core import fully_shard
 from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, batch
 from tests.support import run_ranks
+from tests.support.meshes import rank_mesh
 
 
 class _Two(nn.Module):
@@ -133,6 +134,31 @@ def _shard_blocks(model: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_in_the_middle_of_backward(world_size: int) -> None:
     run_ranks(world_size, _steps_in_backward)
+
+
+def _steps_on_gradients_that_wait(rank: int, world_size: int, replicas: bool) -> None:
+    """The group that backward reduces first lets an optimizer of all groups step."""
+    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    mesh = rank_mesh((world_size, 1), ("replicas", "shards")) if replicas else None
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[3].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    switch = model.set_requires_all_reduce if replicas else model.set_requires_gradient_sync
+    switch(False)
+    model(torch.ones(2, 64)).sum().backward()
+    switch(True)
+    with pytest.raises(RuntimeError, match=r"'0.weight' still waits .* must hold parameters of one group only"):
+        model(torch.ones(2, 64)).sum().backward()
+    after = [parameter.full_tensor() for parameter in model.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])
+def test_an_optimizer_of_several_groups_does_not_step_on_gradients_that_wait(world_size: int, replicas: bool) -> None:
+    run_ranks(world_size, _steps_on_gradients_that_wait, replicas)
 
 
 class _Language(nn.Module):

@@ -527,7 +527,7 @@ class FSDPParamGroup(GroupGather):
             )
         if not in_backward():
             self._drop_zeroed_gradients()
-            self._check_waiting()
+        self._check_waiting()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         for param in self.params:
@@ -540,7 +540,7 @@ class FSDPParamGroup(GroupGather):
 
     def _check_waiting(self) -> None:
         """Raises RuntimeError if a gradient of the coming step still waits for its reduction, or its all-reduce."""
-        if self._reduction.has_partial and self.settings.all_reduce_grads:
+        if not in_backward() and self._reduction.has_partial and self.settings.all_reduce_grads:
             raise RuntimeError(
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
@@ -550,7 +550,8 @@ class FSDPParamGroup(GroupGather):
             raise RuntimeError(
                 f"an optimizer steps, but the gradient of parameter '{waiting.fqn}' still waits for its reduction or "
                 "its all-reduce; call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the "
-                "last backward of a step, or drop the gradient by zero_grad()"
+                "last backward of a step, or drop the gradient by zero_grad(). An optimizer that steps during backward "
+                "must hold parameters of one group only"
             )
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
