@@ -131,6 +131,8 @@ class Sources:
         if isinstance(func, ast.Name) and scope.function is not None:
             arguments = scope.function.args
             defaults = dict(zip([one.arg for one in arguments.args][::-1], arguments.defaults[::-1], strict=False))
+            if (kind := _annotated(scope.function).get(func.id)) is not None:
+                return [kind]
             value = _assigned(scope.function).get(func.id) or defaults.get(func.id)
             if isinstance(value, ast.IfExp):
                 return [ast.unparse(value.body), ast.unparse(value.orelse)]
@@ -246,6 +248,18 @@ def _assigned(function: _Function) -> dict[str, ast.expr]:
             ):
                 values[name] = max(value, values.get(name, value), key=_length)
     return values
+
+
+def _annotated(function: _Function) -> dict[str, str]:
+    """The classes that names of a function are annotated with, as in `kind: type[OSError] = ...`."""
+    return {
+        one.target.id: ast.unparse(one.annotation.slice)
+        for one in _own_nodes(function)
+        if isinstance(one, ast.AnnAssign)
+        and isinstance(one.target, ast.Name)
+        and isinstance(one.annotation, ast.Subscript)
+        and ast.unparse(one.annotation.value) == "type"
+    }
 
 
 def _length(value: ast.expr) -> int:

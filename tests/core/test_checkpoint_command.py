@@ -79,7 +79,7 @@ def test_what_was_imported_says_in_how_many_files_it_lies(tmp_path: Path, capsys
     assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "two"), "--ranks", "2"]) == 0
     capsys.readouterr()
     assert main(["export", str(tmp_path / "two"), str(tmp_path / "back.pt"), "--to", "torch"]) == 0
-    assert "DCP checkpoint of 2 rank(s): 1 tensors" in capsys.readouterr().err
+    assert "DCP checkpoint of 2 ranks: 1 tensor," in capsys.readouterr().err
 
 
 def test_stock_reads_what_was_resharded(tmp_path: Path, saved: tuple[Path, Any]):
@@ -158,8 +158,8 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
     shutil.copytree(saved[0], path)
     assert main(["inspect", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "step-000002: step 2, written by 4 rank(s)\n  note = 'x'\n" in printed
-    assert "model.embed.weight\tfloat32\t[11, 7]\t2 chunk(s)\n" in printed
+    assert "step-000002: step 2, written by 4 ranks\n  note = 'x'\n" in printed
+    assert "model.embed.weight\tfloat32\t[11, 7]\t2 chunks\n" in printed
     assert main(["verify", str(path)]) == 0
     file = path / "step-000002" / "__3_0.distcp"
     data = bytearray(file.read_bytes())
@@ -180,7 +180,7 @@ def test_inspect_and_verify(tmp_path: Path, saved: tuple[Path, Any], capsys: pyt
         (["export", "{saved}", "{tmp}"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "{tmp}", "--ranks=1"], "exists; it would be overwritten"),
         (["reshard", "{saved}", "/dev/null/x", "--ranks=1"], "Not a directory"),
-        (["inspect", "{tmp}/none"], "is not a checkpoint, and contains none"),
+        (["inspect", "{tmp}/none"], "/none does not exist; choose another directory"),
         (["import", "{tmp}/none", "{tmp}/x"], "none does not exist, or is not a file"),
         (["export", "{saved}", "{tmp}/x", "--prefix", "nothing."], "no tensor whose name begins with 'nothing.'"),
         (["export", "{saved}", "{tmp}/x", "--all"], "add --to torch"),
@@ -316,7 +316,7 @@ def test_older_ones_than_the_one_that_is_named(tmp_path: Path, capsys: pytest.Ca
     assert status == 2 and "step-000002/__0_0.distcp is damaged" in text
     status, text = said(capsys, "verify", run / "step-000002", "--fallback")
     assert status == 0 and f"{run / 'step-000001'}: 2 files verified" in text
-    expected = (1, "user.value: 3 and 1\n1 differences\n")
+    expected = (1, "user.value: 3 and 1\n1 difference; 1 equal\n")
     assert said(capsys, "diff", run / "step-000003", run / "step-000001") == expected
     assert said(capsys, "diff", run, run / "step-000001") == expected
 
@@ -336,13 +336,16 @@ def test_a_checkpoint_of_stock_has_no_checksums(tmp_path: Path, capsys: pytest.C
     """So `verify` cannot compare it with anything."""
     dcp.save({"model": {"a": torch.ones(3)}, "step": 3}, checkpoint_id=tmp_path / "stock", no_dist=True)
     status, text = said(capsys, "inspect", tmp_path / "stock")
-    assert status == 0 and text.endswith("1 tensors, 0.0 MB, 1 other values, 1 files, without checksums\n")
+    assert status == 0 and text.endswith("1 tensor, 12 B, 1 other value, 1 file, without checksums\n")
     status, text = said(capsys, "verify", tmp_path / "stock")
     assert status == 2 and "stock has no checksums to compare: it has no manifest.json" in text
     assert said(capsys, "reshard", tmp_path / "stock", tmp_path / "x" / "y", "--ranks", 2)[0] == 0
     status, text = said(capsys, "inspect", tmp_path / "x" / "y")
-    assert status == 0 and text.endswith("1 tensors, 0.0 MB, 1 other values, 3 files, with checksums\n")
-    assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (0, "no differences\n")
+    assert status == 0 and text.endswith("1 tensor, 12 B, 1 other value, 3 files, with checksums\n")
+    assert said(capsys, "diff", tmp_path / "stock", tmp_path / "x" / "y") == (
+        0,
+        "no differences; 2 equal\n",
+    )
 
 
 def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -351,7 +354,10 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
     expected = [f"user.value.{name}: only in {paths[0]}" for name in "ab"]
     for first, second in (paths, paths[::-1]):
         status, text = said(capsys, "diff", first, second)
-        assert (status, text.splitlines()) == (1, [*expected, "2 differences"])
+        assert (status, text.splitlines()) == (
+            1,
+            [*expected, "2 differences; 1 equal"],
+        )
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):

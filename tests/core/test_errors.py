@@ -59,6 +59,9 @@ def _bad_meshes(rank: int, world_size: int) -> None:
         fully_shard(nn.Linear(3, 3), mesh=named, dp_mesh_dims="dp")
     with pytest.raises(TypeError, match=r"mesh must be a DeviceMesh.*ProcessGroup"):
         fully_shard(nn.Linear(3, 3), mesh=dist.group.WORLD)
+    others = DeviceMesh("cpu", [1 - rank])
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in the mesh DeviceMesh.*; pass a mesh that contains"):
+        fully_shard(nn.Linear(3, 3), mesh=others)
 
 
 def test_meshes() -> None:
@@ -192,9 +195,9 @@ def _bad_policies(rank: int, world_size: int) -> None:
             MixedPrecisionPolicy(**{name: torch.int32})
     with pytest.raises(ValueError, match=r"param_dtype.*bfloat16"):
         MixedPrecisionPolicy(param_dtype="bfloat16")
-    with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got dtype"):
+    with pytest.raises(TypeError, match=r"mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass"):
         fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got bool"):
+    with pytest.raises(TypeError, match=r"offload_policy must be an OffloadPolicy, got True; pass"):
         fully_shard(nn.Linear(2, 2), offload_policy=True)
     with pytest.raises(ValueError, match="at least one of shard and replicate"):
         DataParallelMeshDims()
@@ -416,6 +419,12 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
         for index in order:
             model.add_module(f"layer{index}", (first, second)[index])
         model.forward = lambda x: model.layer1(model.layer0(x))
+    if how == "sharded":
+        for block in (first,) if odd else (first, second):
+            fully_shard(block)
+    if how == "grouped":
+        for part in ([first, second],) if odd else (first, second):
+            fully_shard(part)
     fully_shard(model, **options)
     model(torch.ones(2, 6))
 
@@ -426,9 +435,11 @@ def _disagree(rank: int, world_size: int, how: str) -> None:
         ("shape", r"rank 0 has '1\.weight' of shape \(6, 6\).*rank 2 has '1\.weight' of shape \(8, 6\)"),
         ("dtype", r"rank 0 has '1\.weight'.*float32.*rank 2 has '1\.weight'.*float64"),
         ("dim", r"rank 0 has '0\.weight'.*sharded on dim 0.*rank 2 has '0\.weight'.*sharded on dim 1"),
-        ("frozen", r"requires_grad=True, rank 2 has '1\.weight'.*requires_grad=False"),
+        ("frozen", r"requires_grad=True, .*rank 2 has '1\.weight'.*requires_grad=False"),
         ("missing", r"rank 0 has '1\.bias'.*rank 2 has no further parameter"),
         ("order", r"rank 0 has 'layer0\.weight'.*rank 2 has 'layer1\.weight'"),
+        ("sharded", r"rank 0 has '0\.weight'.*gathered with '0', rank 2 has '1\.weight'.*gathered with the root"),
+        ("grouped", r"rank 0 has '0\.weight'.*gathered with '0', rank 2 has '0\.weight'.*gathered with '0, 1'"),
     ],
 )
 def test_ranks_that_disagree(how: str, seen: str) -> None:
@@ -437,7 +448,7 @@ def test_ranks_that_disagree(how: str, seen: str) -> None:
     assert sorted(error.rank for error in caught.value.errors) == [0, 1, 2]
     for error in caught.value.errors:
         assert re.search(seen, error.message), error.message
-        assert "Every rank must build and shard the same model" in error.message
+        assert "Every rank must build the same model and call fully_shard on the same modules" in error.message
 
 
 def _disagree_on_one_axis(rank: int, world_size: int) -> None:

@@ -68,6 +68,7 @@ def test_errors_that_helpers_make_are_listed():
         ("NoFlatParameterError", "shardkit.legacy_fsdp_compat.fully_sharded_data_parallel.", "no flat parameter"),
         ("NothingFits", "shardkit.tools.planning.search.propose", "{"),
         ("EstimateError", "shardkit.tools.estimating.observer.", "shape depends on data"),
+        ("OSError", "shardkit.core.checkpoint.full_state._opened", "cannot read the source"),
     ],
 )
 def test_an_error_of_a_helper_is_listed_with_its_words(kind: str, place: str, words: str):

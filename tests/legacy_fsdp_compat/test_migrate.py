@@ -569,7 +569,7 @@ def test_the_command(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*arguments, "--dry-run"]) == 0
     shown = capsys.readouterr()
     assert "model.inp.weight\t(5, 4)\ttorch.float32" in shown.out
-    assert "LOCAL checkpoint of 2 rank(s)" in shown.err
+    assert "LOCAL checkpoint of 2 ranks" in shown.err
     assert not (tmp_path / "out").exists()
     assert main(arguments) == 0
     assert "wrote and verified" in capsys.readouterr().out

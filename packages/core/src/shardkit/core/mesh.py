@@ -116,12 +116,18 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> D
 
     Raises:
         TypeError: if `mesh` is not a DeviceMesh.
-        ValueError: for a mesh of more dims, a 2-D mesh without axis names, or an unknown axis name.
+        ValueError: for a mesh without this rank, a mesh of more dims, a 2-D mesh without axis names, or an unknown
+            axis name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with init_device_mesh, or from a process "
             "group with DeviceMesh.from_group"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}; pass a mesh that contains every rank that calls "
+            "fully_shard with it"
         )
     if dims is not None:
         return _named_axes(mesh, dims)

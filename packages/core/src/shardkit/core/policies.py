@@ -65,7 +65,10 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point dtype or None, got {dtype}")
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point dtype or None, got {dtype!r}; pass a dtype "
+                    "such as torch.bfloat16"
+                )
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
         """The policy of one parameter: this one, or one with the dtype that `param_dtype_override_fn` returns.
@@ -184,7 +187,10 @@ def as_mixed_precision(policy: MixedPrecisionPolicy | StockMixedPrecisionPolicy)
             policy.cast_forward_inputs,
             param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),  # since torch 2.15
         )
-    raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}")
+    raise TypeError(
+        f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}; pass "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16), for example"
+    )
 
 
 def as_offload(policy: OffloadPolicy | StockOffloadPolicy) -> OffloadPolicy:
@@ -195,7 +201,9 @@ def as_offload(policy: OffloadPolicy | StockOffloadPolicy) -> OffloadPolicy:
         return CPUOffloadPolicy(policy.pin_memory)
     if isinstance(policy, StockOffloadPolicy):
         return OffloadPolicy()
-    raise TypeError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}")
+    raise TypeError(
+        f"offload_policy must be an OffloadPolicy, got {policy!r}; pass CPUOffloadPolicy() to offload, or leave it out"
+    )
 
 
 def as_mesh_dims(dims: DataParallelMeshDims | object | None) -> DataParallelMeshDims | None:

@@ -141,9 +141,10 @@ def late_rank(facts: Facts) -> Iterator[Seen]:
 def ranks_in_turn(facts: Facts) -> Iterator[Seen]:
     """Ranks that wait for each other in turn."""
     if facts.late is None:
+        often = ", ".join(f"rank {rank} {count} times" for rank, count in facts.last.most_common(4))
         yield Seen(
             facts.waited,
-            f"ranks wait for each other, no rank in particular is late (last: {dict(sorted(facts.last.items()))})",
+            f"ranks wait for each other, no rank in particular is late (came last: {often})",
             "balance the work of each step: pack samples to equal length, keep evaluation and logging alike on all "
             "ranks, and see that ranks do not share processor cores",
         )

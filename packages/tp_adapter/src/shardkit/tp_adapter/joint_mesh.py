@@ -93,7 +93,7 @@ def joint_mesh(
     for axis in sorted(data_axes):
         if not parameter.placements[axis].is_replicate():
             raise ValueError(
-                f"{described}: axis {axis} is data-parallel, so fully_shard shards over it; replicate the tensor there"
+                f"{described}: axis {axis} is data-parallel, so fully_shard shards over it; make it Replicate() there"
             )
     model = [(_axis_of(described, own, axis), Axis(own.size(axis), placements[axis])) for axis in range(own.ndim)]
     data_part = [

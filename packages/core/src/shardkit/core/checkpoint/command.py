@@ -23,7 +23,7 @@ from shardkit.core.checkpoint.leaves import LeafPath, LeftOut, name_of
 from shardkit.core.checkpoint.reading import checkpoint_of, raw_objects, read_objects, source_of, stored_tensors
 from shardkit.core.checkpoint.sources import weights_of_files
 from shardkit.core.checkpoint.stored import Checkpoint, StoredTensor, bytes_of, memory_of
-from shardkit.core.checkpoint.terminal import progress, run_conversion, say, status_of
+from shardkit.core.checkpoint.terminal import counted, progress, run_conversion, say, sized, status_of
 from shardkit.core.checkpoint.verified_file import verify
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter, TorchWriter
 
@@ -138,18 +138,19 @@ def _of_one(options: argparse.Namespace, use: Callable[[Path, Index], T]) -> T:
 
 def _inspect(options: argparse.Namespace) -> int:
     path, index = _of_one(options, lambda *found: found)
-    written_by = "unknown" if index.world_size is None else index.world_size
-    say(f"{path}: step {index.step}, written by {written_by} rank(s)")
+    written_by = "an unknown number of ranks" if index.world_size is None else counted(index.world_size, "rank")
+    say(f"{path}: step {index.step}, written by {written_by}")
     for name, value in index.info.items():
         say(f"  {name} = {value!r}")
     for name, entry in index.tensors.items():
-        say(f"{name}\t{dtype_name(entry.dtype)}\t{list(entry.shape)}\t{len(entry.chunks)} chunk(s)")
+        say(f"{name}\t{dtype_name(entry.dtype)}\t{list(entry.shape)}\t{counted(len(entry.chunks), 'chunk')}")
     for name, one in index.objects.items():
         say(f"{name}\tobject\t{one.length} bytes")
     sealed = all(file.blocks is not None for file in index.files.values())
     say(
-        f"{len(index.tensors)} tensors, {index.nbytes / 1e6:.1f} MB, {len(index.objects)} other values, "
-        f"{len(index.files)} files, {'with' if sealed else 'without'} checksums"
+        f"{counted(len(index.tensors), 'tensor')}, {sized(index.nbytes)}, "
+        f"{counted(len(index.objects), 'other value')}, {counted(len(index.files), 'file')}, "
+        f"{'with' if sealed else 'without'} checksums"
     )
     return 0
 
@@ -168,7 +169,7 @@ def _verify(options: argparse.Namespace) -> int:
             f"{path} has no checksums to compare: it has no {MANIFEST}, as torch.distributed.checkpoint writes none; "
             "reshard it to write some"
         )
-    say(f"{path}: {len(index.files)} files verified, {nbytes / 1e6:.1f} MB")
+    say(f"{path}: {counted(len(index.files), 'file')} verified, {sized(nbytes)}")
     return 0
 
 
@@ -179,7 +180,9 @@ def _diff(options: argparse.Namespace) -> int:
         for line in differences(first, second, report):
             say(line)
             found += 1
-    say(f"{found} differences" if found else "no differences")
+    entries = {name for _, index in (first, second) for name in (*index.tensors, *index.objects)}
+    differ = counted(found, "difference") if found else "no differences"
+    say(f"{differ}; {len(entries) - found} equal")
     return int(bool(found))
 
 
@@ -247,7 +250,7 @@ def _write_sealed(options: argparse.Namespace, checkpoint: Checkpoint, objects: 
     return run_conversion(
         options,
         checkpoint,
-        f"{options.ranks} data file(s)",
+        counted(options.ranks, "data file"),
         lambda report: convert(checkpoint, options.target, write, f"{options.ranks} data files", progress=report),
     )
 

@@ -174,11 +174,12 @@ class CheckpointDirectory:
                 self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
-    def set_aside(self, path: Path) -> None:
-        """Renames a damaged checkpoint, so that it no longer counts as the newest."""
+    def set_aside(self, path: Path) -> Path:
+        """Renames a damaged checkpoint, so that it no longer counts as the newest; returns its new path."""
         numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-        path.rename(next(other for other in numbered if not other.exists()))
+        kept = path.rename(next(other for other in numbered if not other.exists()))
         sync_directory(self.path)
+        return kept
 
     def retire(self, keep: int, saved: int, token: str) -> None:
         """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which exists.
@@ -243,9 +244,15 @@ def open_index(path: Path, left_out: LeftOut | None = None) -> Index:
         return read_manifest(path).without(left_out)
     if (path / METADATA).exists():
         return read_stock(path, left_out)
+    _check_exists(path)
     raise CheckpointError(
         f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}; choose another directory"
     )
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; choose another directory")
 
 
 def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Index]]]:
@@ -263,6 +270,7 @@ def candidates(path: Path, *, older: bool) -> list[tuple[Path, Callable[[], Inde
         return [(path, partial(open_index, path)), *((one.path, one.read) for one in reversed(before))]
     found = StoredCheckpoint.all_in(path)
     if not found:
+        _check_exists(path)
         raise CheckpointError(f"{path} is not a checkpoint, and contains none; choose another directory")
     return [(one.path, one.read) for one in reversed(found)]
 

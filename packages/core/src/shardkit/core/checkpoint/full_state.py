@@ -315,13 +315,9 @@ def load_full_state_dict(
     opened = None
     unreadable: Exception | None = None
     try:
-        opened = open_source(source)
-    except OSError as error:  # a library may raise its own kind, with other arguments
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        unreadable = kind(
-            f"cannot read the source {_named(source)}: {error.strerror or error}; "
-            "pass a path that rank 0 can read, or a dict of tensors on rank 0"
-        )
+        opened = _opened(source)
+    except OSError as error:
+        unreadable = error
     except Exception as error:  # noqa: BLE001 (raised by all ranks together, if rank 0 has it)
         unreadable = _told(error, "cannot read the source")
     state, report = _survey(module)
@@ -337,6 +333,17 @@ def load_full_state_dict(
     if verdict.objects:
         module.load_state_dict(verdict.objects, strict=False)
     return IncompatibleKeys(verdict.missing, verdict.unexpected)
+
+
+def _opened(source: object) -> Source | None:
+    try:
+        return open_source(source)
+    except OSError as error:  # a library may raise its own kind, with other arguments
+        kind: type[OSError] = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        raise kind(
+            f"cannot read the source {_named(source)}: {error.strerror or error}; "
+            "pass a path that rank 0 can read, or a dict of tensors on rank 0"
+        ) from None
 
 
 @dataclass(frozen=True)

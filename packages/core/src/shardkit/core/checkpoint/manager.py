@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -243,7 +244,8 @@ class CheckpointManager:
                 remove them if the run is to continue from this step.
             source: restores this directory: a checkpoint of another run, or one by torch.distributed.checkpoint (its
                 tensors have no checksums) with the names that `TrainingState` uses.
-            fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed and kept.
+            fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed to
+                `step-*.damaged` and kept, and rank 0 warns.
 
         Returns:
             The checkpoint that was restored; None if there is none, and then nothing has changed.
@@ -269,8 +271,12 @@ class CheckpointManager:
                 damaged[path] = str(seen)
                 continue
             with self._together("setting damaged checkpoints aside"):
-                for one in damaged if self._peers.rank == 0 else ():
-                    self._directory.set_aside(one)
+                for one, reason in damaged.items() if self._peers.rank == 0 else ():
+                    kept = self._directory.set_aside(one)
+                    warnings.warn(
+                        f"skipped a damaged checkpoint: {reason}; it is kept as {kept}, and {path} was restored",
+                        stacklevel=2,
+                    )
             return Restored(index.step, path, index.info, index.world_size, tuple(damaged.values()))
         return None
 

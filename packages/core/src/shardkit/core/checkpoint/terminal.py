@@ -28,6 +28,17 @@ def note(line: str) -> None:
     sys.stderr.write(printable(line) + "\n")
 
 
+def counted(count: int, noun: str) -> str:
+    """The number with its noun, in the plural unless it is 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def sized(nbytes: int) -> str:
+    """Bytes in the largest unit, up to GiB, that makes them at least 1."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / 2 ** (10 * power):.1f} {'KMG'[power - 1]}iB"
+
+
 def status_of(run: Callable[[], int]) -> int:
     """The exit status of a command: its own, 2 after an error, which is printed to stderr in one line, or 141 if the
     reader of its output closes the pipe first.
@@ -58,9 +69,10 @@ def run_conversion(
     """
     refuse_existing(options.target)
     note(
-        f"{checkpoint.kind} checkpoint of {checkpoint.world_size} rank(s): {len(checkpoint.tensors)} tensors, "
-        f"{checkpoint.nbytes / 1e6:.1f} MB, {len(checkpoint.objects)} other values; "
-        f"tensors take at most {checkpoint.bound_bytes / 1e6:.1f} MB of memory at a time"
+        f"{checkpoint.kind} checkpoint of {counted(checkpoint.world_size, 'rank')}: "
+        f"{counted(len(checkpoint.tensors), 'tensor')}, {sized(checkpoint.nbytes)}, "
+        f"{counted(len(checkpoint.objects), 'other value')}; "
+        f"tensors take at most {sized(checkpoint.bound_bytes)} of memory at a time"
     )
     for text in checkpoint.notes:
         note(f"note: {text}")
@@ -75,8 +87,8 @@ def run_conversion(
         done = convert(report)
     resumed = f" ({done.resumed} by an earlier attempt)" if done.resumed else ""
     say(
-        f"{'wrote and verified' if done.verified else 'wrote'} {len(checkpoint.tensors)} tensors{resumed}, "
-        f"{done.nbytes / 1e6:.1f} MB: {done.target}"
+        f"{'wrote and verified' if done.verified else 'wrote'} {counted(len(checkpoint.tensors), 'tensor')}{resumed}, "
+        f"{sized(done.nbytes)}: {done.target}"
     )
     return 0
 

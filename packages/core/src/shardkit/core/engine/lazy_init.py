@@ -25,7 +25,7 @@ live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
 
 _T = TypeVar("_T")
 
-_Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool]
+_Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool, str]
 """A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad."""
 
 
@@ -58,7 +58,7 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
             )
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
-        _check_agreement(groups, root.fqn, same_names)
+        _check_agreement(groups, root, same_names)
     root.schedule.set_states(states)
     live_roots.add(root)
     check = OrderCheck() if order_check_wanted() else None
@@ -132,7 +132,7 @@ def _set_names(states: list[RootedState], root: nn.Module) -> None:
             group.label = state.fqn if group is state.groups[0] else f"{state.fqn}: {group.params[0].fqn}"
 
 
-def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -> None:
+def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names: bool) -> None:
     """Raises on every rank if any two describe their parameters differently (collective over all process groups).
 
     Ranks that agree exchange 16 bytes for each process group. Others find the first difference by bisection, with an
@@ -142,6 +142,7 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
     device = torch.device("cpu")
     for group in groups:
         device = group.device
+        place = "the root" if group in root.groups else f"'{group.label}'"
         entries = [
             (
                 param.fqn if same_names else "",
@@ -149,6 +150,7 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
                 str(param.orig_dtype),
                 f"on {param.placement}" if is_ours(param.placement) else f"sharded on dim {param.layout.dim}",
                 param.sharded_param.requires_grad,
+                f"gathered with {place}" if same_names else "",
             )
             for param in group.params
         ]
@@ -168,8 +170,8 @@ def _check_agreement(groups: list[FSDPParamGroup], fqn: str, same_names: bool) -
             message = _first_of(message or found, process_group, device)
     except RuntimeError as error:  # the backend's, if a rank does not arrive
         raise RuntimeError(
-            f"{fqn}: set-up failed (comparing models with the other ranks): {error}; check that every rank runs this "
-            "forward: under `shardkit watch` the job names the rank that is missing and what it does instead"
+            f"{root.fqn}: set-up failed (comparing models with the other ranks): {error}; check that every rank runs "
+            "this forward: under `shardkit watch` the job names the rank that is missing and what it does instead"
         ) from error
     raise RuntimeError(message)
 
@@ -197,8 +199,8 @@ def _difference(mine: list[_Entry], group: dist.ProcessGroup, device: torch.devi
     more = f" ({count} of {len(ranks)} ranks differ from rank {ranks[0]})" if count > 1 else ""
     return (
         f"the ranks disagree about the model's parameters, number {agreeing} in order of use: rank {ranks[0]} "
-        f"has {_describe(expected)}, rank {ranks[other]} has {_describe(seen)}{more}. Every rank must build and shard "
-        "the same model"
+        f"has {_describe(expected)}, rank {ranks[other]} has {_describe(seen)}{more}. Every rank must build "
+        "the same model and call fully_shard on the same modules"
     )
 
 
@@ -223,5 +225,5 @@ def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.d
 def _describe(entry: _Entry | None) -> str:
     if entry is None:
         return "no further parameter"
-    fqn, shape, dtype, cut, requires_grad = entry
-    return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}"
+    fqn, shape, dtype, cut, requires_grad, gathered = entry
+    return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}{gathered and ', '}{gathered}"
