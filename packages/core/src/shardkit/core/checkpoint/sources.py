@@ -176,7 +176,8 @@ def weights_of_files(path: Path, left_out: LeftOut, key: str | None = None) -> C
             raise CheckpointError(
                 f"{path} has no {HF_INDEX} and {len(files)} safetensors files; name one file, or add the index"
             )
-    checkpoint = Checkpoint("FULL", [str(file) for file in files])
+    kind = "safetensors" if all(file.suffix == ".safetensors" for file in files) else "FULL"
+    checkpoint = Checkpoint(kind, [str(file) for file in files])
     found: dict[str, StoredTensor] = {}
     for file in files:
         source = _opened(file, key)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from shardkit.autoinstall.run import run_command
 from shardkit.tools.files import InputError, check_targets
 from shardkit.tools.profiling.session import ACTIVATIONS, STEPS, TARGET, WARMUP
-from shardkit.tools.report.command import print_report, write_outputs
+from shardkit.tools.report.command import print_report, say_written, write_outputs
 from shardkit.tools.report.files import is_record, read_records
 from shardkit.tools.report.merge import merge
-from shardkit.tools.terminal import print_error, terminal
+from shardkit.tools.terminal import print_error
 
 
 def run(options: SimpleNamespace) -> int:
@@ -43,7 +43,7 @@ def run(options: SimpleNamespace) -> int:
         report = merge(read_records(records), list(options.command))
     write_outputs(report, *outputs)
     print_report(report)
-    terminal().print(f"\nwritten to {', '.join(str(path) for path in outputs if path is not None)}")
+    say_written(*outputs)
     return status
 
 

@@ -48,11 +48,18 @@ def run(options: SimpleNamespace) -> int:
         _print_comparison(*reports)
     else:
         print_report(reports[0])
+    say_written(options.json, options.html, options.trace)
     base = reports[0] if len(reports) == 2 else None
     broken = [found for limit in limits if (found := limit.violation(reports[-1], base)) is not None]
     for found in broken:
         terminal(stderr=True).print(f"limit broken: {found}")
     return 1 if broken else 0
+
+
+def say_written(*outputs: Path | None) -> None:
+    """Prints which files were written, if any."""
+    if written := [str(path) for path in outputs if path is not None]:
+        terminal().print(f"\nwritten to {', '.join(written)}")
 
 
 def write_outputs(report: Report, json: Path | None, html: Path | None, trace: Path | None) -> None:
