@@ -83,4 +83,4 @@ def _line(text: str) -> str:
 
 def _sentence(text: str) -> str:
     line = _line(text)
-    return line[:1].upper() + line[1:] + ("" if line.endswith((".", "?", ")", "`")) else ".")
+    return line[:1].upper() + line[1:] + ("" if line.endswith((".", "?")) else ".")

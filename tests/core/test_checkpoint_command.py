@@ -23,6 +23,7 @@ from shardkit.core.checkpoint.command import differences as lines
 from shardkit.core.checkpoint.command import main
 from shardkit.core.checkpoint.directory import open_index
 from shardkit.core.checkpoint.sources import SAFETENSORS_DTYPES, open_file
+from shardkit.core.checkpoint.terminal import sized
 from shardkit.core.checkpoint.writers import DcpWriter, SafetensorsWriter
 from tests.core.checkpoint_cases import ElasticLoader, Trainee, differences
 from tests.core.test_checkpoint_format import flip
@@ -360,6 +361,30 @@ def test_what_only_one_of_two_has(tmp_path: Path, capsys: pytest.CaptureFixture[
         )
 
 
+def test_a_tensor_in_one_and_a_number_in_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = [save_user(tmp_path / name, 1, {"x": value}) for name, value in (("a", torch.ones(3)), ("b", 3))]
+    for first, second in (paths, paths[::-1]):
+        status, text = said(capsys, "diff", first, second)
+        line = f"user.value.x: a tensor in {paths[0]}, another value in the other one"
+        assert (status, text.splitlines()) == (1, [line, "1 difference; 1 equal"])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (150 * 2**20, "150.0 MiB"),
+        (2**30 - 1, "1.0 GiB"),
+        (5 * 2**40, "5120.0 GiB"),
+    ],
+)
+def test_sizes(nbytes: int, text: str):
+    assert sized(nbytes) == text
+
+
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path):
     """It has all files that stock needs, but no checksums."""
     path = save_user(tmp_path / "run", 1, 1)
@@ -379,7 +404,7 @@ LARGE = torch.arange(5000.0)
         (torch.tensor([float("nan")]), torch.tensor([1.0]), "1 of 1 elements differ, by at most inf"),
         (torch.ones(2), torch.ones(2, dtype=torch.float64), r"torch.float32 \(2,\) and torch.float64 \(2,\)"),
         (torch.ones(2), torch.ones(2, 1), r"torch.float32 \(2,\) and torch.float32 \(2, 1\)"),
-        (torch.ones(2), 1, "only in .*one/step-000001"),
+        (torch.ones(2), 1, "a tensor in .*one/step-000001, another value"),
         (*(torch.tensor([n, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for n in (1, 2)), "1 of 2 elements"),
         ((LARGE,), (LARGE.index_fill(0, torch.tensor(2500), -1.0),), r"\(tensor"),
         ({"a": ({"x", "y"}, float("nan"), LARGE.to(torch.complex64).conj())},) * 2 + (None,),
@@ -543,7 +568,7 @@ def test_tensors_of_all_kinds_of_files_of_torch(tmp_path: Path, capsys: pytest.C
     for value, what in (
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.qint8"),
-        (torch.ones(2, device="meta"), "no values"),
+        (torch.ones(2, device="meta"), "without values"),
     ):
         torch.save({"weight": value}, tmp_path / "odd.pt")
         status, text = said(capsys, "import", tmp_path / "odd.pt", tmp_path / "x")

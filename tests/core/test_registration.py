@@ -131,6 +131,11 @@ def _shard_blocks(model: Any) -> None:
     fully_shard(model)
 
 
+def _shard_blocks_of(model: Any) -> Any:
+    _shard_blocks(model)
+    return model
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_in_the_middle_of_backward(world_size: int) -> None:
     run_ranks(world_size, _steps_in_backward)
@@ -150,10 +155,30 @@ def _steps_on_gradients_that_wait(rank: int, world_size: int, replicas: bool) ->
     switch(False)
     model(torch.ones(2, 64)).sum().backward()
     switch(True)
-    with pytest.raises(RuntimeError, match=r"'0.weight' still waits .* must hold parameters of one group only"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' still waits .* must hold only parameters"):
         model(torch.ones(2, 64)).sum().backward()
     after = [parameter.full_tensor() for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
+
+
+def _steps_after_zero_grad(rank: int, world_size: int) -> None:
+    """Between forward and backward the user drops what waited: it is not stepped on, and nothing is refused."""
+    model: Any = _shard_blocks_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 8)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    loss = model(torch.ones(2, 8)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    changed = [not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed[:2] == [False, False] and changed[5]
+
+
+def test_steps_in_backward_after_zero_grad() -> None:
+    run_ranks(2, _steps_after_zero_grad)
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, False), (2, False), (2, True)])

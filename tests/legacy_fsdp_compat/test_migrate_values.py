@@ -76,18 +76,34 @@ def test_any_order_in_memory(kind: str, to: str, tmp_path: Path, monkeypatch: py
         assert torch.equal(one.read(0, one.numel).view(one.shape).to(torch.complex64), value.to(torch.complex64)), name
 
 
-class HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
+_PEAK = """
+import re, sys
+from pathlib import Path
+from shardkit.core.checkpoint import stored
+from shardkit.legacy_fsdp_compat.migrate import convert, open_checkpoint
+stored.CHUNK_BYTES = 2**23
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+convert(open_checkpoint(sys.argv[1]), sys.argv[3], "full")  # loads all code
+checkpoint = open_checkpoint(sys.argv[2])
+before = peak()
+convert(checkpoint, sys.argv[4], "full")
+print(peak() - before, checkpoint.bound_bytes, checkpoint.nbytes)
+"""
 
-    _fields_ = tuple((name, ctypes.c_size_t) for name in ("arena", *"123", "hblkhd", *"56", "used", *"89"))
 
-
-def allocated_bytes() -> int:
-    """Memory that malloc has given out, exactly: pages that the system holds depend on the machine."""
-    glibc = ctypes.CDLL(None)
-    glibc.mallinfo2.restype = HeapInfo
-    seen = glibc.mallinfo2()
-    return seen.used + seen.hblkhd
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_one_large_tensor_stays_within_the_bound(tmp_path: Path):
+    """Also one whose rows lie scattered over the whole file. A third of the tensor is left for pages that the system
+    maps around one that is read, and for threads: some megabytes.
+    """
+    torch.save({"small": torch.ones(8, 8).t()}, tmp_path / "small.pt")
+    torch.save({"large": torch.zeros(2500, 16000).t()}, tmp_path / "large.pt")
+    files = [str(tmp_path / name) for name in ("small.pt", "large.pt", "small", "large")]
+    seen = subprocess.run([sys.executable, "-c", _PEAK, *files], check=True, capture_output=True, text=True).stdout
+    rise, bound, nbytes = map(int, seen.split())
+    assert bound < 34e6 < nbytes == 160e6
+    assert rise < bound + 55e6
 
 
 def resident_bytes(file: Path) -> int:
@@ -96,14 +112,13 @@ def resident_bytes(file: Path) -> int:
     return 1024 * sum(int(kib) for kib in re.findall(rf"{file}\n(?:.+\n)*?Rss: +(\d+) kB", smaps))
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc, and pages go on Linux only")
-def test_one_large_tensor_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also one whose rows lie scattered over the whole file: what is allocated, and what is mapped."""
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
+def test_pages_of_one_large_tensor_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At most CHUNK_BYTES of its file are mapped between two releases, although each slab needs rows of all of it."""
     monkeypatch.setattr(stored, "CHUNK_BYTES", 2**20)
     file = tmp_path / "large.pt"
     torch.save({"large": torch.zeros(2500, 4000).t()}, file)
     fetched = [0]  # bytes, between two releases each
-    allocated = []
 
     def memory(shape: Any, strides: Any, dtype: Any, fetch: Any, done: Any) -> Memory:
         def fetch_counted(low: int, high: int) -> torch.Tensor:
@@ -111,7 +126,6 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path, monkeypatch: py
             return fetch(low, high).contiguous()
 
         def done_checked() -> None:
-            allocated.append(allocated_bytes())
             assert len(fetched) > 1 or resident_bytes(file) >= 2**19
             done()
             assert len(fetched) % 500 != 1 or resident_bytes(file) <= 2 * mmap.PAGESIZE
@@ -121,10 +135,7 @@ def test_one_large_tensor_stays_within_the_bound(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(stored, "Memory", memory)
     checkpoint = open_checkpoint(file)
-    assert checkpoint.bound_bytes < 5e6 < checkpoint.nbytes == 40e6
-    before = allocated_bytes()
     convert(checkpoint, tmp_path / "large", "full")
-    assert 10**6 < max(allocated) - before <= checkpoint.bound_bytes + 5 * 10**5
     assert sum(fetched) >= checkpoint.nbytes
     assert max(fetched) <= 2**20
 
@@ -141,7 +152,7 @@ def test_memory_of_many_tensors_is_given_back(tmp_path: Path, monkeypatch: pytes
     assert max(gaps) < stored.CHUNK_BYTES + 4e6
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="trims the heap of glibc")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trims the heap of glibc")
 def test_a_trimmed_heap_returns_what_is_freed():
     """With a glibc that returns no memory by itself."""
     code = """
@@ -159,7 +170,7 @@ kept = held()
 trim_heap()
 print(most - kept, most - held())
 """
-    keeping = os.environ | {"MALLOC_TRIM_THRESHOLD_": f"{2**31}", "MALLOC_MMAP_THRESHOLD_": f"{2**31}"}
+    keeping = os.environ | {"MALLOC_TRIM_THRESHOLD_": f"{2**31}", "MALLOC_MMAP_THRESHOLD_": f"{2**24}"}
     seen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=keeping).stdout
     alone, trimmed = map(int, seen.split())
     assert alone < 2**26 < trimmed  # of 2**27

@@ -132,7 +132,7 @@ def fully_shard(
         ValueError, TypeError: for unusable input, naming the parameter or module.
 
     Not collective, except that an int for `reshard_after_forward` may make a process group. All ranks must make the
-    same calls; the first forward compares their parameters.
+    same calls; the first forward compares their parameters and groups.
     """
     modules = modules_of_argument(module)
     mesh = mesh if mesh is not None else default_mesh()

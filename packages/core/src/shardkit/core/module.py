@@ -270,7 +270,7 @@ class FSDPModule(StockFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Changes the `reshard_after_forward` of `fully_shard`."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}")
+            raise ValueError(f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}")
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
@@ -416,9 +416,7 @@ class FSDPModule(StockFSDPModule):
             ValueError: as there.
         """
         if backend != "NCCL":
-            raise NotImplementedError(
-                f"symmetric memory is supported for NCCL, got {backend!r}; make the process group with NCCL"
-            )
+            raise NotImplementedError(f"symmetric memory is supported for NCCL, got {backend!r}; pass 'NCCL'")
         self.set_allocate_memory_from_process_group_for_comm(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -62,7 +62,10 @@ def from_sharded(unit: Unit, parameter: UnitParameter, value: object, name: str)
     if isinstance(value, torch.Tensor):  # whole, as distributed checkpoints store tensors of one element
         _check_shape(parameter, value.shape, name)
         return parameter.own_rows(value.detach())
-    raise TypeError(f"'{name}' is a {type(value).__name__}; load it with the type it was saved with")
+    raise TypeError(
+        f"'{name}' is a {type(value).__name__}, and SHARDED_STATE_DICT takes ShardedTensors or DTensors; set the "
+        "StateDictType that it was saved with"
+    )
 
 
 def _from_sharded_tensor(parameter: UnitParameter, value: ShardedTensor, name: str) -> torch.Tensor:

@@ -117,7 +117,7 @@ def raise_together(peers: Peers, error: Exception | None, what: str) -> None:
     mine = None if error is None else (isinstance(error, DamagedCheckpointError), _text(error))
     failed = {rank: one for rank, one in enumerate(gather_everywhere(peers, mine)) if one is not None}
     first = min(failed)
-    ranks = "" if peers.size == 1 else f" on rank {', '.join(map(str, sorted(failed)))}"
+    ranks = "" if peers.size == 1 else f" on rank{'s' * (len(failed) > 1)} {', '.join(map(str, sorted(failed)))}"
     kind = DamagedCheckpointError if all(damaged for damaged, _ in failed.values()) else CheckpointError
     raise kind(f"{what} failed{ranks}: {failed[first][1]}") from error
 

@@ -41,7 +41,9 @@ def differences(
     ours, theirs = ({one.name: one for one in stored_tensors(*each)} for each in (first, second))
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None:
+        if (a is None and name in first[1].objects) or (b is None and name in second[1].objects):
+            yield f"{name}: a tensor in {first[0] if b is None else second[0]}, another value in the other one"
+        elif a is None or b is None:
             yield f"{name}: only in {first[0] if b is None else second[0]}"
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             yield f"{name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
@@ -79,7 +81,8 @@ def _of_objects(first: tuple[Path, Index], second: tuple[Path, Index]) -> Iterat
         {name_of(path): value for path, value in read_objects(where, index, index.objects).items()}
         for where, index in (first, second)
     )
-    for name in sorted(left.keys() | right.keys()):
+    tensors = first[1].tensors.keys() | second[1].tensors.keys()
+    for name in sorted((left.keys() | right.keys()) - tensors):
         if name not in left or name not in right:
             yield f"{name}: only in {first[0] if name in left else second[0]}"
         elif not _same(left[name], right[name]):

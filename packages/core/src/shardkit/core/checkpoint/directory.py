@@ -174,12 +174,12 @@ class CheckpointDirectory:
                 self._discard([replaced], [self.hidden(step, token, "deleted")])
         return final
 
-    def set_aside(self, path: Path) -> Path:
-        """Renames a damaged checkpoint, so that it no longer counts as the newest; returns its new path."""
+    def set_aside(self, path: Path, reason: str, restored: Path) -> None:
+        """Renames a damaged checkpoint, so that it no longer counts as the newest, and logs why, and what is used."""
         numbered = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
         kept = path.rename(next(other for other in numbered if not other.exists()))
         sync_directory(self.path)
-        return kept
+        _LOG.warning("skipped a damaged checkpoint: %s; it is kept as %s, and %s was restored", reason, kept, restored)
 
     def retire(self, keep: int, saved: int, token: str) -> None:
         """Deletes all but the newest `keep` of the checkpoints up to step `saved`, which exists.

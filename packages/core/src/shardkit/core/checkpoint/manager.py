@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import secrets
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -245,7 +244,7 @@ class CheckpointManager:
             source: restores this directory: a checkpoint of another run, or one by torch.distributed.checkpoint (its
                 tensors have no checksums) with the names that `TrainingState` uses.
             fallback: if a checkpoint is damaged, take the one before it; the damaged one is renamed to
-                `step-*.damaged` and kept, and rank 0 warns.
+                `step-*.damaged` and kept, and rank 0 logs a warning.
 
         Returns:
             The checkpoint that was restored; None if there is none, and then nothing has changed.
@@ -272,11 +271,7 @@ class CheckpointManager:
                 continue
             with self._together("setting damaged checkpoints aside"):
                 for one, reason in damaged.items() if self._peers.rank == 0 else ():
-                    kept = self._directory.set_aside(one)
-                    warnings.warn(
-                        f"skipped a damaged checkpoint: {reason}; it is kept as {kept}, and {path} was restored",
-                        stacklevel=2,
-                    )
+                    self._directory.set_aside(one, reason, path)
             return Restored(index.step, path, index.info, index.world_size, tuple(damaged.values()))
         return None
 

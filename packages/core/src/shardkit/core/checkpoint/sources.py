@@ -107,8 +107,12 @@ class Source:
                 )
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                    what = "no values (meta device)" if value.is_meta else f"layout {value.layout}, {value.dtype}"
-                    raise TypeError(f"{name}: {origin} has a tensor of {what}, expected a dense one; give its values")
+                    if value.is_meta:
+                        raise TypeError(f"{name}: {origin} has a tensor without values (meta device); load them first")
+                    raise TypeError(
+                        f"{name}: {origin} has a tensor of layout {value.layout}, {value.dtype}, expected a dense one; "
+                        "convert it with to_dense() or dequantize()"
+                    )
                 tensors[name] = value
             elif isinstance(value, Mapping) and name.rpartition(".")[2] != "_extra_state":
                 raise TypeError(

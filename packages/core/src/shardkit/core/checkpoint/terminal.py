@@ -18,6 +18,9 @@ Progress = Callable[[int], object]
 """Receives the number of bytes done."""
 
 
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
 def say(line: str) -> None:
     """Prints a line of the result to stdout."""
     sys.stdout.write(printable(line) + "\n")
@@ -35,8 +38,10 @@ def counted(count: int, noun: str) -> str:
 
 def sized(nbytes: int) -> str:
     """Bytes in the largest unit, up to GiB, that makes them at least 1."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
-    return f"{nbytes} B" if power == 0 else f"{nbytes / 2 ** (10 * power):.1f} {'KMG'[power - 1]}iB"
+    if nbytes < 2**10:
+        return f"{nbytes} B"
+    unit = next((unit for unit in ("KiB", "MiB") if nbytes < _BYTES[unit] * 1023.95), "GiB")
+    return f"{nbytes / _BYTES[unit]:.1f} {unit}"
 
 
 def status_of(run: Callable[[], int]) -> int:

@@ -26,14 +26,14 @@ live_roots: weakref.WeakSet[RootedState] = weakref.WeakSet()
 _T = TypeVar("_T")
 
 _Entry: TypeAlias = tuple[str, tuple[int, ...], str, str, bool, str]
-"""A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad."""
+"""A parameter as all ranks must have it: FQN, shape, dtype, how it is cut, requires_grad, its group."""
 
 
 @outside_transforms
 def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     """Makes `root` the root of all states below its module (collective: the ranks compare their parameters).
 
-    Without `same_names` a parameter may have another name on each rank.
+    Without `same_names` a parameter may have another name on each rank, and groups are not compared.
 
     Raises:
         RuntimeError: if a state below has already been initialised as a root, if the state has several modules, if
@@ -142,7 +142,8 @@ def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names
     device = torch.device("cpu")
     for group in groups:
         device = group.device
-        place = "the root" if group in root.groups else f"'{group.label}'"
+        first = group.params[0].fqn
+        place = "in the root's group" if group in root.groups else f"in the group that begins with '{first}'"
         entries = [
             (
                 param.fqn if same_names else "",
@@ -150,7 +151,7 @@ def _check_agreement(groups: list[FSDPParamGroup], root: RootedState, same_names
                 str(param.orig_dtype),
                 f"on {param.placement}" if is_ours(param.placement) else f"sharded on dim {param.layout.dim}",
                 param.sharded_param.requires_grad,
-                f"gathered with {place}" if same_names else "",
+                place if same_names else "",
             )
             for param in group.params
         ]
@@ -225,5 +226,5 @@ def _broadcast(value: _T, source: int, group: dist.ProcessGroup, device: torch.d
 def _describe(entry: _Entry | None) -> str:
     if entry is None:
         return "no further parameter"
-    fqn, shape, dtype, cut, requires_grad, gathered = entry
-    return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}{gathered and ', '}{gathered}"
+    fqn, shape, dtype, cut, requires_grad, place = entry
+    return f"'{fqn}' of shape {shape}, {dtype}, {cut}, requires_grad={requires_grad}{place and ', '}{place}"

@@ -545,13 +545,14 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
             )
-        waiting = next((param for param in self.params if param.stand_in.is_made), None)
+        made = (param for param in self.params if param.stand_in.is_made)
+        waiting = next((param for param in made if param.sharded_param.grad is not None), None)
         if waiting is not None:
             raise RuntimeError(
                 f"an optimizer steps, but the gradient of parameter '{waiting.fqn}' still waits for its reduction or "
                 "its all-reduce; call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the "
                 "last backward of a step, or drop the gradient by zero_grad(). An optimizer that steps during backward "
-                "must hold parameters of one group only"
+                "must hold only parameters whose gradients that backward has reduced"
             )
 
     def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:

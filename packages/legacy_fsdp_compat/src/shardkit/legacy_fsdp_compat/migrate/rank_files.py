@@ -339,7 +339,7 @@ def _open(path: Path, number: int, left_out: LeftOut) -> RankFile:
     own = {rank for leaf in leaves.values() if isinstance(leaf, StoredShards) for _, _, rank in leaf.parts}
     if len(own) > 1:
         raise CheckpointError(
-            f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank; give a file a rank"
+            f"{path} holds parts of the ranks {sorted(own)}, expected those of one rank; give one file for each rank"
         )
     numbers = re.findall(r"\d+", path.stem)
     return RankFile(path, own.pop() if own else int(numbers[-1]) if numbers else number, leaves)

@@ -30,8 +30,8 @@ class _Ranks:
     def __post_init__(self) -> None:
         if self.count < 2:
             raise CheckpointError(
-                f"rank files for {self.count} rank(s): FSDP1 shards over two and more, and a single rank's state dicts "
-                "are whole; convert to 'full'"
+                f"rank files for {self.count} rank{'s' * (self.count != 1)}: FSDP1 shards over two and more, and a "
+                "single rank's state dicts are whole; convert to 'full'"
             )
 
 

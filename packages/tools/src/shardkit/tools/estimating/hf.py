@@ -62,7 +62,7 @@ def _transformers() -> Any:
     try:
         found: Any = importlib.import_module("transformers")  # partly annotated
     except ImportError as error:
-        raise EstimateError(f"--hf-config needs transformers; run: pip install transformers ({error})") from error
+        raise EstimateError(f"--hf-config needs transformers; run: pip install 'transformers>=5' ({error})") from error
     found.logging.set_verbosity_error()
     return found
 
