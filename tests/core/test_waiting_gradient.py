@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from tests.core.single_process import Twins, assert_close, batch
@@ -469,3 +470,55 @@ def _unused(rank: int, world_size: int) -> None:
 
 def test_zeros_of_unused_modules_are_reduced_once() -> None:
     run_ranks(4, _unused)
+
+
+def _assigns(rank: int, world_size: int, dtype: torch.dtype, first_syncs: bool) -> None:
+    """Another tensor than the one that stands in: scaled by the user, or taken from an earlier micro-batch."""
+    model: Any = nn.Sequential(nn.Linear(4, world_size), nn.Linear(world_size, 4))
+    _shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    x = batch(rank, 2, 4)
+    for syncs in (True, False) if first_syncs else (False,):
+        model.set_requires_gradient_sync(syncs)
+        model(x).sum().backward()
+    parameter = model[0].weight
+    parameter.grad = parameter.grad * 0.5
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter '0.weight' was assigned while another gradient"):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("first_syncs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_assigned_meanwhile_is_refused(
+    world_size: int, dtype: torch.dtype, first_syncs: bool
+) -> None:
+    run_ranks(world_size, _assigns, dtype, first_syncs)
+
+
+def _assigns_replicated(rank: int, world_size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, world_size, bias=False))
+    model(batch(rank, 2, 4)).sum().backward()
+    model.weight.grad = model.weight.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(RuntimeError, match=r"parameter 'weight' was assigned a gradient with \(Replicate\(\),\), and"):
+        model(batch(rank, 2, 4)).sum().backward()
+
+
+def test_a_reduced_gradient_is_added_to_its_like_only() -> None:
+    run_ranks(2, _assigns_replicated)
+
+
+def _steps_on_a_part(rank: int, world_size: int) -> None:
+    """A gradient with sync is there, and one without waits behind it."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for syncs in (True, False):
+        model.set_requires_gradient_sync(syncs)
+        model(batch(rank, 2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'0.weight' still waits for its reduction"):
+        optimizer.step()
+
+
+def test_a_step_is_refused_while_a_gradient_waits_behind_another() -> None:
+    run_ranks(2, _steps_on_a_part)

@@ -203,16 +203,16 @@ def new_dtensor(
     return kind.__new__(kind, local.detach(), spec, requires_grad=False)
 
 
-def like_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+def like_dtensor(local: torch.Tensor, like: torch.Tensor, kind: type[DTensor] | None = None) -> DTensor:
     """A DTensor over `local` with the mesh, placements and global shape of `like`, for a gradient in each step.
 
-    Its placements have the same meaning as in `like`.
+    Its placements have the same meaning as in `like`. `kind` is its class, by default that of `like`.
 
     `DTensor.from_local` costs 50 times more. `__new__` sets everything; `__init__` would cost twice as much again and
     do nothing.
     """
     spec: DTensorSpec = like._spec  # type: ignore[attr-defined]
-    kind: type[DTensor] = type(like)  # type: ignore[assignment]
+    kind = kind or cast(type[DTensor], type(like))
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         as_order = spec.use_strided_shard_as_shard_order

@@ -545,8 +545,8 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
             )
-        made = (param for param in self.params if param.stand_in.is_made)
-        waiting = next((param for param in made if param.sharded_param.grad is not None), None)
+        waits = (param for param in self.params if param.stand_in.gradient is not None)
+        waiting = next((param for param in waits if param.sharded_param.grad is not None), None)
         if waiting is not None:
             raise RuntimeError(
                 f"an optimizer steps, but the gradient of parameter '{waiting.fqn}' still waits for its reduction or "

@@ -18,6 +18,7 @@ __all__ = [
     "check_gradient",
     "check_replacement",
     "lost_parameter",
+    "lost_summand",
     "lost_while_unsharded",
     "mark_gradient",
     "refuse_gradient",
@@ -83,6 +84,14 @@ def check_replacement(fqn: str, parameter: torch.Tensor, old: DTensor, shape: to
             "torch.func.functional_call; its gradient would be lost. Pass detached tensors to compute with other "
             "values, or train with the parameters of the module"
         )
+
+
+def lost_summand(fqn: str, gradient: torch.Tensor, sharded: DTensor) -> RuntimeError:
+    """The error for a gradient that the user has assigned, to which a reduced one cannot be added."""
+    return RuntimeError(
+        f"parameter '{fqn}' was assigned a gradient with {getattr(gradient, 'placements', 'no placements')}, and a "
+        f"reduced one with {tuple(sharded.placements)} cannot be added to it; assign a DTensor like the parameter"
+    )
 
 
 def lost_parameter(fqn: str) -> RuntimeError:

@@ -46,10 +46,12 @@ from shardkit.core.parameters.lost_writes import (
     check_gradient,
     check_replacement,
     lost_parameter,
+    lost_summand,
     lost_while_unsharded,
     mark_gradient,
     refuse_gradient,
 )
+from shardkit.core.parameters.placed import ScalarGradient
 from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.shard_checks import check_device, check_shape
 from shardkit.core.parameters.slot import Slot
@@ -70,6 +72,7 @@ from shardkit.core.runtime.storage import (
 from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
+    lies_like,
     like_dtensor,
     local_of,
     post_accumulate_grad_hooks,
@@ -82,8 +85,7 @@ __all__ = ["FSDPParam", "param_over", "sharded_counterpart"]
 
 # The parameter that an original or unsharded parameter belongs to. An attribute would be pickled and copied.
 _became: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# On the storage of an unsharded parameter: a weak reference to its FSDPParam.
-_OWNER = "_shardkit_param"
+_OWNER = "_shardkit_param"  # on the storage of an unsharded parameter: a weak reference to its FSDPParam
 # Sharded parameters, by id: `module.to()` cannot swap a DTensor that has weak references.
 _sharded: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
@@ -559,12 +561,10 @@ class FSDPParam:
     def deliver(self, gradient: torch.Tensor) -> None:
         """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the existing one.
 
-        Copies to pinned memory overlap, unless host code reads the gradient at once; the end of backward waits for
-        them.
+        Copies to pinned memory overlap, unless host code reads them at once; the end of backward waits for them.
         """
-        if gradient.shape != self.local_shape:
-            gradient = gradient.view(self.local_shape)
-        sharded = self.sharded_param
+        gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
+        sharded = cast(DTensor, self.sharded_param)
         existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
         if self.offload is not None and gradient.device.type != "cpu":
             overlap = self.pinned and existing is None and not with_hooks
@@ -574,13 +574,14 @@ class FSDPParam:
             summed = like_dtensor(self.form.local(gradient), sharded)
             gradient = self.form.shard(local_of(hooked(self.fqn, summed, sharded)))
         if existing is None:
-            sharded.grad = delivered = like_dtensor(self.form.local(gradient), sharded)
-            mark_gradient(delivered)
+            sharded.grad = like_dtensor(self.form.local(gradient), sharded, None if gradient.ndim else ScalarGradient)
+            mark_gradient(sharded.grad)
+        elif not lies_like(existing, sharded):
+            raise lost_summand(self.fqn, existing, sharded)
         else:
             local_of(existing).add_(gradient)
-        if with_hooks:
-            for hook in post_accumulate_grad_hooks(sharded):
-                hook(self.sharded_param)
+        for hook in post_accumulate_grad_hooks(sharded) if with_hooks else ():
+            hook(self.sharded_param)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
         """`zero_grad` for the sharded gradient and for a waiting one."""

@@ -24,7 +24,7 @@ from shardkit.core.parameters.placements import is_ours
 from shardkit.core.parameters.region import region_at, region_of
 from shardkit.core.torch_compat import like_dtensor, local_of, new_dtensor
 
-__all__ = ["PlacedTensor"]
+__all__ = ["PlacedTensor", "ScalarGradient"]
 
 # Operators that keep each element in its place but lack a tag for it.
 _IN_PLACE = frozenset(
@@ -318,6 +318,27 @@ def _norm(
     return new_dtensor(total.to(part.dtype), tensor.device_mesh, replicated, torch.Size(()))
 
 
+class ScalarGradient(DTensor):
+    """The gradient of a 0-dim parameter, replicated.
+
+    A GradScaler takes the placements of the first gradient of a list for those of all, so behind a replicated one it
+    would overlook that another gradient is not finite on another rank.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if str(func).split(".")[1] == _UNSCALE:
+            return _unscale(func, args[0], *args[1:])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A plain DTensor: operators give plain ones, so that no optimizer keeps this class in its state."""
+        copied = memo[id(self)] = like_dtensor(local_of(self).clone(), self, DTensor)
+        return copied
+
+
 def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
     """A GradScaler's unscaling of gradients; a nan on one rank is found on all (collective)."""
     plain = [local_of(one) if isinstance(one, DTensor) else one for one in gradients]
@@ -330,4 +351,5 @@ def _unscale(func: Any, gradients: Sequence[torch.Tensor], found: torch.Tensor, 
         found.copy_(seen)
 
 
-torch.serialization.add_safe_globals([PlacedTensor])  # for torch.load(weights_only=True), as torch's DTensor
+# For torch.load(weights_only=True), as torch's DTensor.
+torch.serialization.add_safe_globals([PlacedTensor, ScalarGradient])

@@ -110,13 +110,20 @@ class StandIn:
             layout: how it is cut over the ranks.
 
         Raises:
-            RuntimeError: if it was changed in another way and a rank with an empty shard takes that for zeroing.
+            RuntimeError: if another gradient was assigned, or if it was changed in another way and a rank with an empty
+                shard takes that for zeroing.
         """
         stand_in = self.gradient
         if stand_in is None:
             return False
-        if sharded.grad is not stand_in:
+        if sharded.grad is None:
             return True
+        if sharded.grad is not stand_in:
+            raise RuntimeError(
+                f"the gradient of parameter '{fqn}' was assigned while another gradient of it waits for its reduction; "
+                "assign gradients after the last backward of a step, which is one with gradient sync, or remove them "
+                "by zero_grad()"
+            )
         local = local_of(stand_in)
         if _is_partial(stand_in):  # over the waiting gradient's memory, unless a cast has moved it
             moved = local.layout is torch.strided and local.untyped_storage() is not self._memory
