@@ -1,7 +1,9 @@
 """Gradients of backwards without sync, if a user casts, moves, loads or zeroes before the next backward."""
 
 import contextlib
+import copy
 import functools
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard
 from tests.core.single_process import Twins, assert_close, batch
@@ -310,11 +314,17 @@ def _sequence(rank: int, world_size: int, seed: int, policy: MixedPrecisionPolic
     draw = random.Random(seed)
     make = functools.partial(_shard, mesh=_hsdp(world_size), mp_policy=policy)
     twins = Twins.of(rank, world_size, _Skipping, make)
-    optimizers = [torch.optim.SGD(model.parameters()) for model in (twins.sharded, twins.whole)]
     for _ in range(12):
-        action = draw.choice(("reduce", "no all-reduce", "no sync", "zero", "zero in place"))
+        action = draw.choice(("reduce", "no all-reduce", "no sync", "zero", "zero in place", "zero a list", "scale"))
+        if action == "scale":
+            for model in (twins.sharded, twins.whole):
+                for one in _gradients(model):
+                    if one is not None:
+                        one.mul_(0.5)
+            continue
         if action.startswith("zero"):
-            for optimizer in optimizers:
+            for model in (twins.sharded, twins.whole):
+                optimizer = torch.optim.SGD(model.parameters(), foreach=action == "zero a list")
                 optimizer.zero_grad(set_to_none=action == "zero")
             continue
         twins.sharded.skips = twins.whole.skips = draw.random() < 0.3
@@ -374,62 +384,190 @@ def test_values_added_to_a_stand_in_are_kept(world_size: int) -> None:
     run_ranks(world_size, _adds)
 
 
-class _Row(nn.Module):
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(rows, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).square().mean()
+def _masked_loss(model: nn.Module, rank: int) -> Tensor:
+    """Leaves zeros in the last rows of the third layer's gradients, which are all that some ranks hold of them."""
+    return ((model(batch(rank, 2, 5, seed=1)) - 0.5) * torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])).square().mean()
 
 
-def _backward_and_wait(rank: int, rows: int, policy: MixedPrecisionPolicy, *inputs: Tensor) -> Any:
-    """The first backward reduces its gradient, which may be zeros; those of the others wait."""
-    model: Any = _Row(rows)
-    fully_shard(model, mp_policy=policy)
-    for number, x in enumerate(inputs):
-        model.set_requires_gradient_sync(number == 0)
-        model(x * (rank + 1)).backward()
-    return model
+def _parallelize(grid: DeviceMesh, model: nn.Module) -> None:
+    parallelize_module(model, grid["tp"], {"third": ColwiseParallel(output_layouts=Replicate())})
+    _shard(model, mesh=grid["dp"])
 
 
-def _scales(rank: int, world_size: int) -> None:
-    """Scaling leaves what waits also where the gradient is zeros."""
-    for first in (torch.zeros(3), torch.ones(3)):
-        model = _backward_and_wait(rank, world_size, MixedPrecisionPolicy(), first, torch.ones(3))
-        model.weight.grad.mul_(2.0)
-        model.set_requires_gradient_sync(True)
-        model(torch.ones(3) * (rank + 1)).backward()
-        one = sum(2 * (other + 1) ** 2 for other in range(world_size)) / world_size / (3 * world_size)
-        expected = torch.full((world_size, 3), 2 * one + 2 * one * bool(first.any()))
-        assert_close(model.weight.grad, expected, f"after {first}")
+def _waiting(kind: str, rank: int, world_size: int) -> Twins:
+    """Twins with gradients that wait in one of the ways in which they can."""
+    mesh = _hsdp(world_size) if kind in ("partial sums", "both") else None
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if kind == "in a wider dtype" else None)
+    make: Callable[[Any], object] = functools.partial(_shard, mesh=mesh, mp_policy=policy)
+    if kind == "with tensor parallelism":
+        grid = rank_mesh((world_size // 2, 2), ("dp", "tp"))
+        make = functools.partial(_parallelize, grid)
+        rank, world_size = grid.get_local_rank("dp"), grid.size(0)
+    twins = Twins.of(rank, world_size, _Skipping, make)
+    if kind == "behind a reduced one":
+        twins.backward(_masked_loss)
+    if mesh is not None:
+        twins.sharded.set_requires_all_reduce(False)
+        twins.backward(_masked_loss)
+    if kind != "partial sums":
+        twins.sharded.set_requires_gradient_sync(False)
+        twins.backward(_loss)
+    return twins
+
+
+KINDS = ("alone", "behind a reduced one", "in a wider dtype", "with tensor parallelism", "partial sums", "both")
+ON_A_GRID = KINDS[3:]
+PENDING = ("alone", "partial sums", "with tensor parallelism")  # some of them are shown as pending sums
+ZEROING: dict[str, Callable[[list[Any]], object]] = {
+    "zero_": lambda grads: [one.zero_() for one in grads],
+    "zero_ of data": lambda grads: [one.data.zero_() for one in grads],
+    "zero_ of a detached one": lambda grads: [one.detach().zero_() for one in grads],
+    "zero_ of a view": lambda grads: [one.view(one.shape).zero_() for one in grads],
+    "_foreach_zero_": torch._foreach_zero_,
+    "fill_": lambda grads: [one.fill_(0.0) for one in grads],
+}
+SCALING: dict[str, Callable[[list[Any]], object]] = {
+    "mul_": lambda grads: [one.mul_(0.5) for one in grads],
+    "mul_ of data": lambda grads: [one.data.mul_(0.5) for one in grads],
+    "div_ by a tensor": lambda grads: [one.div_(torch.tensor(4.0)) for one in grads],
+    "_foreach_mul_": lambda grads: torch._foreach_mul_(grads, 0.25),
+    "_foreach_div_ by numbers": lambda grads: torch._foreach_div_(
+        grads, [2.0 + number for number in range(len(grads))]
+    ),
+    "mul_ by zero": lambda grads: [one.mul_(0.0) for one in grads],
+}
+ADDING: dict[str, Callable[[list[Any]], object]] = {
+    "add_ of zero": lambda grads: [one.add_(0.0) for one in grads],
+    "sub_": lambda grads: [one.sub_(0.125) for one in grads],
+    "_foreach_add_": lambda grads: torch._foreach_add_(grads, 0.25),
+}
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "abs_": lambda grad: grad.abs_(),
+    "clamp_": lambda grad: grad.clamp_(-1.0, 1.0),
+    "mul_ by other numbers for each element": lambda grad: grad.mul_(grad.detach().clone()),
+    "zero_ of a row": lambda grad: grad[0].zero_(),
+    "mul_ of a column": lambda grad: grad.unbind(1)[0].mul_(2.0),
+    "an out argument": lambda grad: torch.mul(grad, 2.0, out=grad),
+    "foreach_abs_": lambda grad: torch._foreach_abs_([grad]),
+    "a local tensor": lambda grad: grad.to_local().mul_(2.0),
+}
+
+
+def _gradients(model: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _writes(rank: int, world_size: int, kind: str) -> None:
+    """Writes to gradients between backwards have the same effect as in one process."""
+    ways = {**ZEROING, **SCALING}
+    if kind not in PENDING:
+        ways |= ADDING
+    for number, (way, write) in enumerate(ways.items()):
+        twins = _waiting(kind, rank, world_size)
+        held = _gradients(twins.sharded)
+        for model in (twins.sharded, twins.whole):
+            write(_gradients(model))
+        assert all(one is other for one, other in zip(held, _gradients(twins.sharded), strict=True)), way
+        twins.sharded.set_requires_all_reduce(True)
+        try:
+            _go_on(twins, skipping=number % 2 == 1)
+        except AssertionError as error:
+            raise AssertionError(way) from error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_writes_reach_what_waits(world_size: int, kind: str) -> None:
+    """On 4 ranks, the last one's shards are empty."""
+    if world_size > 1 or kind not in ON_A_GRID:
+        run_ranks(world_size, _writes, kind)
+
+
+def _steps_after_zeroing_in_place(rank: int, world_size: int, kind: str) -> None:
+    """AdamW decays weights whose gradients are zeros, and leaves those without."""
+    for way, write in ZEROING.items():
+        twins = _waiting(kind, rank, world_size)
+        for model in (twins.sharded, twins.whole):
+            write(_gradients(model))
+            torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1).step()
+        twins.check_parameters()
+        twins.check_gradients()
+        assert {type(one) for one in _gradients(twins.sharded)} == {DTensor}, way
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_after_zeroing_in_place_sees_zeros(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _steps_after_zeroing_in_place, kind)
+
+
+def _write_and_go_on(write: Callable[[Any], object], model: Any) -> None:
+    write(model.second.weight.grad)
+    model(torch.ones(2, 5))
+
+
+def _refuses(rank: int, world_size: int, kind: str) -> None:
+    pending = kind in PENDING
+    for way, write in {**REFUSED, **({"add_": lambda grad: grad.add_(1.0)} if pending else {})}.items():
+        if way == "a local tensor" and pending:
+            continue  # it lies in the memory of the gradient that waits
+        twins = _waiting(kind, rank, world_size)
+        match = r"gradient of parameter 'second\.weight' was changed through its local"
+        if way != "a local tensor":
+            match = r"writes to the gradient of parameter 'second\.weight'.* while (a|another) gradient of it waits"
+        with pytest.raises(RuntimeError, match=match):
+            _write_and_go_on(write, twins.sharded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_writes_are_refused(world_size: int, kind: str) -> None:
+    run_ranks(world_size, _refuses, kind)
+
+
+def _writes_too_late(rank: int, world_size: int) -> None:
+    """A stand-in that somebody has kept is a reference to the gradient, and to no gradient that waits later."""
+    twins = _waiting("behind a reduced one", rank, world_size)
+    held = _gradients(twins.sharded)
+    _go_on(twins, skipping=False)
+    for syncs in (True, False):
+        twins.sharded.set_requires_gradient_sync(syncs)
+        twins.backward(_loss)
+        for write in (*ZEROING.values(), *SCALING.values()):
+            write(held)
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.backward(_loss)
+    twins.check_gradients()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_scaling_is_not_taken_for_zeroing(world_size: int) -> None:
-    run_ranks(world_size, _scales)
+def test_a_stand_in_kept_for_too_long_changes_nothing(world_size: int) -> None:
+    run_ranks(world_size, _writes_too_late)
 
 
-def _changes(rank: int, world_size: int) -> None:
-    """The last rank holds nothing of the parameter, so it cannot tell scaling from zeroing."""
-    for change, expected in ((lambda grad: grad.zero_(), 1), (lambda grad: grad.mul_(2.0), None)):
-        model = _backward_and_wait(rank, world_size - 1, MixedPrecisionPolicy(), *torch.ones(2, 3))
-        change(model.weight.grad)
-        model.set_requires_gradient_sync(True)
-        if expected is None and rank < world_size - 1:
-            with pytest.raises(RuntimeError, match=r"'weight' was changed in place while another gradient of it waits"):
-                model(torch.ones(3))
-        elif expected is None:
-            model(torch.ones(3))
-        else:
-            model(torch.ones(3) * (rank + 1)).backward()
-            one = sum(2 * (other + 1) ** 2 for other in range(world_size)) / world_size / (3 * world_size - 3)
-            assert_close(model.weight.grad, torch.full((world_size - 1, 3), one), "after zeroing")
+def _reads(rank: int, world_size: int, kind: str) -> None:
+    """Readers see DTensors with torch's class or a subclass of it, and copies are plain DTensors."""
+    twins = _waiting(kind, rank, world_size)
+    for parameter, whole in zip(twins.sharded.parameters(), twins.whole.parameters(), strict=True):
+        copied = copy.deepcopy(parameter.grad)
+        assert type(copied) is type(parameter.grad + 0.0) is DTensor
+        seen_as = [parameter.grad, copied, parameter.grad.detach(), parameter.grad * 1.0]
+        if not parameter.grad.to_local().storage_offset():  # torch cannot save a DTensor that starts within a buffer
+            buffer = io.BytesIO()
+            torch.save(parameter.grad, buffer)
+            buffer.seek(0)
+            seen_as.append(torch.load(buffer, weights_only=False))
+            assert type(seen_as[-1]) is DTensor
+        for seen in seen_as:
+            full = seen.full_tensor()
+            assert full.shape == parameter.shape
+            if kind == "alone":
+                assert_close(full, whole.grad, kind)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_changes_that_an_empty_shard_cannot_see_are_refused(world_size: int) -> None:
-    run_ranks(world_size, _changes)
+@pytest.mark.parametrize("kind", KINDS)
+def test_readers_see_a_dtensor(kind: str) -> None:
+    run_ranks(2, _reads, kind)
 
 
 def _steps(rank: int, world_size: int, kind: str, reduce_dtype: torch.dtype | None) -> None:

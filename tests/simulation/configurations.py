@@ -96,6 +96,16 @@ def _waits_beside_a_reduction(run: Run) -> None:
         whole_step(run)
 
 
+def _drops_partial_sums(run: Run) -> None:
+    """Reductions of the second backward, which add to sums of the first, are under way when the sums are dropped."""
+    for number in range(3):
+        run.model.set_is_last_backward(number == 2)
+        run.model.set_requires_all_reduce(number == 2)
+        whole_step(run)
+        if number == 1:
+            run.model.zero_grad()
+
+
 def _side_stream(run: Run) -> Any:
     if "side" not in run.kept:
         run.kept["side"] = Stream()
@@ -284,6 +294,7 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("HSDP", replicas=2),
     configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
     configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=all_reduce_once),
+    configuration("HSDP, partial sums are dropped", replicas=2, step=_drops_partial_sums, on_stock=False),
     configuration("HSDP, cast between micro-batches", replicas=2, step=_cast_between, on_stock=False),
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
     configuration("accumulation", step=accumulating),

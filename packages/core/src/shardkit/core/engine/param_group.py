@@ -450,8 +450,7 @@ class FSDPParamGroup(GroupGather):
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.settings.reduce_grads:
                 self._accumulating = True
-                if any(param.sharded_param.grad is not None and not param.stand_in.is_made for param in self.params):
-                    self.context.finish_reductions()  # stand-ins that are sharded gradients are read and marked
+                self.context.finish_reductions()  # stand-ins show their results
                 for param in self.params:
                     param.accumulate_unsharded()
                 self._end_deferring()

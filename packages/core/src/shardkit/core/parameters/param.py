@@ -522,21 +522,18 @@ class FSDPParam:
         waiting = partial if accumulated is None else accumulated
         if waiting is not None:
             sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
-            mark_gradient(self.stand_in.put(sharded, accumulated, partial, self.form, self._local, dtype))
+            self.stand_in.put(self.fqn, sharded, accumulated, partial, self.form, self._local, dtype)
 
     def drop_zeroed_gradient(self) -> None:
         """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
-        if self.stand_in.gradient is not None:
-            check_gradient(self.fqn, self.sharded_param.grad)
-            if self.stand_in.was_zeroed(self.fqn, self.sharded_param, self.layout):
-                self.forget_gradients()
+        if self.stand_in.was_zeroed(self.sharded_param):
+            self.forget_gradients()
 
     def take_gradient(self, *, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object then drops; None if backward left none.
 
         Zeros if it left none and a partial sum is to be all-reduced now, also if the parameter was frozen meanwhile.
         """
-        self.stand_in.dismiss(self.sharded_param)
         parameter, fresh = self.unsharded_param, None
         if parameter is not None:
             fresh, parameter.grad = parameter.grad, None
@@ -547,12 +544,14 @@ class FSDPParam:
             if zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
                 dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
                 if gradient is None and (waits or (parameter is not None and parameter.requires_grad)):
+                    self.stand_in.dismiss(self.sharded_param)
                     return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
                 gradient = gradient if gradient is None else gradient.to(dtype)
             if gradient is None:
                 return None
         elif fresh is not None:
             gradient += fresh
+        self.stand_in.dismiss(self.sharded_param)
         if isinstance(gradient, DTensor):
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)
