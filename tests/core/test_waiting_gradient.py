@@ -485,10 +485,14 @@ def test_writes_reach_what_waits(world_size: int, kind: str) -> None:
 
 def _steps_after_zeroing_in_place(rank: int, world_size: int, kind: str) -> None:
     """AdamW decays weights whose gradients are zeros, and leaves those without."""
-    for way, write in ZEROING.items():
+    ways: dict[str, Callable[[nn.Module], object]] = {
+        "zero_grad of the module": lambda model: model.zero_grad(set_to_none=False),
+        **{way: lambda model, write=write: write(_gradients(model)) for way, write in ZEROING.items()},  # type: ignore[misc]
+    }
+    for way, zero in ways.items():
         twins = _waiting(kind, rank, world_size)
         for model in (twins.sharded, twins.whole):
-            write(_gradients(model))
+            zero(model)
             torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1).step()
         twins.check_parameters()
         twins.check_gradients()
@@ -660,3 +664,42 @@ def _steps_on_a_part(rank: int, world_size: int) -> None:
 
 def test_a_step_is_refused_while_a_gradient_waits_behind_another() -> None:
     run_ranks(2, _steps_on_a_part)
+
+
+def _zeroes_in_backward(rank: int, world_size: int, kind: str) -> None:
+    """The hook of the last layer's output runs after our hook there, and before the last layer's gradient."""
+    twins = _waiting(kind, rank, world_size)
+    twins.sharded.set_requires_gradient_sync(kind != "alone")
+    output = twins.sharded(batch(rank, 2, 5))
+    optimizer = torch.optim.SGD(twins.sharded.third.parameters())
+    output.register_hook(lambda gradient: optimizer.zero_grad())
+    with pytest.raises(RuntimeError, match=r"'third\.weight' was zeroed or removed during a backward that had begun"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeroing_during_the_backward_that_adds_is_refused(kind: str) -> None:
+    run_ranks(2, _zeroes_in_backward, kind)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_closure_that_leaves_waiting_gradients_is_refused(world_size: int) -> None:
+    run_ranks(world_size, _steps_with_a_closure)
+
+
+def _steps_with_a_closure(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, _Skipping, _shard)
+    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(twins.sharded, rank)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    twins.reference_backward(_loss)
+    twins.check_gradients()
+    twins.sharded.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' still waits for its reduction"):
+        optimizer.step(closure)

@@ -110,8 +110,14 @@ def _refuse_added(optimizer: torch.optim.Optimizer, held: set[int]) -> None:
 
 @no_dynamo
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Tells groups of a step, because fused and foreach kernels bump no version counter of a DTensor."""
+    """Tells groups of a step, because fused and foreach kernels bump no version counter of a DTensor.
+
+    Raises:
+        RuntimeError: if the closure of the step left gradients that wait: the step has missed them.
+    """
     held = _held_by.get(optimizer)
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        refuse_stale_optimizer(optimizer, args, kwargs)
     for reference in held.groups if held is not None else ():
         if (group := reference()) is not None:
             group.note_step()

@@ -444,8 +444,7 @@ class FSDPParamGroup(GroupGather):
 
         With `keep` the parameters stay unsharded: another backward will read them through this one's graph.
         """
-        if self.phase is Phase.IDLE:  # this backward did not visit it: no gather has checked
-            self._drop_zeroed_gradients()
+        self._drop_zeroed_gradients(begun=self.phase is Phase.PRE_BACKWARD)  # else no gather has checked
         self.phase = Phase.POST_BACKWARD
         with profiler_range("post_backward", self.label), torch.no_grad():
             if not self.settings.reduce_grads:
@@ -475,11 +474,14 @@ class FSDPParamGroup(GroupGather):
             if gradients:
                 self._reduce(gradients)
 
-    def _drop_zeroed_gradients(self) -> None:
-        """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since."""
+    def _drop_zeroed_gradients(self, *, begun: bool = False) -> None:
+        """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since.
+
+        It is too late for that, and an error, if a backward has `begun` to add to them.
+        """
         if self._accumulating or self._sums_wait:
             for param in self.params:
-                param.drop_zeroed_gradient()
+                param.drop_zeroed_gradient(begun=begun)
 
     def _end_deferring(self) -> None:
         for param in self.params:

@@ -524,9 +524,9 @@ class FSDPParam:
             sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
             self.stand_in.put(self.fqn, sharded, accumulated, partial, self.form, self._local, dtype)
 
-    def drop_zeroed_gradient(self) -> None:
+    def drop_zeroed_gradient(self, *, begun: bool = False) -> None:
         """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
-        if self.stand_in.was_zeroed(self.sharded_param):
+        if self.stand_in.was_zeroed(self.sharded_param, begun=begun):
             self.forget_gradients()
 
     def take_gradient(self, *, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
@@ -585,6 +585,7 @@ class FSDPParam:
     def zero_sharded_grad(self, set_to_none: bool) -> None:
         """`zero_grad` for the sharded gradient and for a waiting one."""
         if self.stand_in.gradient is not None:
+            self.stand_in.zero()
             self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None

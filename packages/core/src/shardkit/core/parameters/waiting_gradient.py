@@ -90,18 +90,23 @@ class StandIn:
         mark_gradient(self.gradient)
         self._zeroed = self._changed = False
 
-    def was_zeroed(self, sharded: torch.Tensor) -> bool:
+    def was_zeroed(self, sharded: torch.Tensor, *, begun: bool) -> bool:
         """Whether the user has zeroed or removed the gradient of `sharded` since `put`.
 
+        Args:
+            sharded: the sharded parameter.
+            begun: whether a backward has begun to add to the gradient that waits.
+
         Raises:
-            RuntimeError: if another gradient or its data was assigned, or if it was changed through another tensor.
+            RuntimeError: if another gradient or its data was assigned, if it was changed through another tensor, or if
+                it was zeroed or removed after the backward had begun.
         """
         stand_in = self.gradient
         if stand_in is None:
             return False
         check_gradient(self.fqn, sharded.grad)
         if sharded.grad is None:
-            return True
+            return self._refuse_if(begun)
         if sharded.grad is not stand_in or not isinstance(stand_in, WaitingGradient):  # its contents can be swapped
             raise RuntimeError(
                 f"the gradient of parameter '{self.fqn}' was assigned while another gradient of it waits for its "
@@ -114,7 +119,15 @@ class StandIn:
                 "taken from it before, while another gradient of it waits for its reduction; change `parameter.grad` "
                 "itself, or change it after the last backward of a step, which is one with gradient sync"
             )
-        return self._zeroed
+        return self._zeroed and self._refuse_if(begun)
+
+    def _refuse_if(self, begun: bool) -> bool:
+        if begun:
+            raise RuntimeError(
+                f"the gradient of parameter '{self.fqn}' was zeroed or removed during a backward that had begun to add "
+                "to it, and gradients of earlier backwards are in that sum; call zero_grad() before or after a backward"
+            )
+        return True
 
     def dismiss(self, sharded: torch.Tensor) -> None:
         """Removes the stand-in: no gradient is waiting any more. A change by the user stays."""
