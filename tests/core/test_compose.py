@@ -179,9 +179,6 @@ def _overflows_on_one_rank(rank: int, world_size: int) -> None:
     assert not torch.equal(before[0], model.logit_scale.full_tensor())
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="torch 2.11 runs no operators of DTensor's subclasses"
-)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_scalar_parameter_hides_no_overflow_of_another_rank(world_size: int) -> None:
     run_ranks(world_size, _overflows_on_one_rank)

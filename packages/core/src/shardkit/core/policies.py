@@ -210,7 +210,7 @@ def as_mesh_dims(dims: DataParallelMeshDims | object | None) -> DataParallelMesh
     """Accepts stock's `DataParallelMeshDims` beside our own."""
     if dims is None or isinstance(dims, DataParallelMeshDims):
         return dims
-    if StockDataParallelMeshDims is not None and isinstance(dims, StockDataParallelMeshDims):
+    if isinstance(dims, StockDataParallelMeshDims):
         return DataParallelMeshDims(dims.shard, dims.replicate)
     raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims, got {type(dims).__name__}")
 

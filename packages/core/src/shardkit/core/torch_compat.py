@@ -101,8 +101,7 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# torch.distributed.fsdp.DataParallelMeshDims was added in 2.12.
-StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", None)
+StockDataParallelMeshDims: Any = stock_fsdp.DataParallelMeshDims
 
 STOCK_FUNCTIONS: dict[str, Any] = {
     name: function
@@ -480,15 +479,14 @@ def grad_dtype_of(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
     Before 2.15 torch does not record this: a `grad_dtype` equal to the parameter's own dtype counts as not set.
     """
-    dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+    dtype = parameter.grad_dtype
     is_set = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
     return bool(is_set), dtype
 
 
 def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Sets `parameter.grad_dtype`, where this torch has it."""
-    if hasattr(parameter, "grad_dtype"):
-        parameter.grad_dtype = dtype
+    """Sets `parameter.grad_dtype`."""
+    parameter.grad_dtype = dtype
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

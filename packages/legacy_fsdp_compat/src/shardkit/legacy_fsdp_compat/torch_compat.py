@@ -165,9 +165,8 @@ def local_parts(tensor: ShardedTensor) -> list[tuple[tuple[int, ...], torch.Tens
 
 
 def allow_any_grad_dtype(parameter: torch.Tensor) -> None:
-    """Lets `parameter.grad` have another dtype than the parameter (torch 2.10 and later know the attribute)."""
-    if hasattr(parameter, "grad_dtype"):
-        parameter.grad_dtype = None
+    """Lets `parameter.grad` have another dtype than the parameter."""
+    parameter.grad_dtype = None
 
 
 def unscale_and_check_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
