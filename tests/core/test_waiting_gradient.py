@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardkit.core import MixedPrecisionPolicy, events, fully_shard
+from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard
+from shardkit.core.parameters import waiting_gradient
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 
@@ -417,12 +418,12 @@ def _waiting(kind: str, rank: int, world_size: int) -> Twins:
 
 KINDS = ("alone", "behind a reduced one", "in a wider dtype", "with tensor parallelism", "partial sums", "both")
 ON_A_GRID = KINDS[3:]
-PENDING = ("alone", "partial sums", "with tensor parallelism")  # some of them are shown as pending sums
 ZEROING: dict[str, Callable[[list[Any]], object]] = {
     "zero_": lambda grads: [one.zero_() for one in grads],
     "zero_ of data": lambda grads: [one.data.zero_() for one in grads],
     "zero_ of a detached one": lambda grads: [one.detach().zero_() for one in grads],
     "zero_ of a view": lambda grads: [one.view(one.shape).zero_() for one in grads],
+    "an index of everything": lambda grads: [one.__setitem__(..., 0) for one in grads],
     "_foreach_zero_": torch._foreach_zero_,
     "fill_": lambda grads: [one.fill_(0.0) for one in grads],
 }
@@ -449,7 +450,15 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "mul_ of a column": lambda grad: grad.unbind(1)[0].mul_(2.0),
     "an out argument": lambda grad: torch.mul(grad, 2.0, out=grad),
     "foreach_abs_": lambda grad: torch._foreach_abs_([grad]),
-    "a local tensor": lambda grad: grad.to_local().mul_(2.0),
+    "div_ with rounding": lambda grad: grad.div_(3.0, rounding_mode="floor"),
+    "add_ of itself": lambda grad: grad.add_(grad),
+    "zero_ of an expanded row": lambda grad: grad[:1].expand(grad.shape).zero_(),
+    "_foreach_zero_ of a whole one and a row": lambda grad: torch._foreach_zero_([grad, grad[:1]]),
+}
+HIDDEN: dict[str, Callable[[Any], object]] = {
+    "to_local": lambda grad: grad.to_local().mul_(2.0),
+    "to_local of data": lambda grad: grad.data.to_local().mul_(2.0),
+    "to_local of a transposed one": lambda grad: grad.t().to_local().add_(2.0),
 }
 
 
@@ -459,10 +468,7 @@ def _gradients(model: nn.Module) -> list[Any]:
 
 def _writes(rank: int, world_size: int, kind: str) -> None:
     """Writes to gradients between backwards have the same effect as in one process."""
-    ways = {**ZEROING, **SCALING}
-    if kind not in PENDING:
-        ways |= ADDING
-    for number, (way, write) in enumerate(ways.items()):
+    for number, (way, write) in enumerate({**ZEROING, **SCALING, **ADDING}.items()):
         twins = _waiting(kind, rank, world_size)
         held = _gradients(twins.sharded)
         for model in (twins.sharded, twins.whole):
@@ -475,12 +481,12 @@ def _writes(rank: int, world_size: int, kind: str) -> None:
             raise AssertionError(way) from error
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(size, kind) for size in (1, 2, 4) for kind in KINDS if size > 1 or kind not in ON_A_GRID]
+)
 def test_writes_reach_what_waits(world_size: int, kind: str) -> None:
     """On 4 ranks, the last one's shards are empty."""
-    if world_size > 1 or kind not in ON_A_GRID:
-        run_ranks(world_size, _writes, kind)
+    run_ranks(world_size, _writes, kind)
 
 
 def _steps_after_zeroing_in_place(rank: int, world_size: int, kind: str) -> None:
@@ -505,22 +511,20 @@ def test_a_step_after_zeroing_in_place_sees_zeros(world_size: int, kind: str) ->
     run_ranks(world_size, _steps_after_zeroing_in_place, kind)
 
 
-def _write_and_go_on(write: Callable[[Any], object], model: Any) -> None:
-    write(model.second.weight.grad)
+def _write_and_go_on(write: Callable[[Any], object], model: Any, fqn: str) -> None:
+    write(model.get_parameter(fqn).grad)
     model(torch.ones(2, 5))
 
 
 def _refuses(rank: int, world_size: int, kind: str) -> None:
-    pending = kind in PENDING
-    for way, write in {**REFUSED, **({"add_": lambda grad: grad.add_(1.0)} if pending else {})}.items():
-        if way == "a local tensor" and pending:
-            continue  # it lies in the memory of the gradient that waits
-        twins = _waiting(kind, rank, world_size)
-        match = r"gradient of parameter 'second\.weight' was changed through its local"
-        if way != "a local tensor":
-            match = r"writes to the gradient of parameter 'second\.weight'.* while (a|another) gradient of it waits"
-        with pytest.raises(RuntimeError, match=match):
-            _write_and_go_on(write, twins.sharded)
+    for way, write in {**REFUSED, **HIDDEN}.items():
+        for fqn in ("second.weight", "third.weight"):
+            twins = _waiting(kind, rank, world_size)
+            match = rf"writes to the gradient of parameter '{fqn}'.* while a gradient of it waits"
+            if way in HIDDEN:
+                match = rf"gradient of parameter '{fqn}' was changed through its local"
+            with pytest.raises(RuntimeError, match=match):
+                _write_and_go_on(write, twins.sharded, fqn)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -537,8 +541,9 @@ def _writes_too_late(rank: int, world_size: int) -> None:
     for syncs in (True, False):
         twins.sharded.set_requires_gradient_sync(syncs)
         twins.backward(_loss)
-        for write in (*ZEROING.values(), *SCALING.values()):
-            write(held)
+        for way in (*ZEROING, *SCALING):
+            if way != "an index of everything":  # torch has no rule for it on a DTensor
+                {**ZEROING, **SCALING}[way](held)
     twins.sharded.set_requires_gradient_sync(True)
     twins.backward(_loss)
     twins.check_gradients()
@@ -547,6 +552,101 @@ def _writes_too_late(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stand_in_kept_for_too_long_changes_nothing(world_size: int) -> None:
     run_ranks(world_size, _writes_too_late)
+
+
+def _compiles(rank: int, world_size: int, kind: str) -> None:
+    """A graph does not know of gradients that wait."""
+    twins = _waiting(kind, rank, world_size)
+    gradients = _gradients(twins.sharded)
+    squares = [one.square().sum().full_tensor() for one in gradients]
+    compiled = torch.compile(lambda ones: [one.square().sum() for one in ones], backend="aot_eager")
+    torch.testing.assert_close([one.full_tensor() for one in compiled(gradients)], squares)
+    with pytest.raises(RuntimeError, match="compiled code writes to a gradient that waits for its reduction"):
+        torch.compile(lambda one: one.zero_(), backend="aot_eager")(gradients[0])
+    twins.sharded.set_requires_all_reduce(True)
+    _go_on(twins, skipping=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_reads_and_does_not_write(kind: str) -> None:
+    run_ranks(2, _compiles, kind)
+
+
+def _writes_late(rank: int, world_size: int) -> None:
+    """The same tensor is shown twice; between its two stand-ins a sum is reduced."""
+    for write in (lambda one: one.zero_(), lambda one: one.mul_(2.0), lambda one: one.abs_()):
+        twins = _waiting("behind a reduced one", rank, world_size)
+        held = twins.sharded.second.weight.grad
+        for syncs in (True, False):
+            twins.sharded.set_requires_gradient_sync(syncs)
+            twins.backward(_loss)
+        write(held)
+        with pytest.raises(RuntimeError, match=r"'second\.weight' was changed through"):
+            twins.sharded(batch(rank, 2, 5))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_writes_to_an_earlier_stand_in_are_refused(world_size: int) -> None:
+    run_ranks(world_size, _writes_late)
+
+
+def _uses_what_is_over(rank: int, world_size: int, kind: str) -> None:
+    twins = _waiting(kind, rank, world_size)
+    held = twins.sharded.second.weight.grad
+    twins.sharded.set_requires_all_reduce(True)
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.backward(_loss)
+    for use in (functools.partial(held.mul_, 2.0), held.norm, held.full_tensor):
+        with pytest.raises(
+            RuntimeError, match=r"a gradient of parameter 'second\.weight' that was read while it waited"
+        ):
+            use()
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("kind", [one for one in KINDS if one != "behind a reduced one"])
+def test_a_stand_in_of_reduced_gradients_is_refused(kind: str) -> None:
+    run_ranks(2, _uses_what_is_over, kind)
+
+
+def _adds_a_penalty(rank: int, world_size: int, kind: str) -> None:
+    """Autograd adds the gradient of a loss that uses sharded parameters to the stand-in."""
+    twins = _waiting(kind, rank, world_size)
+    sum(parameter.square().sum() for parameter in twins.sharded.parameters()).full_tensor().backward()
+    sum(parameter.square().sum() for parameter in twins.whole.parameters()).backward()  # type: ignore[union-attr]
+    twins.sharded.set_requires_all_reduce(True)
+    twins.sharded.set_requires_gradient_sync(True)
+    twins.backward(_loss)
+    twins.check_gradients()
+
+
+@pytest.mark.parametrize("kind", [one for one in KINDS if one != "with tensor parallelism"])  # torch: two meshes
+def test_a_penalty_of_its_own_is_added(kind: str) -> None:
+    run_ranks(2, _adds_a_penalty, kind)
+
+
+def _clips(rank: int, world_size: int, kind: str) -> None:
+    twins = _waiting(kind, rank, world_size)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter .* was left unreduced by a backward without"):
+        clip_grad_norm_(twins.sharded.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_is_refused(kind: str) -> None:
+    run_ranks(2, _clips, kind)
+
+
+def _warns(rank: int, world_size: int, kind: str) -> None:
+    twins = _waiting(kind, rank, world_size)
+    waiting_gradient._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="a part waits for its reduction") as seen:
+        torch.nn.utils.get_total_norm(_gradients(twins.sharded))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["behind a reduced one", "in a wider dtype"])
+def test_reading_a_part_warns_once(kind: str) -> None:
+    run_ranks(2, _warns, kind)
 
 
 def _reads(rank: int, world_size: int, kind: str) -> None:
@@ -565,7 +665,7 @@ def _reads(rank: int, world_size: int, kind: str) -> None:
         for seen in seen_as:
             full = seen.full_tensor()
             assert full.shape == parameter.shape
-            if kind == "alone":
+            if kind in ("alone", "partial sums"):
                 assert_close(full, whole.grad, kind)
 
 
@@ -639,11 +739,13 @@ def test_a_gradient_that_is_assigned_meanwhile_is_refused(
 
 
 def _assigns_replicated(rank: int, world_size: int) -> None:
-    model: Any = fully_shard(nn.Linear(4, world_size, bias=False))
-    model(batch(rank, 2, 4)).sum().backward()
-    model.weight.grad = model.weight.grad.redistribute(placements=[Replicate()])
-    with pytest.raises(RuntimeError, match=r"parameter 'weight' was assigned a gradient with \(Replicate\(\),\), and"):
+    for syncs in (True, False):
+        model: Any = fully_shard(nn.Linear(4, world_size, bias=False))
         model(batch(rank, 2, 4)).sum().backward()
+        model.weight.grad = model.weight.grad.redistribute(placements=[Replicate()])
+        model.set_requires_gradient_sync(syncs)
+        with pytest.raises(RuntimeError, match=r"'weight' was assigned a gradient with \(Replicate\(\),\), and"):
+            model(batch(rank, 2, 4)).sum().backward()
 
 
 def test_a_reduced_gradient_is_added_to_its_like_only() -> None:

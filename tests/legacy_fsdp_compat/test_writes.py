@@ -168,7 +168,9 @@ def summoned_within_no_sync(rank: int, world_size: int) -> None:
     with model.no_sync():
         loss_of(model, rank, 0).backward()
     with (
-        pytest.raises(RuntimeError, match=r"gradient of 'inp\.weight' was left unreduced by a backward inside no_sync"),
+        pytest.raises(
+            RuntimeError, match=r"gradient of parameter 'inp\.weight' was left unreduced by a backward without"
+        ),
         fsdp.summon_full_params(model, with_grads=True),
     ):
         pass

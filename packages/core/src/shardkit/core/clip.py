@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
+from shardkit.core.parameters.waiting_gradient import refuse_waiting
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -56,7 +57,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: if `max_norm` is negative or nan, `norm_type` does not name a p-norm, or a gradient is not placed
             like its parameter.
-        RuntimeError: if the norm is not finite, with `error_if_nonfinite`; lists the gradients at fault.
+        RuntimeError: if a gradient waits for its reduction, or if the norm is not finite, with `error_if_nonfinite`;
+            lists the gradients at fault.
     """
     if not float(max_norm) >= 0:
         raise ValueError(
@@ -274,6 +276,7 @@ def _group_of(
 def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's elements of a parameter's gradient. Raises ValueError if it is not placed like the parameter."""
     grad = parameter.grad
+    refuse_waiting(name, grad)
     if not isinstance(parameter, DTensor) or grad is None:
         return grad
     if not isinstance(grad, DTensor):

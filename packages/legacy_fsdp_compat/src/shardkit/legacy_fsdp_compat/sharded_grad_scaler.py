@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardkit.core.parameters.waiting_gradient import refuse_waiting
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import unscale_and_check_
 
@@ -59,6 +60,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             gradient: Any = parameter.grad
             if gradient is None:
                 continue
+            refuse_waiting(f"of shape {tuple(parameter.shape)}", gradient)
             local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:
                 parameter.grad = local.coalesce()  # a new tensor if it had an index twice

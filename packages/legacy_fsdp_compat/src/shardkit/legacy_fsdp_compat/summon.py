@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardkit.core.engine.state import FSDPState
+from shardkit.core.parameters.waiting_gradient import refuse_waiting
 from shardkit.core.torch_compat import in_backward, like_dtensor, local_of
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 
@@ -79,11 +79,7 @@ def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> bool:
     everywhere = not options.rank0_only
     value = unit.unsharded(parameter, parameter.sharded, everywhere=everywhere)
     gradient = parameter.sharded.grad if options.with_grads else None
-    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-        raise RuntimeError(
-            f"summon_full_params(with_grads=True): the gradient of '{parameter.name}' was left unreduced by a backward "
-            "inside no_sync(); run a backward outside of it first"
-        )
+    refuse_waiting(parameter.name, gradient)
     full_gradient = None if gradient is None else unit.unsharded(parameter, gradient, everywhere=everywhere)
     if value is None:
         return False

@@ -182,7 +182,7 @@ class GradientReduction:
                 else:  # none yet, or one of another dtype
                     param.partial = view if partial is None else view.add_(partial)
                     param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
-                param.show_waiting()
+                param.show_waiting(is_mean=division.op == dist.ReduceOp.AVG)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
             if (partial := self._partial_for(param, view, division)) is not None:
