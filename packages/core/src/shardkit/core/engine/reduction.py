@@ -174,6 +174,7 @@ class GradientReduction:
         yield from scattered.program
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
+            is_mean = division.op == dist.ReduceOp.AVG or (self.mesh.size == 1 and not division.after_all)
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 partial = self._partial_for(param, view, division)
                 if partial is not None and partial.dtype == view.dtype:
@@ -182,7 +183,7 @@ class GradientReduction:
                 else:  # none yet, or one of another dtype
                     param.partial = view if partial is None else view.add_(partial)
                     param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
-                param.show_waiting(is_mean=division.op == dist.ReduceOp.AVG)
+                param.show_waiting(is_mean=is_mean)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
             if (partial := self._partial_for(param, view, division)) is not None:

@@ -89,9 +89,9 @@ class StandIn:
             RuntimeError: if the user has assigned a gradient that does not lie like the parameter.
         """
         self.fqn = fqn
-        self._waiting = tuple(one for one in (accumulated, partial) if one is not None)
+        before, self._waiting = self._waiting, tuple(one for one in (accumulated, partial) if one is not None)
         there, own = sharded.grad, self._intact
-        if own is not None and own is there and not own.is_pending:
+        if own is not None and own is there and (not own.is_pending or before[0] is self._waiting[0]):
             return  # it goes on to stand in
         shown = None if own is not None and own is there else there
         if shown is not None and not lies_like(shown, sharded):
