@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,12 @@ def main(trouble: str) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(6):
         here = step == 2 and dist.get_rank() == dist.get_world_size() - 1
-        if here and trouble == "kill":
+        if step == 2 and trouble == "kill before":
+            pids = [0] * dist.get_world_size()
+            dist.all_gather_object(pids, os.getpid())
+            if not here:
+                wait_for_the_end_of(pids[-1])
+        if here and trouble.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if here and trouble == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -47,6 +53,15 @@ def main(trouble: str) -> None:
 
 def wait_elsewhere() -> None:
     time.sleep(1000)
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    state = Path(f"/proc/{pid}/stat")
+    while state.exists() and ") Z " not in state.read_text():
+        time.sleep(0.01)
+    time.sleep(
+        0.5
+    )  # until gloo has noticed, which may come later on a busy machine: then the wait fails, as for "kill"
 
 
 if __name__ == "__main__":

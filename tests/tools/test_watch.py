@@ -104,10 +104,12 @@ def test_a_stopped_rank_is_named() -> None:
 
 
 @pytest.mark.daily(shared=["0"])
+@pytest.mark.parametrize("trouble", ["kill", "kill before"])
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_a_rank_that_has_died_is_named(shared: str) -> None:
-    with ranks(2, "kill", SHARDKIT_SHARED_MEMORY=shared) as job:
-        text = job.said("there:", "where every rank is:", "failing: blocks.0: all-gather")
+def test_a_rank_that_has_died_is_named(shared: str, trouble: str) -> None:
+    """While others wait for it, or before they send it anything."""
+    with ranks(2, trouble, SHARDKIT_SHARED_MEMORY=shared) as job:
+        text = job.said("there:", "where every rank is:", "failing: blocks.0: ")
         assert f"missing: rank 1: process {job.processes[1].pid} on {socket.gethostname()} has ended" in text
         assert job.exit_codes() == [1, -signal.SIGKILL], "the error itself is not swallowed"
 

@@ -201,7 +201,11 @@ class CpuTicket:
     def launch(self) -> None:
         """Run the program to its first yield."""
         began = time.perf_counter() if events.hub.active else 0.0
-        self._resume(f"launching {self._name}")
+        try:
+            self._resume(f"launching {self._name}")
+        except RuntimeError:
+            with events.Waiting(self._label, self._name):  # for listeners: a peer has ended before it was waited for
+                raise
         if began:
             events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
 
