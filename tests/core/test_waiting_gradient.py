@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard
+from shardkit.core import MixedPrecisionPolicy, Owned, clip_grad_norm_, events, fully_shard
 from shardkit.core.parameters import waiting_gradient
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
@@ -487,6 +487,35 @@ def _writes(rank: int, world_size: int, kind: str) -> None:
 def test_writes_reach_what_waits(world_size: int, kind: str) -> None:
     """On 4 ranks, the last one's shards are empty."""
     run_ranks(world_size, _writes, kind)
+
+
+def _writes_with_owners(rank: int, world_size: int) -> None:
+    for way, write in {**ZEROING, **SCALING, **ADDING}.items():
+        make = functools.partial(_shard, shard_placement_fn=lambda parameter: Owned(0))
+        twins = Twins.of(rank, world_size, _Skipping, make)
+        for syncs in (False, True):
+            twins.sharded.set_requires_gradient_sync(syncs)
+            twins.backward(_loss)
+            for model in (twins.sharded, twins.whole) if not syncs else ():
+                write(_gradients(model))
+        for seen, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+            assert_close(seen.full_tensor(), whole, way)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_writes_reach_what_waits_with_owners(world_size: int) -> None:
+    run_ranks(world_size, _writes_with_owners)
+
+
+def _adds_through_a_view(rank: int, world_size: int) -> None:
+    twins = _waiting("alone", rank, world_size)
+    with pytest.raises(RuntimeError, match=r"aten.add_.Tensor writes to the gradient of parameter 'second.weight'"):
+        twins.sharded.second.weight.grad.data.add_(0.1)
+    _go_on(twins, skipping=False)
+
+
+def test_adding_through_a_view_of_a_pending_sum_is_refused() -> None:
+    run_ranks(2, _adds_through_a_view)
 
 
 def _steps_after_zeroing_in_place(rank: int, world_size: int, kind: str) -> None:

@@ -57,7 +57,7 @@ class StandIn:
         self.is_made = False
         self.fqn = ""
         self._waiting: tuple[torch.Tensor, ...] = ()
-        self._zeros: Callable[[], DTensor]
+        self._zeros: Callable[[torch.dtype], DTensor]
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._zeroed = self._changed = False
 
@@ -98,7 +98,7 @@ class StandIn:
             raise lost_summand(fqn, shown, sharded)
         like = like_dtensor(torch.empty(0, dtype=sharded.dtype), sharded)  # holds no memory and no parameter
 
-        def zeros() -> DTensor:
+        def zeros(dtype: torch.dtype = dtype) -> DTensor:
             return like_dtensor(form.local(torch.zeros(shard.shape, dtype=dtype, device=shard.device)), like)
 
         self.is_made, pending, self._zeros = shown is None, False, zeros
@@ -187,7 +187,7 @@ class StandIn:
         own = self._intact
         assert own is not None, self.fqn
         if _is_partial(own.shown):
-            own.show(cast(DTensor, self._zeros().to(own.dtype)))
+            own.show(self._zeros(own.dtype))
             own.is_pending = False
             self._watched = [(one, version_of(one)) for one in (own.shown, local_of(own.shown))]
         return own.shown
@@ -248,6 +248,11 @@ class WaitingGradient(DTensor):
         return stand_in if stand_in is not None and stand_in.gradient is self._root else None
 
     @property
+    def is_view_of_sum(self) -> bool:
+        """Whether this is a view of a pending sum, to which nothing can be added."""
+        return self._whole is not None and _is_partial(self.shown)
+
+    @property
     def _root(self) -> WaitingGradient:
         return self if self._whole is None else self._whole
 
@@ -264,7 +269,7 @@ class WaitingGradient(DTensor):
         waiting = [one for one in targets if isinstance(one, WaitingGradient) and one.active is not None]
         kind = _kind_of_write(name, args, kwargs)
         for one in waiting:
-            if kind is None or one.is_part:
+            if kind is None or one.is_part or (kind == "add" and one.is_view_of_sum):
                 raise _refusal(func, one)
         if waiting and kind == "zero":
             for one in targets:
