@@ -30,7 +30,6 @@ from shardkit.legacy_fsdp_compat.migrate.model_wrapping import (
     wrapping_of_model,
 )
 from shardkit.legacy_fsdp_compat.migrate.rank_writers import LocalRanks, Ranks, parameters_in_groups
-from shardkit.legacy_fsdp_compat.migrate.script import main as rewrite_script
 from shardkit.legacy_fsdp_compat.migrate.wrapping import (
     Shapes,
     Wrapping,
@@ -43,7 +42,11 @@ from shardkit.legacy_fsdp_compat.migrate.wrapping import (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 0, or 2 after an error, which is printed to stderr."""
     options = parse(arguments)
-    return rewrite_script(options) if "file" in options else status_of(lambda: _run(options))
+    if "file" in options:
+        from shardkit.legacy_fsdp_compat.migrate.script import main as rewrite_script  # imports libcst: 0.3 s
+
+        return rewrite_script(options)
+    return status_of(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
