@@ -175,6 +175,7 @@ def _within_budgets(rank: int, world_size: int, kind: str, step: Step) -> None:
     assert sum(before) < sum(plain)
 
 
+@pytest.mark.daily(kind=["networked"])
 @pytest.mark.parametrize("step", [_one_forward, _several_forwards, _changing_order, _accumulate, _listed])
 @pytest.mark.parametrize("kind", MESHES)
 def test_budget_is_kept_and_used(kind: str, step: Step) -> None:

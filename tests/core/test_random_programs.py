@@ -14,9 +14,9 @@ from tests.core.random_programs.strategies import FromSeed, drawn_program, progr
 
 
 def test_programs_drawn_from_a_seed() -> None:
-    """120 different ones, in batches; a campaign at night runs more."""
+    """60 different ones, in batches; a campaign at night runs more."""
     by_world: dict[int, list[Program]] = defaultdict(list)
-    for number in range(120):
+    for number in range(60):
         program = drawn_program(FromSeed(f"suite/{number}"))
         by_world[program.policy.world].append(program)
     bad = []

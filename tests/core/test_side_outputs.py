@@ -140,7 +140,7 @@ def _train(rank: int, world_size: int, kind: str, way: str) -> None:
             twins.step(_both)
 
 
-@pytest.mark.daily(way=["attribute", "dict of lists", "global", "closure"])
+@pytest.mark.daily(kind=["networked"], way=["attribute", "dict of lists", "global", "closure"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_loss_kept_aside(kind: str, way: str) -> None:
@@ -328,6 +328,7 @@ def _replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return (output * 3)[:]
 
 
+@pytest.mark.daily(kind=["networked"])
 @pytest.mark.parametrize("hooked", [False, True], ids=["plain", "with a hook that replaces outputs"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", MESHES)

@@ -54,7 +54,7 @@ def _build(api: Any, model: str, mesh: DeviceMesh, seed: int = 0, **options: Any
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, foreach=True)
 
 
 def _loss(model: nn.Module, name: str, step: int) -> Tensor:

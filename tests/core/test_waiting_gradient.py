@@ -339,6 +339,7 @@ def _sequence(rank: int, world_size: int, seed: int, policy: MixedPrecisionPolic
     twins.check_gradients()
 
 
+@pytest.mark.daily(world_size=[4])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_sequence_of_backwards_and_zeroing(world_size: int, seed: int) -> None:
@@ -534,6 +535,7 @@ def _steps_after_zeroing_in_place(rank: int, world_size: int, kind: str) -> None
         assert {type(one) for one in _gradients(twins.sharded)} == {DTensor}, way
 
 
+@pytest.mark.daily(world_size=[4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_after_zeroing_in_place_sees_zeros(world_size: int, kind: str) -> None:
@@ -556,6 +558,7 @@ def _refuses(rank: int, world_size: int, kind: str) -> None:
                 _write_and_go_on(write, twins.sharded, fqn)
 
 
+@pytest.mark.daily(world_size=[4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_other_writes_are_refused(world_size: int, kind: str) -> None:

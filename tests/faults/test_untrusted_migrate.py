@@ -45,7 +45,7 @@ INPUTS = dict.fromkeys((*FORMATS, "json"), 0)
 REFUSED = dict.fromkeys(INPUTS, 0)
 SHAPES = {"a": (6, 3), "b": (4,), "c": (5, 2)}
 fuzzed = settings(
-    max_examples=int(300 * FACTOR),
+    max_examples=int(150 * FACTOR),
     deadline=None,
     database=None,
     derandomize=FACTOR == 1,
@@ -237,4 +237,4 @@ def test_changed_json(written: dict[str, Path], tmp_path: Path):
 def test_the_number_of_inputs():
     """Printed for the documentation; runs last in this file."""
     print(INPUTS, REFUSED)
-    assert all(count == 0 or count >= int(300 * FACTOR) for count in INPUTS.values())
+    assert all(count == 0 or count >= int(150 * FACTOR) for count in INPUTS.values())

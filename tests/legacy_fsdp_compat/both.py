@@ -87,8 +87,8 @@ def wrap(engine: str, setting: Setting, model: nn.Module | None = None, **argume
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, amsgrad=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3, foreach=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
 }
 
