@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardkit.core import MixedPrecisionPolicy, Owned, clip_grad_norm_, events, fully_shard
+from shardkit.core import FSDPModule, MixedPrecisionPolicy, Owned, clip_grad_norm_, events, fully_shard
 from shardkit.core.parameters import waiting_gradient
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
@@ -704,6 +704,57 @@ def _reads(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_readers_see_a_dtensor(kind: str) -> None:
     run_ranks(2, _reads, kind)
+
+
+def _divide_by(model: nn.Module, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+
+
+def _reads_other_sums(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
+    """With a divide factor, the tensor that is read equals the future gradient, or a warning says that it does not."""
+    waiting_gradient._warn_once.cache_clear()
+    for factor in (1.0, float(world_size), 3.0):
+        mesh = _hsdp(world_size) if kind == "partial sums" else None
+        make = functools.partial(_shard, mesh=mesh)
+        twins = Twins.of(rank, world_size, lambda: _Skipping().to(dtype), make)
+        _divide_by(twins.sharded, factor)
+        (twins.sharded.set_requires_gradient_sync if mesh is None else twins.sharded.set_requires_all_reduce)(False)
+        # Partial sums in float64 have been divided in part.
+        can_show = factor != 3 if mesh is None else dtype == torch.float32 or factor == 1
+        for _ in range(2):
+            twins.backward(_loss)
+            with contextlib.nullcontext() if can_show else pytest.warns(UserWarning, match="values lack that part"):
+                seen = [one.full_tensor() for one in _gradients(twins.sharded)]
+            waiting_gradient._warn_once.cache_clear()
+            for one, whole in zip(seen, _gradients(twins.whole), strict=True):
+                assert_close(one, whole * (world_size / factor if can_show else 0), (factor, "shown"))
+        twins.sharded.set_requires_gradient_sync(True)
+        twins.sharded.set_requires_all_reduce(True)
+        twins.backward(_loss)
+        for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+            assert_close(one.full_tensor(), whole * (world_size / factor), (factor, "reduced"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["alone", "partial sums"])
+def test_reading_follows_the_divide_factor(kind: str, dtype: torch.dtype) -> None:
+    run_ranks(4, _reads_other_sums, kind, dtype)
+
+
+def _changes_the_factor(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, _Skipping, _shard)
+    twins.sharded.set_requires_gradient_sync(False)
+    for factor in (2.0, 1.0):
+        _divide_by(twins.sharded, factor)
+        twins.backward(_loss)
+        for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+            assert_close(one.full_tensor(), whole * (world_size / factor), str(factor))
+
+
+def test_reading_follows_a_change_of_the_divide_factor() -> None:
+    run_ranks(2, _changes_the_factor)
 
 
 def _steps(rank: int, world_size: int, kind: str, reduce_dtype: torch.dtype | None) -> None:

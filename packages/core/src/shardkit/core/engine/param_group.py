@@ -451,6 +451,7 @@ class FSDPParamGroup(GroupGather):
                 self._accumulating = True
                 self.context.finish_reductions()  # stand-ins show their results
                 for param in self.params:
+                    param.stand_in.partial_op = self.settings.partial_op(self.mesh.size)
                     param.accumulate_unsharded()
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)

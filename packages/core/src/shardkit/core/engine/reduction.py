@@ -43,6 +43,13 @@ class Division:
     after_scatter: float | None = None
     after_all: float | None = None
 
+    @property
+    def partial_op(self) -> str | None:
+        """Returns "avg" if the gradient is the mean of waiting sums over the replicas, "sum" for their sum, or None."""
+        if self.op == dist.ReduceOp.AVG:
+            return "avg"
+        return "sum" if self.after_all in (None, 1) else None
+
     def until_all_reduce(self, shard_size: int) -> float:
         """The total divisor of a sum over `shard_size` ranks after the reduce-scatter."""
         mean = shard_size if self.op == dist.ReduceOp.AVG else 1
@@ -174,7 +181,6 @@ class GradientReduction:
         yield from scattered.program
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
-            is_mean = division.op == dist.ReduceOp.AVG or (self.mesh.size == 1 and not division.after_all)
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 partial = self._partial_for(param, view, division)
                 if partial is not None and partial.dtype == view.dtype:
@@ -183,7 +189,8 @@ class GradientReduction:
                 else:  # none yet, or one of another dtype
                     param.partial = view if partial is None else view.add_(partial)
                     param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
-                param.show_waiting(is_mean=is_mean)
+                param.stand_in.partial_op = division.partial_op
+                param.show_waiting()
             return
         for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
             if (partial := self._partial_for(param, view, division)) is not None:

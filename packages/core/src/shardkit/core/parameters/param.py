@@ -513,7 +513,7 @@ class FSDPParam:
             parameter.grad = None
         self.show_waiting()
 
-    def show_waiting(self, *, is_mean: bool = False) -> None:
+    def show_waiting(self) -> None:
         """Installs the stand-in of a gradient that waits for its reduction, or its all-reduce, if there is one."""
         accumulated = self.accumulated
         if accumulated is None and self.unsharded_param is not None:
@@ -522,7 +522,7 @@ class FSDPParam:
         waiting = partial if accumulated is None else accumulated
         if waiting is not None:
             sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
-            self.stand_in.put(self.fqn, sharded, accumulated, partial, self.form, self._local, dtype, is_mean)
+            self.stand_in.put(self.fqn, sharded, accumulated, partial, self.form, self._local, dtype)
 
     def drop_zeroed_gradient(self, *, begun: bool = False) -> None:
         """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""

@@ -7,7 +7,8 @@ the sharded parameter is a stand-in, a `WaitingGradient`. It shows a DTensor:
 
 - the sharded gradient of an earlier backward with sync, if there is one;
 - otherwise the waiting gradient, as a DTensor with Partial placements over its memory;
-- zeros, if that does not fit: another dtype or device, tensor parallelism, or two gradients that wait.
+- zeros, if that does not fit: another dtype or device, tensor parallelism, two gradients that wait, or a divide factor
+  that makes the gradient neither the mean over ranks nor the sum.
 
 The same is done for a sum over the shard group that waits for its all-reduce (HSDP); the stand-in is then Partial over
 the replicas only. Zeroing and scaling a stand-in act on the shown tensor and on the waiting ones; adding acts on the
@@ -50,6 +51,7 @@ class StandIn:
         is_made: whether the shown tensor was made for this, because the parameter has no other gradient; otherwise it
             is the sharded gradient of an earlier backward.
         fqn: FQN of the parameter.
+        partial_op: "avg" if the gradient is the mean over ranks of the one that waits, "sum" for the sum, else None.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,8 @@ class StandIn:
         self._zeros: Callable[[torch.dtype], DTensor]
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._zeroed = self._changed = False
+        self.partial_op: str | None = None
+        self._shown_op: str | None = None
 
     def put(
         self,
@@ -70,7 +74,6 @@ class StandIn:
         form: ParameterForm,
         shard: torch.Tensor,
         dtype: torch.dtype,
-        partial_is_mean: bool,
     ) -> None:
         """After each backward without sync: makes `sharded.grad` stand in for a waiting gradient.
 
@@ -83,15 +86,17 @@ class StandIn:
             form: form of the parameter.
             shard: the plain tensor inside `sharded`.
             dtype: dtype of the future gradient of `sharded`.
-            partial_is_mean: whether the mean of `partial` over the replicas is the gradient.
 
         Raises:
             RuntimeError: if the user has assigned a gradient that does not lie like the parameter.
         """
         self.fqn = fqn
         before, self._waiting = self._waiting, tuple(one for one in (accumulated, partial) if one is not None)
+        op_before, op = self._shown_op, self.partial_op
+        self._shown_op = op
         there, own = sharded.grad, self._intact
-        if own is not None and own is there and (not own.is_pending or before[0] is self._waiting[0]):
+        is_same = op == op_before and [*map(id, before)] == [*map(id, self._waiting)]
+        if own is not None and own is there and (not own.is_pending or is_same):
             return  # it goes on to stand in
         shown = None if own is not None and own is there else there
         if shown is not None and not lies_like(shown, sharded):
@@ -102,8 +107,8 @@ class StandIn:
             return like_dtensor(form.local(torch.zeros(shard.shape, dtype=dtype, device=shard.device)), like)
 
         self.is_made, pending, self._zeros = shown is None, False, zeros
-        if shown is None and (partial is None or (accumulated is None and partial_is_mean)):
-            shown = _as_partial(sharded, accumulated, partial, form, shard, dtype)
+        if shown is None and op is not None and (partial is None or accumulated is None):
+            shown = _as_partial(sharded, accumulated, partial, form, shard, dtype, op)
             pending = shown is not None
         if shown is None:
             shown = zeros()
@@ -343,6 +348,7 @@ def _as_partial(
     form: ParameterForm,
     shard: torch.Tensor,
     dtype: torch.dtype,
+    op: str,
 ) -> DTensor | None:
     """The only gradient that waits as a Partial DTensor over its memory; None if it does not fit."""
     waiting = partial if accumulated is None else accumulated
@@ -351,7 +357,7 @@ def _as_partial(
     if accumulated is None and type(sharded) is not DTensor:
         return None
     sums = [accumulated is not None or placement.is_replicate() for placement in form.placements]
-    places = [Partial("avg") if one else own for one, own in zip(sums, form.placements, strict=True)]
+    places = [Partial(op) if one else own for one, own in zip(sums, form.placements, strict=True)]
     waiting = waiting.data  # its own version counter, which our additions to the sum do not change
     return new_dtensor(waiting if accumulated is not None else form.local(waiting), form.mesh, places, form.shape)
 
