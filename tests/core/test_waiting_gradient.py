@@ -746,15 +746,96 @@ def test_reading_follows_the_divide_factor(kind: str, dtype: torch.dtype) -> Non
 def _changes_the_factor(rank: int, world_size: int) -> None:
     twins = Twins.of(rank, world_size, _Skipping, _shard)
     twins.sharded.set_requires_gradient_sync(False)
-    for factor in (2.0, 1.0):
-        _divide_by(twins.sharded, factor)
+    _divide_by(twins.sharded, 1.0)
+    for factors in ((2.0, 1.0), (1.0, 2.0, 3.0)):
         twins.backward(_loss)
-        for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
-            assert_close(one.full_tensor(), whole * (world_size / factor), str(factor))
+        for factor in factors:
+            _divide_by(twins.sharded, factor)
+            for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+                assert_close(one.full_tensor(), whole * (0 if factor == 3 else world_size / factor), str(factor))
 
 
 def test_reading_follows_a_change_of_the_divide_factor() -> None:
     run_ranks(2, _changes_the_factor)
+
+
+def _changes_the_division(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Stock adds sums that were divided in one way to sums that were divided in another."""
+    changes: dict[str, Callable[[Any], object]] = {
+        "None to the number of ranks": lambda model: _divide_by(model, float(world_size)),
+        "None to 1": lambda model: _divide_by(model, 1.0),
+        "forced sums": lambda model: _force_sums(model, True),
+    }
+    for name, change in changes.items():
+        for syncs in (True, False):  # in the last backward: with the change before it, or before another sum
+            make = functools.partial(_shard, mesh=_hsdp(world_size))
+            twins = Twins.of(rank, world_size, lambda: _Skipping().to(dtype), make)
+            twins.sharded.set_requires_all_reduce(False)
+            twins.backward(_loss)
+            change(twins.sharded)
+            for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+                assert_close(one.full_tensor(), whole * (not name.startswith("None") and dtype == torch.float32), name)
+            twins.sharded.set_requires_all_reduce(syncs)
+            twins.backward(_loss)
+            if not syncs:
+                twins.sharded.set_requires_all_reduce(True)
+                twins.backward(_loss)
+            for one, whole in zip(_gradients(twins.sharded), _gradients(twins.whole), strict=True):
+                assert_close(one.full_tensor(), whole * (world_size if name == "None to 1" else 1), name)
+
+
+def _force_sums(model: nn.Module, enable: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(enable)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_hsdp_follow_a_change_of_the_division(dtype: torch.dtype) -> None:
+    run_ranks(4, _changes_the_division, dtype)
+
+
+def _leaves_a_sum_alone(rank: int, world_size: int, factor: float | None, dtype: torch.dtype) -> None:
+    """A backward without sync that does not use a module, and a move, change nothing of its sum."""
+    mesh = rank_mesh((world_size, 1), ("replicas", "shards"))
+    make = functools.partial(_shard, mesh=mesh, alone=True)
+    twins = Twins.of(rank, world_size, lambda: _Skipping().to(dtype), make)
+    if factor is not None:
+        _divide_by(twins.sharded, factor)
+    twins.sharded.set_requires_all_reduce(False)
+    twins.backward(_loss)
+    twins.sharded.set_requires_gradient_sync(False)
+    twins.sharded.skips = twins.whole.skips = True
+    twins.backward(_loss)
+    twins.sharded.to("cpu")
+    for name in ("weight", "bias"):
+        assert_close(
+            getattr(twins.sharded.second, name).grad.full_tensor(), getattr(twins.whole.second, name).grad, name
+        )
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(None, torch.float32), (2.0, torch.float32), (None, torch.float64), (2.0, torch.float64)]
+)
+def test_a_backward_that_does_not_use_a_module_leaves_its_sum_alone(factor: float | None, dtype: torch.dtype) -> None:
+    run_ranks(2, _leaves_a_sum_alone, factor, dtype)
+
+
+def _zeroes_in_inference_mode(rank: int, world_size: int, kind: str) -> None:
+    for write in (lambda grads: [one.zero_() for one in grads], lambda grads: [one.add_(1.0) for one in grads]):
+        twins = _waiting(kind, rank, world_size)
+        with torch.inference_mode():
+            for model in (twins.sharded, twins.whole):
+                write(_gradients(model))
+        twins.sharded.set_requires_gradient_sync(True)
+        twins.sharded.set_requires_all_reduce(True)
+        twins.backward(_loss)
+        twins.check_gradients()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeroing_and_adding_in_inference_mode(kind: str) -> None:
+    run_ranks(2, _zeroes_in_inference_mode, kind)
 
 
 def _steps(rank: int, world_size: int, kind: str, reduce_dtype: torch.dtype | None) -> None:

@@ -156,7 +156,9 @@ class FSDPParamGroup(GroupGather):
 
     def change(self, **settings: Any) -> None:
         """Changes some settings, from the next gather or reduction on."""
-        self.settings = replace(self.settings, **settings)
+        before, self.settings = self.settings, replace(self.settings, **settings)
+        if self.settings.gradient_divide_factor != before.gradient_divide_factor:
+            self._reduction.show_waiting_again(self.settings)
         if "keep_unsharded_storage" in settings and not self.has_memory:  # its memory may have been kept so far
             self._free_storage()
 
@@ -451,8 +453,7 @@ class FSDPParamGroup(GroupGather):
                 self._accumulating = True
                 self.context.finish_reductions()  # stand-ins show their results
                 for param in self.params:
-                    param.stand_in.partial_op = self.settings.partial_op(self.mesh.size)
-                    param.accumulate_unsharded()
+                    param.accumulate_unsharded(self.settings.partial_op(self.mesh.size))
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
@@ -563,12 +564,8 @@ class FSDPParamGroup(GroupGather):
             label = ", ".join(param.fqn for param, _ in gradients)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
-        programs = self._reduction.programs(
-            gradients,
-            label=self.label,
-            transport=self._through.reduce,
-            settings=self.settings,
-        )
+        transport = self._through.reduce
+        programs = self._reduction.programs(gradients, label=self.label, transport=transport, settings=self.settings)
         for program in programs:
             self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
 

@@ -93,6 +93,17 @@ class GradientReduction:
         """HSDP: whether a sum over the shard group waits for its all-reduce."""
         return bool(self.mesh.replicate_groups) and any(param.partial is not None for param in self._params)
 
+    def show_waiting_again(self, settings: GroupSettings) -> None:
+        """After a change of the divide factor: lets stand-ins of gradients that wait follow it.
+
+        A sum over the shard group that waits for its all-reduce may have been divided by the factor before.
+        """
+        partial_op = settings.partial_op(self.mesh.size)
+        for param in self._params:
+            if param.stand_in.gradient is not None:
+                param.stand_in.partial_op = partial_op if param.partial is None else None
+                param.show_waiting()
+
     def programs(
         self,
         gradients: list[tuple[FSDPParam, torch.Tensor]],
@@ -183,10 +194,10 @@ class GradientReduction:
         if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
                 partial = self._partial_for(param, view, division)
-                if partial is not None and partial.dtype == view.dtype:
+                if partial is not None and partial is param.partial:
                     hold(partial)
                     partial.add_(view)
-                else:  # none yet, or one of another dtype
+                else:  # none yet, or one of another dtype or division
                     param.partial = view if partial is None else view.add_(partial)
                     param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
                 param.stand_in.partial_op = division.partial_op
@@ -214,10 +225,11 @@ class GradientReduction:
     def _partial_for(self, param: FSDPParam, view: torch.Tensor, division: Division) -> torch.Tensor | None:
         """The partial sum that waits for the all-reduce of `view`, with the same divisions applied."""
         partial = param.partial
-        if partial is None or partial.dtype == view.dtype:
+        divisor = division.until_all_reduce(self.mesh.shard_size)
+        if partial is None or (partial.dtype == view.dtype and param.partial_divisor == divisor):
             return partial
         hold(partial)  # a copy replaces it
-        return partial * (param.partial_divisor / division.until_all_reduce(self.mesh.shard_size))
+        return partial * (param.partial_divisor / divisor)
 
 
 @dataclass

@@ -499,10 +499,9 @@ class FSDPParam:
         if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.sums_dtype):
             self.gradient_dtype.stop_deferring(unsharded, self.sums_dtype)
 
-    def accumulate_unsharded(self) -> None:
-        """Keeps the gradient of a backward without sync until a later backward reduces it, in `sums_dtype`."""
-        parameter = self.unsharded_param
-        if parameter is None or parameter.grad is None:
+    def accumulate_unsharded(self, partial_op: str | None) -> None:
+        """Keeps the gradient of a backward without sync in `sums_dtype`, until a later one reduces it."""
+        if (parameter := self.unsharded_param) is None or parameter.grad is None:
             return
         check_gradient(self.fqn, self.sharded_param.grad)
         if self.accumulated is not None:
@@ -511,6 +510,7 @@ class FSDPParam:
         elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
+        self.stand_in.partial_op = partial_op
         self.show_waiting()
 
     def show_waiting(self) -> None:

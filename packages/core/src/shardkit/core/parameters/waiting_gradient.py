@@ -104,7 +104,8 @@ class StandIn:
         like = like_dtensor(torch.empty(0, dtype=sharded.dtype), sharded)  # holds no memory and no parameter
 
         def zeros(dtype: torch.dtype = dtype) -> DTensor:
-            return like_dtensor(form.local(torch.zeros(shard.shape, dtype=dtype, device=shard.device)), like)
+            with torch.inference_mode(mode=False):  # later backwards add to them
+                return like_dtensor(form.local(torch.zeros(shard.shape, dtype=dtype, device=shard.device)), like)
 
         self.is_made, pending, self._zeros = shown is None, False, zeros
         if shown is None and op is not None and (partial is None or accumulated is None):
