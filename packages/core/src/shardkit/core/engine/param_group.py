@@ -452,8 +452,9 @@ class FSDPParamGroup(GroupGather):
             if not self.settings.reduce_grads:
                 self._accumulating = True
                 self.context.finish_reductions()  # stand-ins show their results
+                partial_op = self.settings.partial_op(self.mesh.size)
                 for param in self.params:
-                    param.accumulate_unsharded(self.settings.partial_op(self.mesh.size))
+                    param.accumulate_unsharded(partial_op)
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return

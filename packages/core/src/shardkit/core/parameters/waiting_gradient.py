@@ -58,12 +58,11 @@ class StandIn:
         self.gradient: WaitingGradient | None = None
         self.is_made = False
         self.fqn = ""
+        self.partial_op: str | None = None
         self._waiting: tuple[torch.Tensor, ...] = ()
         self._zeros: Callable[[torch.dtype], DTensor]
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._zeroed = self._changed = False
-        self.partial_op: str | None = None
-        self._shown_op: str | None = None
 
     def put(
         self,
@@ -92,12 +91,11 @@ class StandIn:
         """
         self.fqn = fqn
         before, self._waiting = self._waiting, tuple(one for one in (accumulated, partial) if one is not None)
-        op_before, op = self._shown_op, self.partial_op
-        self._shown_op = op
-        there, own = sharded.grad, self._intact
-        is_same = op == op_before and [*map(id, before)] == [*map(id, self._waiting)]
-        if own is not None and own is there and (not own.is_pending or is_same):
-            return  # it goes on to stand in
+        there, own, op = sharded.grad, self._intact, self.partial_op
+        if own is not None and own is there:
+            is_same = [*map(id, before)] == [*map(id, self._waiting)]
+            if not own.is_pending or (is_same and op is not None and Partial(op) in own.shown.placements):
+                return  # it goes on to stand in
         shown = None if own is not None and own is there else there
         if shown is not None and not lies_like(shown, sharded):
             raise lost_summand(fqn, shown, sharded)
