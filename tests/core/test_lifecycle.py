@@ -277,7 +277,6 @@ def _casts(rank: int, world_size: int) -> None:
                 twins.sharded(batch(rank, 2, 5).to(next(twins.whole.parameters()).dtype))
 
 
-@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_cast_between_steps(world_size: int) -> None:
     run_ranks(world_size, _casts)
@@ -308,7 +307,6 @@ def _changes_while_gradients_wait(rank: int, world_size: int, reduce_dtype: torc
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_casts_and_moves_while_gradients_wait(world_size: int, reduce_dtype: torch.dtype | None) -> None:
     run_ranks(world_size, _changes_while_gradients_wait, reduce_dtype)
@@ -333,7 +331,6 @@ def _changes_before_backward(rank: int, world_size: int) -> None:
                 twins.update()
 
 
-@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_moves_and_loads_between_forward_and_backward(world_size: int) -> None:
     run_ranks(world_size, _changes_before_backward)
@@ -384,7 +381,6 @@ def _loads(rank: int, world_size: int) -> None:
             twins.step(_mlp_loss)
 
 
-@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_load_between_steps(world_size: int) -> None:
     run_ranks(world_size, _loads)
@@ -656,7 +652,6 @@ def _routes(rank: int, world_size: int) -> None:
                 assert _holds_no_unsharded(twins.sharded)
 
 
-@pytest.mark.daily(world_size=[3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_nested_skipped_repeated_and_reentrant_forwards(world_size: int) -> None:
     run_ranks(world_size, _routes)

@@ -59,9 +59,8 @@ def wait_for_the_end_of(pid: int) -> None:
     state = Path(f"/proc/{pid}/stat")
     while state.exists() and ") Z " not in state.read_text():
         time.sleep(0.01)
-    time.sleep(
-        0.5
-    )  # until gloo has noticed, which may come later on a busy machine: then the wait fails, as for "kill"
+    # Until gloo has noticed. On a busy machine this may come later: then the wait fails, as for "kill".
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":
