@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardkit.core import events
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.lanes import CpuLane, Program, StreamLane, hold, make_lane
+from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import Transport
 from tests.core.runtime_cases import CASES, CPU, flats_for, gather_plan
 from tests.support import run_ranks
@@ -81,6 +82,39 @@ def test_a_failed_transfer_names_the_group_and_drains_its_siblings() -> None:
     assert sibling.waited == 1
     assert log[-1] == "closed"
     ticket.wait()
+
+
+def _refuse(event: events.Event) -> None:
+    if isinstance(event, events.Launched):
+        raise LookupError("of the listener")
+
+
+def test_an_error_of_a_listener_leaves_no_transfer_behind() -> None:
+    """The caller frees the memory that transfers write to."""
+    log: list[str] = []
+    work = _Work()
+    with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
+        CpuLane("all-gather").start(_program(log, [work]), "blocks.0")
+    assert work.waited == 1
+    assert log == ["launch 0", "closed"]
+
+
+def _half_posted(rank: int, world_size: int) -> None:
+    """Rank 0 may not send what it wants to, after it has begun to receive."""
+    transport = PairwiseTransport(dist.group.WORLD, CPU)
+    incoming = torch.zeros(3)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="contiguous"):
+            transport.exchange(torch.ones(6)[::2], [0, 3], incoming, [0, 3], 7)
+        assert incoming.tolist() == [1, 2, 3], "it was not waited for"
+        dist.group.WORLD.send([torch.ones(3)], 1, 7).wait()
+    else:
+        for work in transport.exchange(torch.tensor([1.0, 2.0, 3.0]), [3, 0], incoming, [3, 0], 7):
+            work.wait()
+
+
+def test_transfers_that_are_half_posted_end_before_the_error() -> None:
+    run_ranks(2, _half_posted)
 
 
 def test_a_failing_program_names_the_group() -> None:
@@ -288,6 +322,13 @@ def test_a_stream_lane_names_the_group_of_a_failure(monkeypatch: pytest.MonkeyPa
         lane.start(_program([], bad), "blocks.0")
     assert device.log[-1] == "lane-1 synchronizes"
     assert device.current == "compute"
+
+
+def test_a_stream_lane_ends_what_it_queued_before_the_error_of_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, lane = _stream_lane(monkeypatch)
+    with events.subscribe(_refuse), pytest.raises(LookupError, match="of the listener"):
+        lane.start(_traced(device, torch.ones(1)), "blocks.0")
+    assert device.log[-1] == "lane-1 synchronizes"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

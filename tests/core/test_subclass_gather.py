@@ -302,6 +302,33 @@ def test_memory_is_freed(world_size: int) -> None:
     run_ranks(world_size, memory)
 
 
+class TwoInOneMemory(Int8OnTheWire):
+    """The unsharded weight lies behind another tensor, in memory that the hook has made for both."""
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        data, scale = gathered
+        if out is not None:
+            assert out.untyped_storage().nbytes() == (scale.numel() + data.numel()) * out.itemsize
+            return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+        both = torch.empty(scale.numel() + data.numel(), dtype=param_dtype)
+        weight = both[scale.numel() :].view(data.shape).copy_(data * scale)
+        return weight, (both[: scale.numel()], weight, data, scale)
+
+
+def two_in_one_memory(rank: int, world_size: int) -> None:
+    WIRES["two"] = TwoInOneMemory
+    expected, seen = (_train(shardkit, rank, wire, mesh=rank_mesh((world_size,))) for wire in ("int8", "two"))
+    for label in expected:
+        assert torch.equal(expected[label], seen[label]), label
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_of_two_tensors_comes_back_whole(world_size: int) -> None:
+    run_ranks(world_size, two_in_one_memory)
+
+
 class PaddedOnTheWire(WireWeight):
     """Uneven shards: the hook pads its shard to a full rank's chunk, the other hook cuts the tail off."""
 

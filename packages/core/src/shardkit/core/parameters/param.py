@@ -62,6 +62,7 @@ from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout
 from shardkit.core.runtime.shared.segment import locate
 from shardkit.core.runtime.storage import (
+    allocate_missing,
     allocate_storage,
     dense_view,
     flat_without_memory,
@@ -358,9 +359,7 @@ class FSDPParam:
             whole = self.subclass is not None or self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
-            for tensor in self.subclass.inner:
-                if not tensor.untyped_storage().size():  # else it is a view of a flat tensor
-                    allocate_storage(tensor, self.fqn)
+            allocate_missing(self.subclass.inner, self.fqn)  # others are views of a flat tensor
 
     @property
     def unsharded_bytes(self) -> int:

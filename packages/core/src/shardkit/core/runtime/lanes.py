@@ -207,7 +207,11 @@ class CpuTicket:
             with events.Waiting(self._label, self._name):  # for listeners: a peer has ended before it was waited for
                 raise
         if began:
-            events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
+            try:
+                events.emit(events.Launched(self._label, self._name, time.perf_counter() - began))
+            except BaseException:
+                self.abandon()  # a listener's error: transfers write to memory that the caller frees next
+                raise
 
     @property
     def has_stages(self) -> bool:
@@ -343,7 +347,11 @@ class StreamLane:
             raise _failure(label, f"launching {self.name}", error) from error
         if listening:
             span = events.DeviceSpan(begin, self._timing_event(lane.stream))
-            events.emit(events.Launched(label, self.name, time.perf_counter() - launched, span))
+            try:
+                events.emit(events.Launched(label, self.name, time.perf_counter() - launched, span))
+            except BaseException:
+                lane.stream.synchronize()
+                raise
         return StreamTicket(self, label, stages)
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:

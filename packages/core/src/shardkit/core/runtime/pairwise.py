@@ -15,6 +15,7 @@ Under a common tag they would exchange unrelated values.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -65,11 +66,16 @@ class PairwiseTransport(FlatTransport):
         contiguous and not empty. See Note [Tags].
         """
         group = self.group
-        # Receives first: gloo starts a transfer when its receiver is ready.
-        works: list[dist.Work] = [
-            group.recv([tensor], source, tag) for _, source in self._rounds for tensor in incoming[source]
-        ]
-        works += [group.send([tensor], target, tag) for target, _ in self._rounds for tensor in outgoing[target]]
+        works: list[dist.Work] = []
+        try:
+            # Receives first: gloo starts a transfer when its receiver is ready.
+            works.extend(group.recv([tensor], source, tag) for _, source in self._rounds for tensor in incoming[source])
+            works.extend(group.send([tensor], target, tag) for target, _ in self._rounds for tensor in outgoing[target])
+        except BaseException:
+            for work in works:  # they write to memory that the caller frees next
+                with contextlib.suppress(Exception):
+                    work.wait()
+            raise
         return works
 
     def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:

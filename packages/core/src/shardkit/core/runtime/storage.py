@@ -7,6 +7,7 @@ again makes all of them valid at once, including those that autograd saved.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 
@@ -23,12 +24,24 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
     ``tensor`` is dense and is the furthest reaching view of its storage. The contents are undefined.
     """
     storage = tensor.untyped_storage()
-    nbytes = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    nbytes = _reach(tensor)
     if storage.nbytes() == nbytes:
         return
     storage.resize_(nbytes)
     if events.hub.active:
         events.emit(events.StorageAllocated(fqn, nbytes, kind))
+
+
+def allocate_missing(tensors: Iterable[torch.Tensor], fqn: str) -> None:
+    """Allocate the storages of dense `tensors` that have no memory. Several tensors may be over one storage."""
+    for tensor in sorted(tensors, key=_reach, reverse=True):
+        if not tensor.untyped_storage().size():
+            allocate_storage(tensor, fqn)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes of its storage from the beginning to the end of a dense tensor."""
+    return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:
