@@ -86,10 +86,12 @@ def start_server(*more: str) -> None:
 
     If it was not there yet it imports these modules, too.
     """
-    # Both are read when a library loads, so they have to be in the server's environment before it imports torch.
+    # These are read when a library loads, so they have to be in the server's environment before it imports torch.
     # The server imports from this path, wherever pytest was started.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONPATH=path):
+    # glibc fills memory with a pattern when it hands it out and takes it back: an early read finds no old parameter. It
+    # does so for all but the chunks below about a kilobyte that each thread keeps for itself.
+    with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MALLOC_PERTURB_="165", PYTHONPATH=path):
         multiprocessing.set_forkserver_preload(["tests.support.rank_server", *more])
         multiprocessing.forkserver.ensure_running()
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -94,6 +95,10 @@ def skip_here(rank: int, world_size: int) -> None:
     pytest.skip("no such thing here")
 
 
+def new_memory(rank: int, world_size: int) -> set[int]:
+    return set(torch.empty(1 << 16, dtype=torch.uint8).tolist())
+
+
 def threads(rank: int, world_size: int) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
@@ -168,6 +173,11 @@ def test_seeds() -> None:
 
 def test_one_thread_each() -> None:
     assert run_ranks(2, threads) == [(1, "1"), (1, "1")]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries do not fill memory")
+def test_new_memory_holds_no_old_values() -> None:
+    assert run_ranks(1, new_memory) == [{165 ^ 255}]
 
 
 def test_every_failing_rank_is_reported_first_failure_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

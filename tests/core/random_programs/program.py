@@ -193,7 +193,7 @@ class Program(_Data):
 
     @property
     def width(self) -> int:
-        """Features. A matrix of that width takes more than a kilobyte: see ``poison_new_memory`` in ranks.py."""
+        """Features. A matrix of that width takes more than a kilobyte: see `start_server` in pool.py."""
         return 12 if self.dtype == "float64" else 17
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
@@ -110,7 +109,7 @@ def _verdict(outcomes: tuple[Outcome, ...]) -> Outcome:
 def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list[Outcome]:
     """The body that ranks run: every program, each judged on this rank alone."""
     outcomes = []
-    with poison_new_memory(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for program in programs:
             outcome = run_one(rank, normal(program), engine)
@@ -120,20 +119,6 @@ def run_all(rank: int, world: int, programs: list[Program], engine: str) -> list
                 _forget_meshes()
             outcomes.append(outcome)
     return outcomes
-
-
-@contextlib.contextmanager
-def poison_new_memory() -> Iterator[None]:
-    """Fill memory with a pattern when malloc hands it out and takes it back: an early read finds no old parameter.
-
-    glibc does so for all but the chunks below about a kilobyte that each thread keeps for itself.
-    """
-    fill = ctypes.CDLL(None).mallopt
-    fill(-6, 0xA5)  # M_PERTURB
-    try:
-        yield
-    finally:
-        fill(-6, 0)
 
 
 def run_one(rank: int, program: Program, engine: str) -> Outcome:
