@@ -1,5 +1,6 @@
 """Events in the life of a sharded model, against the same life of a whole model in one process."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -20,6 +21,7 @@ from shardkit.core import MixedPrecisionPolicy, events, fully_shard, register_fs
 from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
+from tests.support.meshes import networked_mesh
 from tests.support.models import MLP, Block
 
 RESHARD = (None, True, False)
@@ -914,6 +916,51 @@ def _interrupted_gather(rank: int, world_size: int) -> None:
 
 def test_interrupted_gather() -> None:
     run_ranks(2, _interrupted_gather)
+
+
+def _interrupted_reduction(rank: int, world_size: int) -> None:
+    """Ctrl-C while the end of backward waits for reductions: their transfers are posted, and peers wait for them."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 5))
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=networked_mesh((world_size,)))
+
+    def gradients() -> list[Tensor]:
+        model(torch.ones(4, 256) * (rank + 1)).square().mean().backward()
+        found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    gradients()
+    expected = gradients()
+    context = model._get_fsdp_state().schedule.context
+    finish = context.finish_reductions
+    interrupted = 0
+
+    def interrupt(event: events.Event) -> None:
+        nonlocal interrupted
+        if isinstance(event, events.WaitStarted) and event.operation == "reduce-scatter":
+            interrupted += 1
+            raise KeyboardInterrupt
+
+    def finish_interrupted() -> None:
+        with events.subscribe(interrupt):
+            finish()
+
+    for trial in range(6):  # peers may have sent everything by chance
+        with (
+            mock.patch.object(context, "finish_reductions", finish_interrupted),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            gradients()
+        assert interrupted == trial + 1
+        model.reset_iter_state()
+        model.zero_grad()
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), expected))
+
+
+def test_interrupted_reduction() -> None:
+    run_ranks(2, _interrupted_reduction)
 
 
 @pytest.mark.parametrize("reset", [False, True])

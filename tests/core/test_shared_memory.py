@@ -378,6 +378,36 @@ def test_a_shard_may_be_written_to_after_a_reset(tmp_path: Path) -> None:
         assert torch.equal(expected, seen)
 
 
+def _interrupted_while_peers_read(rank: int, world_size: int, waits: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ctrl-C while rank 0 waits, at the end of a forward, until rank 1 has read its shards."""
+
+    def interrupt(event: events.Event) -> None:
+        if isinstance(event, events.WaitStarted) and event.operation == "release":
+            raise KeyboardInterrupt
+
+    model, x = _late_model(world_size), torch.ones(2, 64)
+    with torch.no_grad():
+        model(x)
+        expected = model(x)
+        dist.barrier()
+        model[1].waits = waits
+        if rank == 0:
+            with events.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
+                model(x)
+            with _tells_that_it_waits(rank, waits):
+                model.reset_iter_state()
+                for parameter in model.parameters():
+                    parameter.to_local().mul_(7)
+        seen = model(x) if rank == 1 else expected
+    dist.barrier()
+    return expected, seen
+
+
+def test_a_shard_may_be_written_to_after_an_interrupted_wait(tmp_path: Path) -> None:
+    for expected, seen in run_ranks(2, _interrupted_while_peers_read, tmp_path / "waits"):
+        assert torch.equal(expected, seen)
+
+
 # -- launched far ahead ------------------------------------------------------------------------------------------------
 
 _FAR = 700  # messages: more than twice as many as a socket holds unread

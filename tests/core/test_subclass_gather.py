@@ -329,6 +329,75 @@ def test_memory_of_two_tensors_comes_back_whole(world_size: int) -> None:
     run_ranks(world_size, two_in_one_memory)
 
 
+class EveryFourthColumn(TwoInOneMemory):
+    """The unsharded weight is a strided view of wider memory."""
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        data, scale = gathered
+        if out is not None:
+            assert out.untyped_storage().nbytes() == 4 * data.numel() * out.itemsize
+            return Int8OnTheWire.fsdp_post_all_gather(self, gathered, metadata, param_dtype, out=out)
+        weight = torch.empty(len(data), 4 * data.shape[1], dtype=param_dtype)[:, ::4].copy_(data * scale)
+        return weight, (weight, data, scale)
+
+
+class EachTimeAnother(WireWeight):
+    """The shards travel in another dtype at every gather."""
+
+    calls: ClassVar[list[torch.dtype]] = []
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
+        self.calls.append(torch.bfloat16 if len(self.calls) % 2 else torch.float32)
+        return (self._inner.to(self.calls[-1]),), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        weight = gathered[0].float()
+        return (weight, (weight,)) if out is None else out.copy_(weight)
+
+
+def _weight_of(wire: type[WireWeight], mesh: DeviceMesh) -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 16, bias=False)
+    linear.weight = nn.Parameter(wire(linear.weight.detach()))
+    shardkit.fully_shard(linear, mesh=mesh)
+    return linear
+
+
+def strided_memory(rank: int, world_size: int) -> None:
+    plain, strided = (_weight_of(wire, rank_mesh((world_size,))) for wire in (Int8OnTheWire, EveryFourthColumn))
+    for _ in range(3):
+        for linear in (plain, strided):
+            linear.unshard()
+        assert strided.weight.stride() == (32, 4)
+        assert torch.equal(plain.weight, strided.weight)
+        for linear in (plain, strided):
+            linear.reshard()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_of_a_strided_weight_comes_back_whole(world_size: int) -> None:
+    run_ranks(world_size, strided_memory)
+
+
+def another_dtype(rank: int, world_size: int) -> None:
+    linear = _weight_of(EachTimeAnother, rank_mesh((world_size,)))
+    linear.unshard()
+    linear.reshard()
+    with torch.no_grad():
+        linear.weight.to_local()._inner.add_(1)
+    message = r"'weight' returned tensors .* 64 of torch.bfloat16; expected 64 of torch.float32"
+    with pytest.raises(ValueError, match=message):
+        linear.unshard()
+
+
+def test_a_wire_that_changes_is_refused() -> None:
+    run_ranks(2, another_dtype)
+
+
 class PaddedOnTheWire(WireWeight):
     """Uneven shards: the hook pads its shard to a full rank's chunk, the other hook cuts the tail off."""
 

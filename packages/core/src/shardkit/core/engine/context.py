@@ -170,16 +170,25 @@ class CommContext:
         has sent its part, which it computed from shards it had read.
         """
         gathers, self._read_by_peers = self._read_by_peers, []
-        for ticket, _ in gathers:
-            ticket.wait()
-        for transport in {transport for _, transport in gathers}:
-            transport.wait_until_read()
+        try:
+            for ticket, _ in gathers:
+                ticket.wait()
+            for transport in {transport for _, transport in gathers}:
+                transport.wait_until_read()
+        except BaseException:
+            self._read_by_peers = [*gathers, *self._read_by_peers]  # left to the recovery
+            raise
 
     def finish_reductions(self) -> None:
         """Waits for every reduction; afterwards the compute stream may use all sharded gradients."""
         self._with_inputs.clear()
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            ticket = self._in_flight.popleft()
+            try:
+                ticket.wait()
+            except BaseException:
+                self._in_flight.appendleft(ticket)  # left to the recovery
+                raise
 
     def catch_up(self) -> None:
         """Completes everything that has been started, so that no peer waits for this rank's part in it.
@@ -211,5 +220,5 @@ class CommContext:
 def _wait_or_abandon(ticket: Ticket) -> None:
     try:
         ticket.wait()
-    except RuntimeError:
+    except Exception:  # noqa: BLE001 - a listener may raise any
         ticket.abandon()

@@ -260,8 +260,9 @@ class SubclassGather:
 
     The first hook turns the shard into plain tensors to gather and metadata. The second turns the gathered tensors into
     the unsharded tensor, or with `out=` refills the previous one. `inner` are the inner tensors of the unsharded one;
-    their storage is freed at reshard. `metadata` is kept until the next gather from shards: a smaller group that keeps
-    the parameter after forward gathers it again without the first hook.
+    their storages, of `inner_bytes`, are freed at reshard. `sent` are the elements and dtypes of the tensors to gather,
+    which may not change. `metadata` is kept until the next gather from shards: a smaller group that keeps the parameter
+    after forward gathers it again without the first hook.
     """
 
     fqn: str
@@ -271,6 +272,8 @@ class SubclassGather:
     metadata: Any = None
     input_shapes: tuple[torch.Size, ...] = ()
     inner: tuple[torch.Tensor, ...] = field(default=())
+    inner_bytes: tuple[int, ...] = ()
+    sent: tuple[tuple[int, torch.dtype], ...] | None = None
 
     @staticmethod
     def wanted_by(local: torch.Tensor, fqn: str) -> bool:
@@ -293,6 +296,7 @@ class SubclassGather:
 
         Raises:
             TypeError: for any other signature.
+            ValueError: if the tensors are of other sizes or dtypes than before.
         """
         hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
         arity = len(inspect.signature(hook).parameters)
@@ -306,6 +310,13 @@ class SubclassGather:
                 f"fsdp_pre_all_gather of parameter '{self.fqn}' takes {arity} arguments; expected (mesh) or "
                 "(mesh, outer_size, outer_stride, module, mp_policy)"
             )
+        sent = tuple((tensor.numel(), tensor.dtype) for tensor in tensors)
+        if self.sent not in (None, sent):  # the unsharded tensor may be over memory of the earlier form
+            raise ValueError(
+                f"fsdp_pre_all_gather of parameter '{self.fqn}' returned tensors of other sizes or dtypes than before: "
+                f"{_form(sent)}; expected {_form(self.sent)}. Return the same at every gather"
+            )
+        self.sent = sent
         self.input_shapes = tuple(tensor.shape for tensor in tensors)
         return [tensor.reshape(-1) for tensor in tensors]
 
@@ -320,5 +331,10 @@ class SubclassGather:
             return None
         tensor, inner = hook(gathered, self.metadata, dtype)
         self.inner = tuple(inner)
+        self.inner_bytes = tuple(one.untyped_storage().nbytes() for one in self.inner)
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+
+def _form(sent: tuple[tuple[int, torch.dtype], ...] | None) -> str:
+    return ", ".join(f"{numel} of {dtype}" for numel, dtype in sent or ()) or "none"

@@ -359,7 +359,7 @@ class FSDPParam:
             whole = self.subclass is not None or self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
-            allocate_missing(self.subclass.inner, self.fqn)  # others are views of a flat tensor
+            allocate_missing(self.subclass.inner, self.subclass.inner_bytes, self.fqn)  # others are over flat tensors
 
     @property
     def unsharded_bytes(self) -> int:

@@ -24,7 +24,7 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
     ``tensor`` is dense and is the furthest reaching view of its storage. The contents are undefined.
     """
     storage = tensor.untyped_storage()
-    nbytes = _reach(tensor)
+    nbytes = int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     if storage.nbytes() == nbytes:
         return
     storage.resize_(nbytes)
@@ -32,16 +32,14 @@ def allocate_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "u
         events.emit(events.StorageAllocated(fqn, nbytes, kind))
 
 
-def allocate_missing(tensors: Iterable[torch.Tensor], fqn: str) -> None:
-    """Allocate the storages of dense `tensors` that have no memory. Several tensors may be over one storage."""
-    for tensor in sorted(tensors, key=_reach, reverse=True):
-        if not tensor.untyped_storage().size():
-            allocate_storage(tensor, fqn)
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes of its storage from the beginning to the end of a dense tensor."""
-    return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+def allocate_missing(tensors: Iterable[torch.Tensor], sizes: Iterable[int], fqn: str) -> None:
+    """Allocate those storages of `tensors` that have no memory, to `sizes` in bytes. Tensors may share a storage."""
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
+        storage = tensor.untyped_storage()
+        if nbytes and not storage.nbytes():
+            storage.resize_(nbytes)
+            if events.hub.active:
+                events.emit(events.StorageAllocated(fqn, nbytes, "unsharded"))
 
 
 def free_storage(tensor: torch.Tensor, fqn: str = "", kind: StorageKind = "unsharded") -> None:

@@ -222,13 +222,21 @@ class SharedTransport(Transport):
 
     def wait_until_read(self) -> None:
         unfinished = []
-        while self._read_by_peers:
-            posting = self._read_by_peers.pop()
-            if posting.released:
-                posting.wait_released()
-            else:
-                unfinished.append(posting)
-        self._read_by_peers = unfinished
+        try:
+            while self._read_by_peers:
+                posting = self._read_by_peers.pop()
+                if not posting.released:
+                    unfinished.append(posting)
+                    continue
+                try:
+                    posting.wait_released()
+                except RuntimeError:  # a peer is gone or late
+                    raise
+                except BaseException:  # of a listener, or Ctrl-C: peers may still read
+                    unfinished.append(posting)
+                    raise
+        finally:
+            self._read_by_peers += unfinished
 
     # -- gathers -------------------------------------------------------------------------------------------------------
 
