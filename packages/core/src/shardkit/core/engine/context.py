@@ -187,7 +187,8 @@ class CommContext:
             try:
                 ticket.wait()
             except BaseException:
-                self._in_flight.appendleft(ticket)  # left to the recovery
+                if not ticket.done:  # left to the recovery
+                    self._in_flight.appendleft(ticket)
                 raise
 
     def catch_up(self) -> None:
