@@ -33,7 +33,7 @@ def _in_the_pool(rank: int, world_size: int) -> None:
         else:  # NCCL may sum in another order where memory is registered
             torch.testing.assert_close(ours, plain)
     (group,) = model[0]._groups()
-    segments = group._transports.gather._memory.pool.snapshot()
+    segments = group._through.gather._memory.pool.snapshot()
     model[0].unshard()
     weight = model[0][0].weight.data_ptr()
     assert any(one["address"] <= weight < one["address"] + one["total_size"] for one in segments)

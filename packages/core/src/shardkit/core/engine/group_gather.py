@@ -85,10 +85,12 @@ class GroupGather:
         self._transports = None
         self._forget_plans()
 
-    def _choose_transports(self) -> Transports:
-        """Called where `_transports` is None (collective over the shard group: its ranks have to meet)."""
-        with events.Waiting(self.label, "set-up"):
-            self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
+    @property
+    def _through(self) -> Transports:
+        """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
+        if self._transports is None:
+            with events.Waiting(self.label, "set-up"):
+                self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
         return self._transports
 
     def _share_shards(self, params: Sequence[FSDPParam]) -> None:
@@ -141,7 +143,7 @@ class GroupGather:
         return self._buffer_bytes + self.unsharded_bytes
 
     def _count_buffer_bytes(self) -> int:
-        transport = (self._transports or self._choose_transports()).gather
+        transport = self._through.gather
         if transport is None:
             return 0
         if self._plan is None and not self._has_subclass:
@@ -212,7 +214,7 @@ class GroupGather:
                 self._plan, self._buffer_bytes, self._items = None, None, items
         if not any(self._items):
             return None
-        lane, transport = self.context.gathers, (self._transports or self._choose_transports()).gather
+        lane, transport = self.context.gathers, self._through.gather
         flat_sources = [source for each in sources for source in each]
         if self._offloaded:
             flat_sources = self.context.on_device(flat_sources)
@@ -267,7 +269,7 @@ class GroupGather:
         if not uneven:
             return
         group = self.mesh.shard_group
-        if group is None or (self._transports or self._choose_transports()).gather is None:
+        if group is None or self._through.gather is None:
             return
         if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
             return

@@ -565,7 +565,7 @@ class FSDPParamGroup(GroupGather):
             label = ", ".join(param.fqn for param, _ in gradients)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
-        transport = (self._transports or self._choose_transports()).reduce
+        transport = self._through.reduce
         programs = self._reduction.programs(gradients, label=self.label, transport=transport, settings=self.settings)
         for program in programs:
             self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
