@@ -329,7 +329,7 @@ def test_memory_of_two_tensors_comes_back_whole(world_size: int) -> None:
     run_ranks(world_size, two_in_one_memory)
 
 
-class EveryFourthColumn(TwoInOneMemory):
+class EveryFourthColumn(Int8OnTheWire):
     """The unsharded weight is a strided view of wider memory."""
 
     def fsdp_post_all_gather(
@@ -338,7 +338,7 @@ class EveryFourthColumn(TwoInOneMemory):
         data, scale = gathered
         if out is not None:
             assert out.untyped_storage().nbytes() == 4 * data.numel() * out.itemsize
-            return Int8OnTheWire.fsdp_post_all_gather(self, gathered, metadata, param_dtype, out=out)
+            return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
         weight = torch.empty(len(data), 4 * data.shape[1], dtype=param_dtype)[:, ::4].copy_(data * scale)
         return weight, (weight, data, scale)
 
@@ -384,6 +384,7 @@ def test_memory_of_a_strided_weight_comes_back_whole(world_size: int) -> None:
 
 
 def another_dtype(rank: int, world_size: int) -> None:
+    EachTimeAnother.calls.clear()
     linear = _weight_of(EachTimeAnother, rank_mesh((world_size,)))
     linear.unshard()
     linear.reshard()

@@ -359,7 +359,8 @@ class FSDPParam:
             whole = self.subclass is not None or self.layout.dim == 0
             self.targets = self.flats if whole else [flat[: self.layout.numel] for flat in self.flats]
         if self.subclass is not None and self.unsharded_param is not None:
-            allocate_missing(self.subclass.inner, self.subclass.inner_bytes, self.fqn)  # others are over flat tensors
+            # Inner tensors over the flat ones have memory by now.
+            allocate_missing(self.subclass.inner, self.subclass.inner_bytes, self.fqn)
 
     @property
     def unsharded_bytes(self) -> int:
