@@ -3,7 +3,8 @@
 import copy
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -43,6 +44,9 @@ class _Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x).relu()) * self.scale
+
+
+Change: TypeAlias = Callable[[_Net, torch.optim.Optimizer], None]
 
 
 def _model(world_size: int) -> _Net:
@@ -103,6 +107,119 @@ def _steps_alike(rank: int, world_size: int, name: str, options: dict[str, Any])
 def test_the_same_bits_as_on_dtensors(name: str, options: dict[str, Any]) -> None:
     for world_size in (1, 3) if name in ("AdamW", "SGD") and not options.get("fused") else (3,):
         run_ranks(world_size, _steps_alike, name, options)
+
+
+def _replace_gradient(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    model.second.weight.grad = model.second.weight.grad * 2
+
+
+def _remove_gradient(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    model.second.weight.grad = None
+
+
+def _add_gradient(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    model.unused.grad = torch.ones_like(model.unused)
+
+
+def _replace_state(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state[model.second.weight]
+    state["exp_avg"] = state["exp_avg"] * 2
+
+
+def _exchange_states(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    weight, bias = (optimizer.state[one] for one in (model.first.weight, model.second.weight))
+    weight["step"], bias["step"] = bias["step"] + 3, weight["step"]
+
+
+def _remove_state(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[model.second.weight]
+
+
+def _remove_parameter(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[optimizer.param_groups[1]["params"].pop(1)]
+
+
+def _exchange_parameters(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    few, many = (group["params"] for group in optimizer.param_groups)
+    few[0], many[1] = many[1], few[0]
+
+
+def _move_parameter(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(1))
+
+
+def _move_memory(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    model.double()
+    model.float()
+
+
+def _fail(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.02
+
+
+def _turn_momentum_on(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9
+
+
+def _be_refused(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    before, parameter.grad = parameter.grad, gradient
+    if "step" in vars(optimizer):  # by optimizer_step_on_shards
+        with pytest.raises(RuntimeError, match="has a gradient with"):
+            optimizer.step()
+    parameter.grad = before
+
+
+def _replicate_gradient(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    weight = model.second.weight
+    _be_refused(weight, weight.grad.redistribute(placements=[Replicate()]), optimizer)
+
+
+def _assign_plain_gradient(model: _Net, optimizer: torch.optim.Optimizer) -> None:
+    _be_refused(model.unused, torch.ones(3), optimizer)
+
+
+_BETWEEN_STEPS = [
+    _replace_gradient,
+    _remove_gradient,
+    _add_gradient,
+    _replace_state,
+    _exchange_states,
+    _remove_state,
+    _remove_parameter,
+    _exchange_parameters,
+    _move_parameter,
+    _move_memory,
+    _fail,
+    _turn_momentum_on,
+    _replicate_gradient,
+    _assign_plain_gradient,
+]
+
+
+def _steps_after(rank: int, world_size: int, change: Change) -> None:
+    models = [_model(world_size), _model(world_size)]
+    name = "SGD" if change is _turn_momentum_on else "AdamW"
+    optimizers = [_optimizer(model, name, {"foreach": True}) for model in models]
+    optimizer_step_on_shards(optimizers[0])
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            if step == 3:  # the second and the third step were alike
+                change(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        _same(dict(models[0].state_dict()), dict(models[1].state_dict()), f"step {step}")
+        _same(optimizers[0].state_dict(), optimizers[1].state_dict(), f"step {step}")
+
+
+@pytest.mark.parametrize("change", _BETWEEN_STEPS, ids=lambda change: change.__name__)
+def test_the_same_bits_after_a_change_between_steps(change: Change) -> None:
+    run_ranks(2, _steps_after, change)
 
 
 def _scaled_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
@@ -278,10 +395,66 @@ def _loads(rank: int, world_size: int) -> bool:
     model = _model(world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer_step_on_shards(optimizer)
-    _step(model, optimizer, 0)
-    old = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    for step in range(3):
+        _step(model, optimizer, step)
+    old = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"]._local_tensor)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return old() is None
+
+
+def _drops_gradients(rank: int, world_size: int) -> list[bool]:
+    model = _model(world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    dropped = []
+    for _ in range(3):
+        model(torch.ones(2, 5)).sum().backward()
+        gradient = weakref.ref(model.first.weight.grad._local_tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+        dropped.append(gradient() is None)
+    return dropped
+
+
+def _what_a_step_holds(rank: int, world_size: int, replaced: str) -> list[int]:
+    """How many tensors of the step before are alive in a step whose parameters or states have been replaced."""
+    model = _model(world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer_step_on_shards(optimizer)
+    for step in range(3):
+        _step(model, optimizer, step)
+    states = optimizer.state.values()
+    tensors = [*model.parameters(), *(state["exp_avg"] for state in states)]
+    before = [weakref.ref(one._local_tensor) for one in tensors if one._local_tensor.numel()]
+    if replaced == "parameters":
+        before = before[: sum(bool(one._local_tensor.numel()) for one in model.parameters())]
+        model.double()
+        model.float()
+    else:
+        before = before[sum(bool(one._local_tensor.numel()) for one in model.parameters()) :]
+        for state in states:
+            state["exp_avg"] = state["exp_avg"].clone()
+    del tensors
+    alive: list[int] = []
+    prepare = optimizer._init_group
+
+    def look(*arguments: Any) -> Any:
+        alive.append(sum(one() is not None for one in before))
+        return prepare(*arguments)
+
+    optimizer._init_group = look  # type: ignore[method-assign]
+    _step(model, optimizer, 3)
+    assert before
+    return alive
+
+
+@pytest.mark.parametrize("replaced", ["parameters", "states"])
+def test_a_step_holds_nothing_that_was_replaced_before_it(replaced: str) -> None:
+    assert run_ranks(2, _what_a_step_holds, replaced) == [[0], [0]]
+
+
+def test_gradients_are_freed_when_the_user_drops_them() -> None:
+    assert run_ranks(2, _drops_gradients) == [[True] * 3] * 2
 
 
 def test_a_loaded_state_takes_the_place_of_the_old_one_at_once() -> None:

@@ -301,17 +301,51 @@ def _drops(rank: int, world_size: int) -> None:
     torch.optim.SGD([torch.ones(1)])  # from now on torch calls hooks for the step of the base class, too
 
     class Dropping(torch.optim.SGD):
+        drops = True
+
         def step(self, closure: object = None) -> None:
             super().step()
             for group in self.param_groups:
                 for p in group["params"]:
                     assert not isinstance(p, DTensor)
-                    p.grad = None
+                    p.grad = None if self.drops else p.grad
 
     optimizer = Dropping(model.parameters(), lr=0.1)
-    model(torch.ones(2, 12)).sum().backward()
+    for step in range(4):
+        optimizer.drops = step != 1  # the next step begins as the one before
+        model(torch.ones(2, 12)).sum().backward()
+        optimizer.step()
+        assert all((p.grad is None) == optimizer.drops for p in model.parameters() if local_of(p).numel()), step
+
+
+def _drops_after_a_refusal(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size, lambda p: Owned(rank=0))
+
+    class Dropping(torch.optim.SGD):
+        drops = False
+
+        def step(self, closure: object = None) -> None:
+            super().step()
+            for parameter in self.param_groups[0]["params"] if self.drops else ():
+                parameter.grad = None
+
+    optimizer = Dropping(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 12)).sum().backward()
+        optimizer.step()
+    first, *_, last = model.parameters()
+    removed, first.grad = first.grad, None
+    replaced, last.grad = last.grad, torch.ones(last.shape)
+    with pytest.raises(RuntimeError, match="has a gradient with"):
+        optimizer.step()
+    first.grad, last.grad, optimizer.drops = removed, replaced, True
     optimizer.step()
-    assert all(p.grad is None for p in model.parameters() if local_of(p).numel())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_are_dropped_after_a_step_that_was_refused() -> None:
+    run_ranks(1, _drops_after_a_refusal)
 
 
 def test_gradients_that_an_optimizer_drops_are_dropped() -> None:

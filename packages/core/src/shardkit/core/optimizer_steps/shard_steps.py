@@ -7,6 +7,10 @@ optimizer steps, its parameter groups and its state hold plain tensors over the 
 normally hold. The same works for updates that depend on a block of consecutive elements, because a rank's blocks start
 with its shard. Schedulers, gradient scalers and state dicts see DTensors, and so do the user's step hooks: a hook that
 clips gradients would take the norm of a shard for that of all ranks. So our own hooks are the innermost.
+
+Going through thousands of parameters takes longer than their update. Most steps are like the one before: the same
+parameters over the same shards, with the same tensors as state. C loops find that out, and only a step that differs
+goes through the parameters one by one.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import defaultdict
-from typing import Any, cast
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -158,10 +165,10 @@ class Twin:
             self._note(state, plain_state)
         return self._plain_state
 
-    def take_state(self, state: dict[str, Any], plain_state: dict[str, Any]) -> None:
-        """Copies values that the step has added, replaced or removed back to `state`."""
+    def take_state(self, state: dict[str, Any], plain_state: dict[str, Any]) -> bool:
+        """Copies values that the step has added, replaced or removed back to `state`; whether there were any."""
         if plain_state is self._plain_state and _contents(plain_state) == self._of_plain:
-            return
+            return False
         keys: set[str] = set()
         for key, value in plain_state.items():
             pair = self._pairs.get(key)
@@ -173,6 +180,7 @@ class Twin:
         for key in state.keys() - keys:
             del state[key]
         self._note(state, plain_state)
+        return True
 
     def _note(self, state: dict[str, Any], plain_state: dict[str, Any]) -> None:
         self._plain_state, self._of_state, self._of_plain = plain_state, _contents(state), _contents(plain_state)
@@ -189,6 +197,81 @@ def _contents(state: dict[str, Any]) -> list[Any]:
     return [*state, *map(id, state.values())]
 
 
+_States: TypeAlias = defaultdict[torch.Tensor, Any]
+
+_gradient_of = attrgetter("grad")
+_values_of = methodcaller("values")
+
+
+def _all_contents(states: _States) -> tuple[list[Any], ...]:
+    """`_contents` of all states of an optimizer, with the ids of the states and of their owners.
+
+    With a state that is not a dict it is never equal.
+    """
+    each = [*states.values()]
+    if not all(map(isinstance, each, repeat(dict))):
+        return ([object()],)
+    values = chain.from_iterable(map(_values_of, each))
+    return [*map(id, states)], [*map(id, each)], [*map(len, each)], [*chain.from_iterable(each)], [*map(id, values)]
+
+
+class _LastStep:
+    """A step's parameters, gradients and states in columns, with which C loops compare those of the next one.
+
+    Only for a step that has replaced no state and dropped no gradient: others are likely to do so again.
+
+    Args:
+        params: the parameters of each of the optimizer's groups.
+        twins: the twins of all DTensors among them, by `id`.
+        states: the optimizer's state after the step.
+        plain_states: the same as the step saw it.
+    """
+
+    def __init__(
+        self, params: list[list[torch.Tensor]], twins: dict[int, Twin], states: _States, plain_states: _States
+    ) -> None:
+        self.plain_states = plain_states
+        self.seen = [[twins[id(one)].plain if id(one) in twins else one for one in group] for group in params]
+        self.pairs = [(twin.parameter, twin.plain) for twin in twins.values()]
+        self._params = [*chain.from_iterable(params)]
+        self._sizes = [*map(len, params)]
+        self._sharded = [parameter for parameter, _ in self.pairs]
+        self._plain = [plain for _, plain in self.pairs]
+        self._locals = [twin.local for twin in twins.values()]
+        self._lacks_gradient = [not twin.had_gradient for twin in twins.values()]
+        self._specs = [getattr(parameter.grad, "_spec", None) for parameter in self._sharded]
+        self._contents = _all_contents(states)
+        self._plain_contents = _all_contents(plain_states)
+
+    def lend_gradients(self, params: list[list[torch.Tensor]], states: _States) -> bool:
+        """Gives the twins the gradients of a step that is like this one; returns False if it is not."""
+        gradients = [*map(_gradient_of, self._sharded)]
+        if not (
+            [*map(len, params)] == self._sizes
+            and all(map(is_, chain.from_iterable(params), self._params))
+            and all(map(is_, map(local_of, self._sharded), self._locals))
+            and [*map(is_, gradients, repeat(None))] == self._lacks_gradient
+            and [*map(getattr, gradients, repeat("_spec"), repeat(None))] == self._specs
+            and _all_contents(states) == self._contents
+        ):
+            return False
+        self._set_gradients(map(getattr, gradients, repeat("_local_tensor"), repeat(None)))
+        return True
+
+    def take_gradients_back(self, plain_states: _States) -> bool:
+        """After a step that was like this one; returns False if it has changed states or dropped gradients."""
+        lacks_gradient = [*map(is_, map(_gradient_of, self._plain), repeat(None))]
+        if lacks_gradient != self._lacks_gradient or plain_states is not self.plain_states:
+            return False
+        if _all_contents(plain_states) != self._plain_contents:
+            return False
+        self._set_gradients(repeat(None))
+        return True
+
+    def _set_gradients(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        deque(map(setattr, self._plain, repeat("grad"), gradients), maxlen=0)
+
+
 class ShardSteps:
     """Values put aside while an optimizer steps on plain tensors, and the plain twins of its parameters."""
 
@@ -196,7 +279,8 @@ class ShardSteps:
         self._twins: dict[int, Twin] = {}
         self._params: list[list[torch.Tensor]] | None = None
         self._by_block = False  # of the optimizer that steps
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._state: _States = defaultdict(dict)
+        self._last: _LastStep | None = None
 
     @no_dynamo
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -208,22 +292,42 @@ class ShardSteps:
 
     def lend(self, optimizer: torch.optim.Optimizer) -> None:
         """Replaces the parameters by their plain twins, with their state."""
-        self._params = [group["params"] for group in optimizer.param_groups]
-        self._state = optimizer.state
-        used: dict[int, Twin] = {}
+        params_of = [group["params"] for group in optimizer.param_groups]
+        last = self._last
+        if last is not None and last.lend_gradients(params_of, optimizer.state):
+            seen = [[*params] for params in last.seen]
+            states, pairs = last.plain_states, last.pairs
+        else:
+            last = self._last = None  # what it holds may be replaced, or be freed
+            seen, states = self._lend_each(optimizer, params_of)
+            pairs = [(twin.parameter, twin.plain) for twin in self._twins.values()]
+        self._params, self._state = params_of, optimizer.state  # from here on `end` undoes this
+        for group, params in zip(optimizer.param_groups, seen, strict=True):
+            group["params"] = params
+        optimizer.state = states
+        carry_overrides(optimizer, pairs)
+
+    def _lend_each(
+        self, optimizer: torch.optim.Optimizer, params_of: list[list[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], _States]:
+        """The parameters of each group as the optimizer sees them, and their states."""
         self._by_block = steps_by_block(optimizer)
-        plain_state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for group, params in zip(optimizer.param_groups, self._params, strict=True):
-            group["params"] = [self.seen_by(optimizer, parameter, used) for parameter in params]
-        for key, state in self._state.items():
-            twin = used.get(id(key))
-            if twin is None:
-                plain_state[key] = state
-            elif state:
-                plain_state[twin.plain] = twin.state_for_step(optimizer, state)
+        used: dict[int, Twin] = {}
+        states: _States = defaultdict(dict)
+        try:
+            seen = [[self.seen_by(optimizer, parameter, used) for parameter in params] for params in params_of]
+            for key, state in optimizer.state.items():
+                twin = used.get(id(key))
+                if twin is None:
+                    states[key] = state
+                elif state:
+                    states[twin.plain] = twin.state_for_step(optimizer, state)
+        except BaseException:  # the next step may be one without plain tensors
+            for twin in used.values():
+                twin.plain.grad = None
+            raise
         self._twins = used
-        optimizer.state = plain_state
-        carry_overrides(optimizer, [(twin.parameter, twin.plain) for twin in used.values()])
+        return seen, states
 
     def seen_by(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, used: dict[int, Twin]) -> torch.Tensor:
         """The optimizer's view of a parameter: a plain twin with its gradient (noted in `used`), or itself."""
@@ -237,7 +341,7 @@ class ShardSteps:
 
     def passed_over(self, optimizer: torch.optim.Optimizer, parameter: DTensor, used: dict[int, Twin]) -> torch.Tensor:
         """The twin, without a gradient, of a parameter that other ranks hold; loaded state is removed."""
-        self._state.pop(parameter, None)  # from before another rank changed it
+        optimizer.state.pop(parameter, None)  # from before another rank changed it
         twin = self.twin_of(optimizer, parameter, used)
         twin.plain.grad = None
         twin.had_gradient = False
@@ -256,25 +360,40 @@ class ShardSteps:
     def forget(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Before other state is loaded: drops the old state."""
         self._twins.clear()
+        self._last = None
 
     @no_dynamo
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook: restores the parameters, with the new state."""
         if self._params is None:
             return
-        plain_state, optimizer.state = cast(dict[torch.Tensor, Any], optimizer.state), self._state
-        twins = {id(twin.plain): twin for twin in self._twins.values()}
-        for key, state in plain_state.items():
-            twin = twins.get(id(key))
-            if twin is None:
-                self._state[key] = state
-            else:
-                twin.take_state(self._state[twin.parameter], state)
-        for twin in twins.values():
-            if twin.had_gradient and twin.plain.grad is None:  # the optimizer has dropped it
-                twin.parameter.grad = None
-            twin.plain.grad = None
+        plain_states: _States = optimizer.state
+        optimizer.state = self._state
+        if self._last is None or not self._last.take_gradients_back(plain_states):
+            self._last = None
+            seen = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            # A gradient may have decided that the step sees a DTensor. After Ctrl-C in `lend` it sees all of them.
+            sees_plain = plain_states is not self._state and not any(isinstance(one, DTensor) for one in seen)
+            if self._take_each_back(plain_states) and sees_plain:
+                self._last = _LastStep(self._params, self._twins, self._state, plain_states)
         for group, params in zip(optimizer.param_groups, self._params, strict=True):
             group["params"] = params
         self._params = None
         self._state = defaultdict(dict)
+
+    def _take_each_back(self, plain_states: _States) -> bool:
+        """Takes states and gradients back; returns whether the step has left all states and gradients in place."""
+        in_place = True
+        twins = {id(twin.plain): twin for twin in self._twins.values()}
+        for key, state in plain_states.items():
+            twin = twins.get(id(key))
+            if twin is None:
+                self._state[key] = state
+            elif twin.take_state(self._state[twin.parameter], state):
+                in_place = False
+        for twin in twins.values():
+            if twin.had_gradient and twin.plain.grad is None:  # the optimizer has dropped it
+                twin.parameter.grad = None
+                in_place = False
+            twin.plain.grad = None
+        return in_place
