@@ -847,15 +847,25 @@ def test_a_gradient_hook_that_returns_no_dtensor() -> None:
     _run(_hook_of_another_shape)
 
 
+class _Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+        self.tokens = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids) + self.position
+
+
 def _sparse_gradient(rank: int, world_size: int, sync: bool) -> None:
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    model = nn.Sequential(_Embeds(), nn.Linear(4, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     model.set_requires_gradient_sync(sync)
     ids = torch.arange(3)
     if not sync:
         model(ids).sum().backward()
         model.set_requires_gradient_sync(True)
-    with pytest.raises(RuntimeError, match=r"the gradient of parameter '0\.weight' is sparse .*sparse=False"):
+    with pytest.raises(RuntimeError, match=r"gradient of parameter '0\.tokens\.weight' is sparse .*sparse=False"):
         model(ids).sum().backward()
 
 

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from shardkit.core.engine.lazy_init import live_roots
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.optimizer_steps.whole_state import cut_whole_state
 from shardkit.core.optimizer_steps.whole_steps import after_step, before_step
-from shardkit.core.parameters.lost_writes import check_gradient
+from shardkit.core.parameters.lost_writes import are_as_marked, check_gradient
 from shardkit.core.parameters.managed import added_parameters
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import no_dynamo
 
 __all__ = ["watch_optimizers"]
+
+
+_gradient_of = attrgetter("sharded_param.grad")
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,10 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     for reference in known.groups:
         if (group := reference()) is not None:
             group.check_reduced()
-            for param in group.params:
-                check_gradient(param.fqn, param.sharded_param.grad)
+            gradients = [*map(_gradient_of, group.params)]
+            if not are_as_marked(gradients):
+                for param, gradient in zip(group.params, gradients, strict=True):
+                    check_gradient(param.fqn, gradient)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

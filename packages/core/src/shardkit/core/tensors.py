@@ -47,6 +47,8 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dic
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     kind = type(value)
+    if kind is dict and not value:  # most forwards have no keyword arguments
+        return value
     if kind is tuple:  # nearly always; the remaining checks are slow
         mapped = [_map(function, one, done) for one in value]
         return tuple(mapped) if _differ(mapped, value) else value
@@ -182,8 +184,8 @@ def _is_filled(cell: Any) -> bool:
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     kind = type(value)
-    if kind is tuple or kind is list:
-        for one in value:
+    if kind is tuple or kind is list or kind is dict:
+        for one in value.values() if kind is dict else value:
             _collect(one, found)
     elif isinstance(value, torch.Tensor):
         found.append(value)

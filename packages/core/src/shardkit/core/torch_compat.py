@@ -89,6 +89,7 @@ __all__ = [
     "register_with_stock",
     "replace_local",
     "runs_in_this_backward",
+    "set_grad_enabled",
     "set_grad_dtype",
     "take_meaning",
     "timeout_of",
@@ -177,6 +178,8 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """`DTensor.to_local()` without the autograd function that it goes through."""
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""`torch.set_grad_enabled` without the object that it makes for use as a context manager."""
 
 
 def new_dtensor(
@@ -211,12 +214,12 @@ def like_dtensor(local: torch.Tensor, like: torch.Tensor, kind: type[DTensor] | 
     do nothing.
     """
     spec: DTensorSpec = like._spec  # type: ignore[attr-defined]
-    kind = kind or cast(type[DTensor], type(like))
+    made: type[DTensor] = kind or type(like)  # type: ignore[assignment]
     meta = spec.tensor_meta
-    if meta is not None and meta.dtype != local.dtype:
-        as_order = spec.use_strided_shard_as_shard_order
-        return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order, kind=kind)
-    return kind.__new__(kind, local, spec, requires_grad=False)
+    if meta is None or meta.dtype == local.dtype:
+        return made.__new__(made, local, spec, requires_grad=False)
+    as_order = spec.use_strided_shard_as_shard_order
+    return new_dtensor(local, spec.mesh, spec.placements, meta.shape, left_to_right=not as_order, kind=made)
 
 
 def lies_like(tensor: torch.Tensor, dtensor: DTensor) -> bool:

@@ -18,6 +18,8 @@ import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -30,7 +32,7 @@ from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.group_gather import GroupGather
 from shardkit.core.engine.kept_views import KeptViews, kept_parameter
 from shardkit.core.engine.order_check import OrderCheck
-from shardkit.core.engine.ranges import profiler_range
+from shardkit.core.engine.ranges import ungraphed
 from shardkit.core.engine.reduction import GradientReduction
 from shardkit.core.engine.residency import Ledger
 from shardkit.core.engine.settings import GroupSettings
@@ -44,6 +46,12 @@ from shardkit.core.stock_names import answers_stock_names
 from shardkit.core.torch_compat import in_backward, outside_transforms
 
 __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
+
+# For C loops over a group's parameters in every step.
+_flats_of = attrgetter("flats")
+_may_defer = attrgetter("gradient_dtype.may_defer")
+_unsharded_of = attrgetter("unsharded_param")
+_waiting_of = attrgetter("stand_in.gradient")
 
 
 class GroupUser(Protocol):
@@ -240,7 +248,7 @@ class FSDPParamGroup(GroupGather):
                 return
             self.reshard()
         counted = self.bounded and self.settings.reshard_after_forward
-        with profiler_range("unshard", self.label), torch.no_grad():
+        with ungraphed("unshard", self.label):
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
                 self.context.catch_up()
@@ -330,7 +338,7 @@ class FSDPParamGroup(GroupGather):
             if self._gathered is not None and self.residence is Residence.UNSHARDED:
                 self._gathered.wait()
             return
-        with profiler_range("wait_for_unshard", self.label), torch.no_grad():
+        with ungraphed("wait_for_unshard", self.label):
             if self._ticket is None and self._gathered is not None:  # taken back: this stream may not have waited yet
                 self._gathered.wait()
             self._end_gather()
@@ -388,9 +396,8 @@ class FSDPParamGroup(GroupGather):
 
     def _free_storage(self) -> None:
         if not self.settings.keep_unsharded_storage:
-            for param in self.params:
-                if param.flats or param.subclass is not None:
-                    param.free()
+            for param in self.params if self._has_subclass else filter(_flats_of, self.params):
+                param.free()
 
     def note_kept(self, param: FSDPParam, tensor: torch.Tensor, keeper: str) -> None:
         """Notes that the module `keeper` keeps a tensor over the memory of `param` after its forward.
@@ -436,9 +443,8 @@ class FSDPParamGroup(GroupGather):
 
     def begin_backward(self) -> None:
         """Call when the parameters are gathered and a backward is about to read them."""
-        for param in self.params:
-            if param.gradient_dtype.may_defer:
-                param.defer_cast(will_reduce=self.settings.reduce_grads)
+        for param in filter(_may_defer, self.params):
+            param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
     def post_backward(self, *, keep: bool = False) -> None:
@@ -448,7 +454,7 @@ class FSDPParamGroup(GroupGather):
         """
         self._drop_zeroed_gradients(begun=self.phase is Phase.PRE_BACKWARD)  # else no gather has checked
         self.phase = Phase.POST_BACKWARD
-        with profiler_range("post_backward", self.label), torch.no_grad():
+        with ungraphed("post_backward", self.label):
             if not self.settings.reduce_grads:
                 self._accumulating = True
                 self.context.finish_reductions()  # stand-ins show their results
@@ -458,24 +464,12 @@ class FSDPParamGroup(GroupGather):
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
-            gradients = []
-            for param in self.params:
-                gradient = param.take_gradient(
-                    zeros_if_unused=self.settings.reduce_unused_params, all_reduces=self.settings.all_reduce_grads
-                )
-                if gradient is None:
-                    continue
-                if gradient.layout is not torch.strided:
-                    raise _sparse_gradient(param.fqn, gradient)
-                gradients.append((param, gradient))
-            if self._accumulating:
-                # Some were accumulated in sums_dtype and some are fresh, which may differ by rank: make them alike.
-                gradients = [(param, gradient.to(param.sums_dtype or gradient.dtype)) for param, gradient in gradients]
-                self._accumulating = False
+            params, gradients = self._reduction.take_gradients(self.settings, alike=self._accumulating)
+            self._accumulating = False
             self._end_deferring()
             self.reshard_after_use(keep=keep)
             if gradients:
-                self._reduce(gradients)
+                self._reduce(params, gradients)
 
     def _drop_zeroed_gradients(self, *, begun: bool = False) -> None:
         """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since.
@@ -487,9 +481,8 @@ class FSDPParamGroup(GroupGather):
                 param.drop_zeroed_gradient(begun=begun)
 
     def _end_deferring(self) -> None:
-        for param in self.params:
-            if param.gradient_dtype.may_defer:
-                param.end_deferring()
+        for param in filter(_may_defer, self.params):
+            param.end_deferring()
 
     def finalize_backward(self) -> None:
         """After all backwards of a step: reduces remaining gradients, if gradient sync is on by now, and reshards."""
@@ -507,10 +500,8 @@ class FSDPParamGroup(GroupGather):
     @property
     def has_gradients(self) -> bool:
         """Whether backward has left unsharded gradients that have not been taken yet."""
-        for param in self.params:
-            if param.unsharded_param is not None and param.unsharded_param.grad is not None:
-                return True
-        return False
+        gradients = map(getattr, map(_unsharded_of, self.params), repeat("grad"), repeat(None))
+        return any(map(is_not, gradients, repeat(None)))
 
     def check_reduced(self) -> None:
         """Raises if a backward has left gradients here that our hooks have not seen.
@@ -534,13 +525,13 @@ class FSDPParamGroup(GroupGather):
         self._check_waiting()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
-        for param in self.params:
-            if param.unsharded_param is not None and param.unsharded_param.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of parameter '{param.fqn}' was not reduced: backward entered '{self.label}' through "
-                    "a tensor that is neither an output of a sharded module nor kept on one. Return the tensor from "
-                    "the module's forward, or set it as an attribute of the module"
-                )
+        if self.has_gradients:
+            param = next(one for one in self.params if getattr(one.unsharded_param, "grad", None) is not None)
+            raise RuntimeError(
+                f"the gradient of parameter '{param.fqn}' was not reduced: backward entered '{self.label}' through "
+                "a tensor that is neither an output of a sharded module nor kept on one. Return the tensor from "
+                "the module's forward, or set it as an attribute of the module"
+            )
 
     def _check_waiting(self) -> None:
         """Raises RuntimeError if a gradient of the coming step still waits for its reduction, or its all-reduce."""
@@ -549,6 +540,8 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
             )
+        if not any(map(is_not, map(_waiting_of, self.params), repeat(None))):
+            return
         waits = (param for param in self.params if param.stand_in.gradient is not None)
         waiting = next((param for param in waits if param.sharded_param.grad is not None), None)
         if waiting is not None:
@@ -559,15 +552,14 @@ class FSDPParamGroup(GroupGather):
                 "must hold only parameters whose gradients that backward has reduced"
             )
 
-    def _reduce(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> None:
+    def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor]) -> None:
         if self.order_check is not None:
             self.context.catch_up()
-            label = ", ".join(param.fqn for param, _ in gradients)
+            label = ", ".join(param.fqn for param in params)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
-        transport = self._through.reduce
-        programs = self._reduction.programs(gradients, label=self.label, transport=transport, settings=self.settings)
-        for program in programs:
+        through = self._through.reduce
+        for program in self._reduction.programs(params, gradients, self.label, through, self.settings):
             self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
 
     def abandon(self) -> None:
@@ -588,11 +580,3 @@ class FSDPParamGroup(GroupGather):
 
 def _holds_shards(param: FSDPParam) -> bool:
     return all(one is None or isinstance(one, DTensor) for one in map(Slot.get, param.slots))
-
-
-def _sparse_gradient(fqn: str, gradient: torch.Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"the gradient of parameter '{fqn}' is sparse ({gradient.layout}); expected a dense one, as ranks reduce "
-        "rows in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
-        "its gradient yourself"
-    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, eq, is_, is_not
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
 __all__ = ["Division", "GradientReduction", "division_for"]
 
+
+_dtype_of = attrgetter("dtype")
+_layout_of = attrgetter("layout")
 
 # At most this many plans, one for each set of parameters with gradients. Few sets occur unless use is random.
 _MOST_PLANS = 64
@@ -104,22 +108,48 @@ class GradientReduction:
                 param.stand_in.partial_op = partial_op if param.partial is None else None
                 param.show_waiting()
 
+    def take_gradients(self, settings: GroupSettings, *, alike: bool) -> tuple[list[FSDPParam], list[torch.Tensor]]:
+        """Takes the unsharded gradients from their parameters, and returns both.
+
+        With `alike` some were accumulated in the dtype of sums and some are fresh, which may differ by rank; they are
+        cast to the same dtype.
+
+        Raises:
+            RuntimeError: for a sparse one; the message has the FQN.
+        """
+        zeros_if_unused, all_reduces = settings.reduce_unused_params, settings.all_reduce_grads
+        taken = [param.take_gradient(zeros_if_unused, all_reduces) for param in self._params]
+        params = [*compress(self._params, map(is_not, taken, repeat(None)))]
+        gradients = [gradient for gradient in taken if gradient is not None]
+        if not all(map(is_, map(_layout_of, gradients), repeat(torch.strided))):
+            pairs = zip(params, gradients, strict=True)
+            fqn, layout = next((one.fqn, own.layout) for one, own in pairs if own.layout is not torch.strided)
+            raise RuntimeError(
+                f"the gradient of parameter '{fqn}' is sparse ({layout}); expected a dense one, as ranks reduce rows "
+                "in place. Build the embedding with sparse=False, or pass the parameter in ignored_params and reduce "
+                "its gradient yourself"
+            )
+        if alike:
+            gradients = [one.to(param.sums_dtype or one.dtype) for param, one in zip(params, gradients, strict=True)]
+        return params, gradients
+
     def programs(
         self,
-        gradients: list[tuple[FSDPParam, torch.Tensor]],
-        *,
+        params: Sequence[FSDPParam],
+        gradients: list[torch.Tensor],
         label: str,
         transport: Transport | None,
         settings: GroupSettings,
     ) -> list[Program]:
         """One program for each dtype among the gradients, in an order that is the same on all ranks.
 
-        Gradients of a single rank are delivered at once, without a program.
+        Takes the gradients out of their list. Those of a single rank are delivered at once, without a program.
         """
-        buckets: dict[tuple[torch.dtype, torch.dtype], list[tuple[FSDPParam, torch.Tensor]]] = defaultdict(list)
-        common = self._common_dtype(gradients) if GRAD_DTYPE_DECIDES else None
-        for param, gradient in gradients:
-            buckets[gradient.dtype, common or param.sums_dtype or gradient.dtype].append((param, gradient))
+        common = self._common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
+        dtypes = [*map(_dtype_of, gradients)]
+        sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
+        kinds = [*zip(dtypes, sums, strict=True)]
+        buckets = {kind: _Bucket(params, gradients, kinds, kind) for kind in dict.fromkeys(kinds)}
         gradients.clear()
         programs = []
         for (grad_dtype, dtype), bucket in buckets.items():
@@ -133,23 +163,22 @@ class GradientReduction:
             programs.append(self._finish(scatter, label, division, settings))
         return programs
 
-    def _common_dtype(self, gradients: list[tuple[FSDPParam, torch.Tensor]]) -> torch.dtype:
+    def _common_dtype(self, params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
         """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
-        dtypes = {param.sums_dtype or gradient.dtype for param, gradient in gradients}
-        dtypes.update(param.partial.dtype for param, _ in gradients if param.partial is not None)
+        dtypes = {param.sums_dtype or gradient.dtype for param, gradient in zip(params, gradients, strict=True)}
+        dtypes.update(param.partial.dtype for param in params if param.partial is not None)
         return functools.reduce(torch.promote_types, dtypes)
 
     def _scatter(
         self,
-        bucket: list[tuple[FSDPParam, torch.Tensor]],
+        bucket: _Bucket,
         label: str,
         transport: Transport | None,
         grad_dtype: torch.dtype,
         dtype: torch.dtype,
         division: Division,
     ) -> _Scattered:
-        params = [param for param, _ in bucket]
-        gradients = [gradient for _, gradient in bucket]
+        params, gradients = bucket.params, bucket.gradients
         device = gradients[0].device
         if transport is None:
             output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
@@ -232,6 +261,16 @@ class GradientReduction:
         return partial * (param.partial_divisor / divisor)
 
 
+class _Bucket:
+    """The parameters and gradients of one of the `kinds`, that is dtypes of the gradient and of the sum."""
+
+    def __init__(
+        self, params: Sequence[FSDPParam], gradients: Sequence[torch.Tensor], kinds: Sequence[Any], kind: Any
+    ) -> None:
+        self.params = [*compress(params, map(eq, kinds, repeat(kind)))]
+        self.gradients = [*compress(gradients, map(eq, kinds, repeat(kind)))]
+
+
 @dataclass
 class _Scattered:
     """A bucket in flight: `output` is flat with a view for each parameter; `target` holds its cast, if it is cast.
@@ -285,16 +324,14 @@ def _deliver(scattered: _Scattered) -> None:
     if scattered.target is not None:
         scattered.target.copy_(scattered.output)
     for param, view in zip(scattered.params, scattered.targets, strict=True):
-        dtype = param.delivered_dtype or view.dtype
-        param.deliver(view if view.dtype == dtype else view.to(dtype))
+        param.deliver(view)
 
 
-def _deliver_unreduced(bucket: list[tuple[FSDPParam, torch.Tensor]], dtype: torch.dtype, division: Division) -> None:
+def _deliver_unreduced(bucket: _Bucket, dtype: torch.dtype, division: Division) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
-    for param, gradient in bucket:
+    for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
         reduced = gradient if gradient.dtype == dtype else gradient.to(dtype)
         for factor in factors:
             reduced = reduced / factor
-        delivered = param.delivered_dtype or dtype
-        param.deliver(reduced if dtype == delivered else reduced.to(delivered))
+        param.deliver(reduced)

@@ -22,6 +22,7 @@ A step that raises runs no post-hook. The next step, state dict or forward of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -129,9 +130,13 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
 
 
-def _meshes(params: Sequence[torch.Tensor]) -> set[int | None]:
-    """The meshes of parameters, by identity, None for plain tensors: these operators accept only one at a time."""
-    return {id(one.device_mesh) if isinstance(one, DTensor) else None for one in params}
+def _meshes(params: Sequence[torch.Tensor]) -> set[int]:
+    """The meshes of parameters, by identity, that of None for plain tensors: these operators accept only one of them.
+
+    In C loops, because every step of a model with thousands of parameters asks for it.
+    """
+    specs = map(getattr, params, repeat("_spec"), repeat(None))
+    return {*map(id, map(getattr, specs, repeat("mesh"), repeat(None)))}
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:

@@ -10,11 +10,16 @@ A write that is undone before that, such as a temporary swap of weights, does no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "are_as_marked",
     "check_gradient",
     "check_replacement",
     "lost_parameter",
@@ -26,6 +31,8 @@ __all__ = [
 
 _MARK = "_shardkit_origin"
 
+_attributes_of = attrgetter("__dict__")
+
 
 def mark_gradient(gradient: torch.Tensor) -> None:
     """Marks a gradient and its storage.
@@ -35,6 +42,14 @@ def mark_gradient(gradient: torch.Tensor) -> None:
     blocks of memory, and the C library could not merge those.
     """
     gradient.__dict__[_MARK] = gradient.untyped_storage().__dict__[_MARK] = id(gradient)
+
+
+def are_as_marked(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all are marked, and over the storage they had then; if not, `check_gradient` decides on each."""
+    present = [one for one in gradients if one is not None]
+    marks = [*map(dict.get, map(_attributes_of, present), repeat(_MARK))]
+    storages = map(_attributes_of, map(torch.Tensor.untyped_storage, present))
+    return marks == [*map(id, present)] == [*map(dict.get, storages, repeat(_MARK))]
 
 
 def check_gradient(fqn: str, gradient: torch.Tensor | None) -> None:

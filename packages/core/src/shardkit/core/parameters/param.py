@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -214,9 +214,8 @@ class FSDPParam:
         unsharded = self.unsharded_param
         if unsharded is None or self.subclass is not None:
             return False
-        if not self.aliased and version_of(unsharded) != self.unsharded_version:
-            return True
-        return unsharded.untyped_storage() is not self.unsharded_origin
+        written = not self.aliased and version_of(unsharded) != self.unsharded_version
+        return written or unsharded.untyped_storage() is not self.unsharded_origin
 
     def _adopt_parameter(self, parameter: nn.Parameter) -> None:
         old = cast(DTensor, self.sharded_param)
@@ -424,21 +423,19 @@ class FSDPParam:
     @property
     def is_stale(self) -> bool:
         """Whether the sharded parameter was written to, or replaced, since it was gathered. The same on all ranks."""
-        if self._sharded_is_lost or self._unsharded_is_lost:
+        if self._sharded_is_lost or self._unsharded_is_lost or self._is_replaced(self.unsharded_param):
             return True
-        for slot in self.slots:
-            current = slot.get()
-            if current is not None and current is not self.unsharded_param:
-                return True
         return not self.aliased and version_of(self.sharded_param) != self._gathered_version
+
+    def _is_replaced(self, registered: nn.Parameter | None) -> bool:
+        """Whether a module holds another parameter in place of `registered`."""
+        return any((one := slot.get()) is not None and one is not registered for slot in self.slots)
 
     @property
     def changed_since_gather(self) -> bool:
         """`is_stale` for a parameter that is currently registered as sharded."""
-        for slot in self.slots:
-            current = slot.get()
-            if current is not None and current is not self.sharded_param:
-                return True
+        if self._is_replaced(self.sharded_param):
+            return True
         return local_of(self.sharded_param) is not self.held or version_of(self.sharded_param) != self._gathered_version
 
     @property
@@ -529,28 +526,28 @@ class FSDPParam:
         if self.stand_in.was_zeroed(self.sharded_param, begun=begun):
             self.forget_gradients()
 
-    def take_gradient(self, *, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
+    def take_gradient(self, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object then drops; None if backward left none.
 
         Zeros if it left none and a partial sum is to be all-reduced now, also if the parameter was frozen meanwhile.
         """
-        parameter, fresh = self.unsharded_param, None
+        parameter, gradient = self.unsharded_param, None
         if parameter is not None:
-            fresh, parameter.grad = parameter.grad, None
-        gradient, self.accumulated = self.accumulated, None
+            gradient, parameter.grad = parameter.grad, None
+        waits = self.partial is not None and all_reduces
+        if self.accumulated is not None:
+            fresh, gradient, self.accumulated = gradient, self.accumulated, None
+            if fresh is not None:
+                gradient += fresh
+        elif zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
+            dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
+            if gradient is not None:
+                gradient = gradient.to(dtype)
+            elif waits or (parameter is not None and parameter.requires_grad):
+                self.stand_in.dismiss(self.sharded_param)
+                return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
         if gradient is None:
-            gradient = fresh
-            waits = all_reduces and self.partial is not None
-            if zeros_if_unused or waits:  # ranks send zeros or gradients, of the same dtype
-                dtype = self.gradient_dtype.fresh(self.dtype, self.sums_dtype)
-                if gradient is None and (waits or (parameter is not None and parameter.requires_grad)):
-                    self.stand_in.dismiss(self.sharded_param)
-                    return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
-                gradient = gradient if gradient is None else gradient.to(dtype)
-            if gradient is None:
-                return None
-        elif fresh is not None:
-            gradient += fresh
+            return None
         self.stand_in.dismiss(self.sharded_param)
         if isinstance(gradient, DTensor):
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
@@ -558,13 +555,15 @@ class FSDPParam:
         return gradient if self._cut_in_its_shape else gradient.reshape(self.layout.shape)
 
     def deliver(self, gradient: torch.Tensor) -> None:
-        """Makes a reduced shard, in `delivered_dtype`, the sharded gradient, or adds it to the existing one.
+        """Makes a reduced shard the sharded gradient, in `delivered_dtype`, or adds it to the existing one.
 
         Copies to pinned memory overlap, unless host code reads them at once; the end of backward waits for them.
         """
-        gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
-        sharded = cast(DTensor, self.sharded_param)
+        sharded: Any = self.sharded_param
         existing, with_hooks = sharded.grad, has_gradient_hooks(sharded)
+        if (dtype := self.delivered_dtype) is not None and gradient.dtype != dtype:
+            gradient = gradient.to(dtype)
+        gradient = gradient if gradient.shape == self.local_shape else gradient.view(self.local_shape)
         if self.offload is not None and gradient.device.type != "cpu":
             overlap = self.pinned and existing is None and not with_hooks
             target = torch.empty(self.local_shape, dtype=gradient.dtype, device="cpu", pin_memory=self.pinned)
@@ -573,14 +572,15 @@ class FSDPParam:
             summed = like_dtensor(self.form.local(gradient), sharded)
             gradient = self.form.shard(local_of(hooked(self.fqn, summed, sharded)))
         if existing is None:
-            sharded.grad = like_dtensor(self.form.local(gradient), sharded, None if gradient.ndim else ScalarGradient)
-            mark_gradient(sharded.grad)
+            made = like_dtensor(self.form.local(gradient), sharded, None if gradient.ndim else ScalarGradient)
+            mark_gradient(made)
+            sharded.grad = made
         elif not lies_like(existing, sharded):
             raise lost_summand(self.fqn, existing, sharded)
         else:
             local_of(existing).add_(gradient)
         for hook in post_accumulate_grad_hooks(sharded) if with_hooks else ():
-            hook(self.sharded_param)
+            hook(sharded)
 
     def zero_sharded_grad(self, set_to_none: bool) -> None:
         """`zero_grad` for the sharded gradient and for a waiting one."""

@@ -150,6 +150,8 @@ class StandIn:
 
     def dismiss(self, sharded: torch.Tensor) -> None:
         """Removes the stand-in: no gradient is waiting any more. A change by the user stays."""
+        if self.gradient is None and not self._waiting:
+            return
         own = self._intact
         if own is not None and sharded.grad is own:
             sharded.grad = None
