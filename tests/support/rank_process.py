@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tests.support.failures import RankError
+from tests.support.gloo import use_one_thread_a_group
 
 # Far beyond any test's timeout: a hang is the pool's to report, with stacks, not gloo's.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -158,6 +159,7 @@ def _prepare_process(place: RankPlace) -> None:
     signal.set_wakeup_fd(os.open(place.stacks_end_file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC))
     faulthandler.register(signal.SIGUSR1, file=place.stacks_file.open("w"), all_threads=True, chain=True)
     torch.set_num_threads(1)
+    use_one_thread_a_group()
 
 
 def end_with_the_server() -> None:
