@@ -316,6 +316,11 @@ def _drops(rank: int, world_size: int) -> None:
         model(torch.ones(2, 12)).sum().backward()
         optimizer.step()
         assert all((p.grad is None) == optimizer.drops for p in model.parameters() if local_of(p).numel()), step
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    if rank == 0:  # the other one passes all of them over
+        with pytest.raises(RuntimeError, match="has a gradient with"):
+            optimizer.step()
 
 
 def _drops_after_a_refusal(rank: int, world_size: int) -> None:
