@@ -51,7 +51,6 @@ __all__ = ["FSDPParamGroup", "GroupUser", "Phase", "Residence"]
 _flats_of = attrgetter("flats")
 _may_defer = attrgetter("gradient_dtype.may_defer")
 _unsharded_of = attrgetter("unsharded_param")
-_waiting_of = attrgetter("stand_in.gradient")
 
 
 class GroupUser(Protocol):
@@ -540,8 +539,6 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
                 "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
             )
-        if not any(map(is_not, map(_waiting_of, self.params), repeat(None))):
-            return
         waits = (param for param in self.params if param.stand_in.gradient is not None)
         waiting = next((param for param in waits if param.sharded_param.grad is not None), None)
         if waiting is not None:

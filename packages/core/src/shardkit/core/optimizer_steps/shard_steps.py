@@ -239,7 +239,7 @@ class _LastStep:
         self._plain = [plain for _, plain in self.pairs]
         self._locals = [twin.local for twin in twins.values()]
         self._lacks_gradient = [not twin.had_gradient for twin in twins.values()]
-        self._specs = [getattr(parameter.grad, "_spec", None) for parameter in self._sharded]
+        self._placements = [getattr(parameter.grad, "placements", None) for parameter in self._sharded]
         self._contents = _all_contents(states)
         self._plain_contents = _all_contents(plain_states)
 
@@ -251,11 +251,11 @@ class _LastStep:
             and all(map(is_, chain.from_iterable(params), self._params))
             and all(map(is_, map(local_of, self._sharded), self._locals))
             and [*map(is_, gradients, repeat(None))] == self._lacks_gradient
-            and [*map(getattr, gradients, repeat("_spec"), repeat(None))] == self._specs
+            and [*map(getattr, gradients, repeat("placements"), repeat(None))] == self._placements
             and _all_contents(states) == self._contents
         ):
             return False
-        self._set_gradients(map(getattr, gradients, repeat("_local_tensor"), repeat(None)))
+        self._set_gradients(None if one is None else local_of(one) for one in gradients)
         return True
 
     def take_gradients_back(self, plain_states: _States) -> bool:

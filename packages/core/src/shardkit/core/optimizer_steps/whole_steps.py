@@ -131,12 +131,8 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _meshes(params: Sequence[torch.Tensor]) -> set[int]:
-    """The meshes of parameters, by identity, that of None for plain tensors: these operators accept only one of them.
-
-    In C loops, because every step of a model with thousands of parameters asks for it.
-    """
-    specs = map(getattr, params, repeat("_spec"), repeat(None))
-    return {*map(id, map(getattr, specs, repeat("mesh"), repeat(None)))}
+    """The meshes of parameters, by identity, of None for plain tensors: these operators accept only one of them."""
+    return {*map(id, map(getattr, params, repeat("device_mesh"), repeat(None)))}
 
 
 def _refuse_mixed_lists(optimizer: torch.optim.Optimizer) -> None:
