@@ -95,6 +95,47 @@ def test_custom_collectives(world_size: int) -> None:
     run_ranks(world_size, custom_collectives)
 
 
+def changed_between_forward_and_backward(rank: int, world_size: int) -> None:
+    """A group that is gathered once more before its backward changes at once, the root's with the next forward."""
+    model: Any = _model(shardkit, mesh=rank_mesh((world_size,)))
+    expected = _gradients(model, rank)
+    model.zero_grad()
+    loss = model(_batch(rank)).square().mean()
+    reductions = [RankOrderReduceScatter() for _ in range(2)]
+    model[0].set_custom_reduce_scatter(reductions[0])
+    model.set_custom_reduce_scatter(reductions[1])
+    model[1].set_separate_reduce_scatter_group()
+    loss.backward()
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.to_local(), expected[fqn], msg=fqn)
+    assert [one.calls for one in reductions] == [1, 0]
+    _gradients(model, rank)
+    assert [one.calls for one in reductions] == [2, 1]
+    _assert_full(model, _mean_gradients(range(world_size)))
+
+
+def changed_while_parts_are_kept(rank: int, world_size: int) -> None:
+    model: Any = _model(shardkit, mesh=rank_mesh((world_size,)), reshard_after_forward=2)
+    expected = _gradients(model, rank)
+    model.zero_grad()
+    loss = model(_batch(rank)).square().mean()
+    reduction = RankOrderReduceScatter()
+    model[0].set_custom_reduce_scatter(reduction)
+    loss.backward()
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.to_local(), expected[fqn], msg=fqn)
+    assert reduction.calls == 1
+
+
+def test_a_change_takes_effect_at_a_gather_of_parts_that_a_smaller_group_keeps() -> None:
+    run_ranks(4, changed_while_parts_are_kept)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_change_between_forward_and_backward_takes_effect_at_the_next_gather(world_size: int) -> None:
+    run_ranks(world_size, changed_between_forward_and_backward)
+
+
 class Wrong(CountingAllGather, RankOrderReduceScatter):
     """Allocates a buffer of another size, dtype or stride than requested."""
 

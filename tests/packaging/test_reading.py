@@ -1,6 +1,8 @@
-"""How many files a reader opens to follow a gather, or a reduction, of a parameter group: those that it runs through.
+"""How many files a reader opens to follow a gather, a reduction or a reshard of a group: those that it runs through.
 
-Not counted are the lowest layer (names of torch, events, meshes) and the leaves below, whose one job is their name.
+A reduction goes from the gradients that backward has left to the sharded ones. The reshard in its middle, which frees
+the parameters, is a walk of its own. Not counted are the callers (states, the schedule), the lowest layer (names of
+torch, events, meshes) and the leaves below, whose one job is their name.
 """
 
 import sys
@@ -41,30 +43,30 @@ class Block(nn.Module):
         return self.small(x) + self.large[:1, :16]
 
 
-def _files(model: nn.Module, x: Tensor, methods: tuple[str, ...]) -> set[str]:
-    """The files of a training step's calls of these methods of groups."""
+def _files(model: nn.Module, x: Tensor, methods: tuple[str, ...], *, without: str = "") -> set[str]:
+    """The files of a training step's calls of these methods of groups, but not their calls of `without`."""
     files: set[str] = set()
-    inside = 0
+    inside = False
 
     def note(frame: Any, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
         if inside and event == "call" and path.is_relative_to(ROOT):
             files.add(path.relative_to(ROOT).with_suffix("").as_posix())
 
-    def counted(method: Any) -> Any:
+    def counted(method: Any, counts: bool) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            inside += 1
+            around, inside = inside, counts
             try:
                 return method(*args, **kwargs)
             finally:
-                inside -= 1
+                inside = around
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in methods:
-            patch.setattr(FSDPParamGroup, name, counted(getattr(FSDPParamGroup, name)))
+        for name in filter(None, (*methods, without)):
+            patch.setattr(FSDPParamGroup, name, counted(getattr(FSDPParamGroup, name), name != without))
         sys.setprofile(note)
         try:
             model(x).sum().backward()
@@ -73,7 +75,7 @@ def _files(model: nn.Module, x: Tensor, methods: tuple[str, ...]) -> set[str]:
     return files - LAYERS[0] - LEAVES
 
 
-def _follow(rank: int, world_size: int) -> tuple[set[str], set[str]]:
+def _follow(rank: int, world_size: int) -> tuple[set[str], ...]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -84,11 +86,17 @@ def _follow(rank: int, world_size: int) -> tuple[set[str], set[str]]:
     fully_shard(model)
     x = torch.ones(2, 16, requires_grad=True)
     model(x).sum().backward()
-    return _files(model, x, ("unshard", "wait_for_unshard")), _files(model, x, ("post_backward",))
+    return (
+        _files(model, x, ("unshard", "wait_for_unshard")),
+        _files(model, x, ("post_backward",), without="reshard_after_use"),
+        _files(model, x, ("reshard",)),
+    )
 
 
-def test_a_gather_and_a_reduction_lead_through_few_files():
-    ((gather, reduction),) = run_ranks(1, _follow, isolated=True)
+def test_each_walk_of_a_group_leads_through_few_files():
+    ((gather, reduction, reshard),) = run_ranks(1, _follow, isolated=True)
     assert {"engine/param_group", "parameters/param", "runtime/collective", "runtime/lanes"} <= gather & reduction
     assert len(gather) <= 8, sorted(gather)
-    assert len(reduction) <= 9, sorted(reduction)
+    assert len(reduction) <= 8, sorted(reduction)
+    assert {"engine/param_group", "engine/context"} <= reshard
+    assert len(reshard) <= 8, sorted(reshard)

@@ -241,7 +241,10 @@ class FSDPModule(StockFSDPModule):
             group.change(max_reduce_inputs=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Sets whether reductions use their own process group (collective: makes one for each shard group)."""
+        """Sets whether reductions use their own process group (collective: makes one for each shard group).
+
+        A change takes effect at the next gather, for the reductions after it.
+        """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
             shard = group.mesh.shard_group
@@ -371,7 +374,7 @@ class FSDPModule(StockFSDPModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """Gathers this module's parameters through `comm`, which allocates the input and output buffers.
 
-        Does nothing on a module without sharded parameters of its own.
+        A change takes effect at the next gather. Does nothing on a module without sharded parameters of its own.
         """
         for group in self._sharded_groups():
             group.communication = group.communication.gathering_through(comm, group.label)
@@ -379,7 +382,8 @@ class FSDPModule(StockFSDPModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduces this module's gradients through `comm`, which allocates the input and output buffers.
 
-        Does nothing on a module without sharded parameters of its own.
+        A change takes effect at the next gather, for the reductions after it. Does nothing on a module without sharded
+        parameters of its own.
         """
         for group in self._sharded_groups():
             group.communication = group.communication.reducing_through(comm, group.label)

@@ -56,7 +56,8 @@ class GroupGather:
         self.context = CommContext(device)
         self.stale = False
         self._communication = Communication(compression)
-        self._transports: Transports | None = None
+        self._transports: Transports | None = None  # chosen by the first gather
+        self._settled = False  # whether they are those for `_communication`
         self._offloaded = any(param.offload is not None for param in params)
         self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
         self._checked = False  # whether the parameters are where a gather needs them
@@ -74,7 +75,7 @@ class GroupGather:
 
     @property
     def communication(self) -> Communication:
-        """How its bytes are sent; a change takes effect at the next gather and reduction."""
+        """How its bytes are sent; a change takes effect at the next gather, and with the reductions after it."""
         return self._communication
 
     @communication.setter
@@ -82,15 +83,15 @@ class GroupGather:
         if self._transports is not None:
             self._transports.forget_residuals()
         self._communication = communication
-        self._transports = None
+        self._settled = False
         self._forget_plans()
 
-    @property
-    def _through(self) -> Transports:
-        """The transports, chosen at first use (collective over the shard group: its ranks have to meet)."""
-        if self._transports is None:
+    def _chosen_transports(self) -> Transports:
+        """The transports, chosen by the first gather (collective over the shard group: its ranks have to meet)."""
+        if self._transports is None or not self._settled:
             with events.Waiting(self.label, "set-up"):
                 self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
+            self._settled = True
         return self._transports
 
     def _share_shards(self, params: Sequence[FSDPParam]) -> None:
@@ -143,7 +144,7 @@ class GroupGather:
         return self._buffer_bytes + self.unsharded_bytes
 
     def _count_buffer_bytes(self) -> int:
-        transport = self._through.gather
+        transport = self._chosen_transports().gather
         if transport is None:
             return 0
         if self._plan is None and not self._has_subclass:
@@ -202,6 +203,7 @@ class GroupGather:
             self._share_shards(self.params)
             self._checked = True
         self.stale = False
+        transport = self._chosen_transports().gather
         if self._items and not any(self._items):  # every parameter is its own shard
             self._drop_kept()
             return None
@@ -214,7 +216,7 @@ class GroupGather:
                 self._plan, self._buffer_bytes, self._items = None, None, items
         if not any(self._items):
             return None
-        lane, transport = self.context.gathers, self._through.gather
+        lane = self.context.gathers
         flat_sources = [source for each in sources for source in each]
         if self._offloaded:
             flat_sources = self.context.on_device(flat_sources)
@@ -269,7 +271,7 @@ class GroupGather:
         if not uneven:
             return
         group = self.mesh.shard_group
-        if group is None or self._through.gather is None:
+        if group is None or self._chosen_transports().gather is None:
             return
         if agree(repr([sent for _, sent in uneven]).encode(), group, self.device):
             return
@@ -283,6 +285,7 @@ class GroupGather:
         )
 
     def _gather_kept(self) -> Ticket:
+        self._chosen_transports()  # for the reduction
         lane = self.context.gathers
         plan = self._plan_kept()
         with lane.owning_memory():

@@ -555,8 +555,9 @@ class FSDPParamGroup(GroupGather):
             label = ", ".join(param.fqn for param in params)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
-        through = self._through.reduce
-        for program in self._reduction.programs(params, gradients, self.label, through, self.settings):
+        assert self._transports is not None, self.label  # a gather came before
+        transport = self._transports.reduce
+        for program in self._reduction.programs(params, gradients, self.label, transport, self.settings):
             self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
 
     def abandon(self) -> None:
