@@ -191,7 +191,7 @@ def _norms(grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, fore
     if any(grad.is_complex() for grad in grads):
         grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
     if foreach:
-        return foreach_norm(grads, norm_type, dtype)
+        return list(foreach_norm(grads, norm_type, dtype))
     return [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads]
 
 

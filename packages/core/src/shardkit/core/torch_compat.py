@@ -90,7 +90,6 @@ __all__ = [
     "replace_local",
     "runs_in_this_backward",
     "set_grad_enabled",
-    "set_grad_dtype",
     "take_meaning",
     "timeout_of",
     "transforms_active",
@@ -487,11 +486,6 @@ def grad_dtype_of(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
     return bool(is_set), dtype
 
 
-def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Sets `parameter.grad_dtype`."""
-    parameter.grad_dtype = dtype
-
-
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces each parameter and buffer by the result of `change`, like `Module.to` and `Module.to_empty`.
 
@@ -500,19 +494,11 @@ def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.T
     module._apply(change)
 
 
-def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The `norm_type`-norm of each tensor, computed in `dtype`, in few kernels."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-
-
-def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies tensors of one device by a 0-dim factor, in place, in few kernels."""
-    torch._foreach_mul_(tensors, factor)
-
-
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_div: Callable[..., Sequence[torch.Tensor]] = torch._foreach_div
+foreach_norm: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+foreach_scale_: Callable[..., None] = torch._foreach_mul_
 foreach_zero_: Callable[..., None] = torch._foreach_zero_
 # Chunks of several tensors, one row of a matrix for each rank, padded with zeros; None if torch lacks it.
 chunk_cat: Callable[..., torch.Tensor] | None = getattr(torch, "_chunk_cat", None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, grad_dtype_of, set_grad_dtype
+from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES, grad_dtype_of
 
 __all__ = ["GradientDtype"]
 
@@ -39,7 +39,7 @@ class GradientDtype:
     def put_on(self, sharded: torch.Tensor) -> None:
         """Sets it on the sharded parameter, if the user has set it."""
         if self._is_set:
-            set_grad_dtype(sharded, self._dtype)
+            sharded.grad_dtype = self._dtype
 
     def take_out(self, sharded: torch.Tensor) -> torch.Tensor | None:
         """Before a cast or move of the module: removes a gradient whose dtype must not follow the parameter's."""
@@ -74,7 +74,7 @@ class GradientDtype:
         self.may_defer = False
         if not self._follows or sums == unsharded.dtype:
             return
-        set_grad_dtype(unsharded, sums)
+        unsharded.grad_dtype = sums
         replicated = isinstance(unsharded, DTensor) and any(one.is_replicate() for one in unsharded.placements)
         self.may_defer = sums is not None and sums.itemsize > unsharded.itemsize and not replicated
 
@@ -85,12 +85,12 @@ class GradientDtype:
         For parameters that `may_defer`. A first gradient that is not reduced must be cast at once, as in stock:
         autograd then adds the contributions of several uses of the parameter in the dtype of sums.
         """
-        set_grad_dtype(unsharded, None)
+        unsharded.grad_dtype = None
 
     @staticmethod
     def stop_deferring(unsharded: torch.Tensor, sums: torch.dtype | None) -> None:
         """Ends `defer`."""
-        set_grad_dtype(unsharded, sums)
+        unsharded.grad_dtype = sums
 
     def fresh(self, compute: torch.dtype, sums: torch.dtype | None) -> torch.dtype:
         """The dtype that every rank expects for a gradient of one backward."""
