@@ -1,6 +1,5 @@
 """`fully_shard` together with torch's own tools: compile, GradScaler, clipping, an optimizer inside backward."""
 
-import copy
 from types import ModuleType
 from typing import Any
 
@@ -142,46 +141,6 @@ def _scaled(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_grad_scaler_with_clipping(world_size: int) -> None:
     run_ranks(world_size, _scaled)
-
-
-class _Similarity(nn.Module):
-    """As CLIP: a scalar among the root's parameters, before all others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(1.5))
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.logit_scale
-
-
-def _overflows_on_one_rank(rank: int, world_size: int) -> None:
-    model: Any = _Similarity()
-    ours.fully_shard(model.layer)
-    ours.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    if rank == 1:
-        model.layer.weight.grad.to_local()[-1, -1] = float("inf")
-    copied = copy.deepcopy(model.logit_scale.grad)
-    assert type(copied) is DTensor and torch.equal(copied.to_local(), model.logit_scale.grad.to_local())
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    assert all(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))
-    optimizer.zero_grad()
-    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    scaler.step(optimizer)
-    assert {type(value) for value in optimizer.state[model.logit_scale].values()} <= {torch.Tensor, DTensor}
-    assert not torch.equal(before[0], model.logit_scale.full_tensor())
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_scalar_parameter_hides_no_overflow_of_another_rank(world_size: int) -> None:
-    run_ranks(world_size, _overflows_on_one_rank)
 
 
 def _clipped(rank: int, world_size: int) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.core.test_scalers import OVERLOOKED, finds_an_overflow
 from tests.legacy_fsdp_compat.both import (
     CPU,
     OURS,
@@ -395,6 +396,18 @@ def scaler(rank: int, world_size: int) -> None:
 
 def test_grad_scaler_ranks_agree():
     run_ranks(2, scaler)
+
+
+def scaler_of_all_ranks(rank: int, world_size: int, build: Any, options: dict[str, bool]) -> None:
+    from shardkit.legacy_fsdp_compat import ShardedGradScaler
+
+    finds_an_overflow(rank, world_size, build, ShardedGradScaler("cpu", init_scale=4.0), options)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
+@pytest.mark.parametrize("build", OVERLOOKED)
+def test_grad_scaler_for_models_that_torchs_is_refused_for(build: Any, options: dict[str, bool]):
+    run_ranks(OVERLOOKED[build][0], scaler_of_all_ranks, build, options)
 
 
 class Unused(nn.Module):

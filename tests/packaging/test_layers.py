@@ -28,7 +28,17 @@ LAYERS: list[set[str]] = [
     {"parameters"},
     {"optimizer_steps"},
     {"engine"},
-    {"fully_shard", "module", "checkpoint", "clip", "first_step", "initialisation", "materialize", "optimizers"},
+    {
+        "fully_shard",
+        "module",
+        "checkpoint",
+        "clip",
+        "first_step",
+        "initialisation",
+        "materialize",
+        "optimizers",
+        "scalers",
+    },
     {"install"},
     {"__init__", "__main__"},
 ]
