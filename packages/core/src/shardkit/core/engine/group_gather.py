@@ -57,7 +57,7 @@ class GroupGather:
         self.stale = False
         self._communication = Communication(compression)
         self._transports: Transports | None = None  # chosen by the first gather
-        self._settled = False  # whether they are those for `_communication`
+        self._transports_of: Communication | None = None  # that they were chosen for
         self._offloaded = any(param.offload is not None for param in params)
         self._written = True  # an optimizer has stepped since the lane last waited for writers of the shards
         self._checked = False  # whether the parameters are where a gather needs them
@@ -83,15 +83,14 @@ class GroupGather:
         if self._transports is not None:
             self._transports.forget_residuals()
         self._communication = communication
-        self._settled = False
         self._forget_plans()
 
     def _chosen_transports(self) -> Transports:
-        """The transports, chosen by the first gather (collective over the shard group: its ranks have to meet)."""
-        if self._transports is None or not self._settled:
+        """The transports, chosen by the first gather after a change (collective: ranks of the shard group meet)."""
+        if self._transports is None or self._transports_of is not self._communication:
             with events.Waiting(self.label, "set-up"):
                 self._transports = self._communication.transports(self.mesh.shard_group, self.device, self.label)
-            self._settled = True
+            self._transports_of = self._communication
         return self._transports
 
     def _share_shards(self, params: Sequence[FSDPParam]) -> None:
