@@ -406,7 +406,7 @@ def scaler_of_all_ranks(rank: int, world_size: int, build: Any, options: dict[st
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
 @pytest.mark.parametrize("build", OVERLOOKED)
-def test_grad_scaler_for_models_that_torchs_is_refused_for(build: Any, options: dict[str, bool]):
+def test_grad_scaler_finds_what_a_warning_tells_of(build: Any, options: dict[str, bool]):
     run_ranks(OVERLOOKED[build][0], scaler_of_all_ranks, build, options)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections import defaultdict
 from itertools import repeat
 from operator import attrgetter
@@ -41,7 +42,7 @@ _Kind: TypeAlias = tuple[DeviceMesh, tuple[bool, ...]]
 _Ranks: TypeAlias = frozenset[int]
 
 _gradient_of = attrgetter("grad")
-_checked: set[int] = set()  # optimizers, by `id`: wrappers of them may know no weak references
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def watch_scalers() -> None:
@@ -63,10 +64,19 @@ def _check(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> No
         for parameter in held:
             param = sharded_counterpart(parameter)
             refuse_waiting("?" if param is None else param.fqn, parameter.grad)
-    if id(optimizer) not in _checked:
-        _checked.add(id(optimizer))
-        if type(scaler).__module__.startswith("torch."):  # other classes may reduce the flag themselves
-            _warn_of_overlooked(held)
+    # Other classes may reduce the flag themselves.
+    if type(scaler).__module__.startswith("torch.") and _is_new(optimizer):
+        _warn_of_overlooked(held)
+
+
+def _is_new(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is seen for the first time; always for wrappers that cannot be hashed or referred to."""
+    try:
+        is_new = optimizer not in _checked
+        _checked.add(optimizer)
+    except TypeError:
+        return True
+    return is_new
 
 
 def _warn_of_overlooked(held: list[torch.Tensor]) -> None:
@@ -127,10 +137,10 @@ class _Reaches(dict[_Kind, tuple[_Ranks, _Ranks]]):
 
 
 def _overlooked(params: list[FSDPParam], first: DTensor, asked: _Ranks, needed: _Ranks) -> str:
-    fqn = next((param.fqn for param in params if param.sharded_param.grad is first), "?")
+    fqns = (f"'{param.fqn}'" for param in params if param.sharded_param.grad is first)
     return (
-        f"torch.amp.GradScaler may overlook an overflow. It looks at the ranks over which parameter '{fqn}' is sharded "
-        f"({len(asked)}), because that comes first in the optimizer, and {len(needed)} ranks share parameters of the "
-        "model. Some would skip a step that others take. Use ShardedGradScaler of shardkit-legacy-fsdp-compat, which "
-        "looks at all ranks, or train in bfloat16"
+        f"torch.amp.GradScaler may overlook an overflow: {len(needed)} ranks share parameters of the model, and it "
+        f"looks at those over which parameter {next(fqns, f'of shape {tuple(first.shape)}')}, the optimizer's first in "
+        f"{first.dtype}, is sharded: {len(asked)}. Some ranks would skip a step that others take. Use "
+        "ShardedGradScaler of shardkit-legacy-fsdp-compat, which looks at all ranks, or train in bfloat16"
     )
