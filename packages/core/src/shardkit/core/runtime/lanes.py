@@ -352,7 +352,7 @@ class StreamLane:
             except BaseException:
                 lane.stream.synchronize()
                 raise
-        return StreamTicket(self, label, stages)
+        return StreamTicket(self, label, stages, self.current_stream() if after_current else None)
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
         """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
@@ -408,11 +408,15 @@ class _Stage(NamedTuple):
 
 
 class StreamTicket:
-    """A program that is queued as a whole; `done` after a stream has been made to wait for its end."""
+    """A program that is queued as a whole; `done` after a stream has been made to wait for its end.
 
-    def __init__(self, lane: StreamLane, label: str, stages: list[_Stage]) -> None:
+    `inputs_of` is the stream that made its inputs and owns their memory; None if it reads only what stays.
+    """
+
+    def __init__(self, lane: StreamLane, label: str, stages: list[_Stage], inputs_of: Any) -> None:
         self.done = False
         self._waited_on: list[Any] = []
+        self._inputs_of = inputs_of
         self._lane = lane
         self._label = label
         self.finished: Any = stages[-1].finished
@@ -430,7 +434,9 @@ class StreamTicket:
         A second stage is left to `wait`: its results are not needed earlier.
         """
         if self._has_inputs and len(self._stages) > 1:
-            self._lane.make_current_wait(self._label, self._stages.pop(0).finished)
+            stage = self._stages.pop(0)
+            self._lane.make_current_wait(self._label, stage.finished)
+            self._return_inputs(stage)
         elif self._has_inputs:
             self.wait()
         self._has_inputs = False
@@ -451,8 +457,15 @@ class StreamTicket:
             return
         self._lane.make_current_wait(self._label, self.finished)
         self._waited_on.append(stream)
+        for stage in self._stages:
+            self._return_inputs(stage)
         self._stages.clear()
         self.done = True
+
+    def _return_inputs(self, stage: _Stage) -> None:
+        """Before the inputs of a stage are dropped: if another stream waited, theirs must wait, too."""
+        if stage.held and self._inputs_of is not None and self._inputs_of != self._lane.current_stream():
+            self._inputs_of.wait_event(stage.finished)
 
     def reader_events(self) -> tuple[Any, ...]:
         return tuple(stream.record_event() for stream in self._waited_on)
