@@ -51,11 +51,15 @@ def rates(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row. `reported`: the steps of which the first and the last are shown."""
+    """One row. `reported`: the steps of which the first and the last are shown.
+
+    `budget`: the bytes that our engine may hold gathered, where a budget says so; None where it is stock's peak.
+    """
 
     scenario: Scenario
     costs: Costs
     reported: Callable[[int], bool]
+    budget: int | None = None
 
     @property
     def name(self) -> str:
@@ -112,21 +116,36 @@ def two_ahead(model: Any) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
 
 
+def _budget(blocks: int) -> dict[str, Any]:
+    """Our engine with a budget for the gathered memory of so many blocks, and the buffer of their small parameters."""
+    nbytes = blocks * BLOCK.numel * 4 + 4096
+
+    def prepare(model: Any) -> None:
+        if hasattr(model, "set_prefetch_budget"):
+            model.set_prefetch_budget(nbytes)
+
+    return {"prepare": prepare, "budget": nbytes}
+
+
 def recompute(model: Any) -> None:
     """Blocks run forward again in backward."""
     model.blocks = torch.nn.ModuleList(Checkpointed(block) for block in model.blocks)
 
 
 def _both(
-    name: str, times: dict[str, Any] | None = None, reported: Callable[[int], bool] = lambda step: True, **given: Any
+    name: str,
+    times: dict[str, Any] | None = None,
+    reported: Callable[[int], bool] = lambda step: True,
+    budget: int | None = None,
+    **given: Any,
 ) -> list[Comparison]:
     """A row with free copies, and one where they cost their bytes."""
     scenario = Scenario(name, **given)
     with_copies = replace(scenario, name=f"{name}, copies")
     times = times or {}
     return [
-        Comparison(scenario, rates(**times), reported),
-        Comparison(with_copies, rates(**times, copies=True), reported),
+        Comparison(scenario, rates(**times), reported, budget),
+        Comparison(with_copies, rates(**times, copies=True), reported, budget),
     ]
 
 
@@ -158,6 +177,9 @@ COMPARISONS: list[Comparison] = [
     *_both("reshard_after_forward=2", options={"reshard_after_forward": 2}),
     *_both("recomputation", prepare=recompute),
     *_both("explicit lists, two ahead", prepare=two_ahead),
+    *_both("prefetch budget, 2 blocks", **_budget(2)),
+    *_both("prefetch budget, 3 blocks, gradient accumulation", step=accumulating, **_budget(3)),
+    *_both("prefetch budget, 3 blocks, order changes every step", order=_shuffled, **_budget(3)),
     *_both("bf16, fp32 reduction", mixed=True),
     # A card of 400 Gbit/s for each device, and memory of 3 TB/s.
     Comparison(_BETWEEN_HOSTS, _NETWORK, lambda step: True),

@@ -15,6 +15,7 @@ All three do nothing when there is nothing to do.
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -252,8 +253,8 @@ class FSDPParamGroup(GroupGather):
             if self.order_check is not None:
                 self.context.catch_up()
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            if counted:
-                self.context.make_room()
+            if counted or self.ledger is not None:
+                self.context.make_room(functools.partial(self.bytes_when_used, in_backward=in_backward))
             try:
                 self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
             except BaseException:
@@ -382,7 +383,7 @@ class FSDPParamGroup(GroupGather):
             self._drop_kept()
         if release and was_unsharded:
             self._move_to(Residence.RELEASED)
-            self.context.release(self, self._reader_events())
+            self.context.release(self, self._reader_events(), self.unsharded_bytes)
             return
         self._free()
 

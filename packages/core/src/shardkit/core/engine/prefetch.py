@@ -18,6 +18,7 @@ holds it (`module.unshard()`). `residency.py` has the arithmetic.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,15 +63,24 @@ class PrefetchPolicy(Protocol):
 
     Attributes:
         slots: number of groups that may hold memory that forward frees (`CommContext.slots`).
+        room: the bytes that a budget leaves (`CommContext.room`); None for a depth.
     """
 
     slots: int
+    room: Callable[[], int] | None
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Frees memory before the groups `needed`, which are used now, are gathered.
 
         Raises:
             ValueError: if they do not fit beside the groups in use.
+        """
+
+    def release_ahead(self, used: Sequence[FSDPParamGroup]) -> None:
+        """Where the next groups are not known, so that nothing is gathered ahead: makes room for their gather.
+
+        `used` are those that forward uses now. Memory that is released before they compute can be gathered into while
+        they do.
         """
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
@@ -88,11 +98,15 @@ class _ByDepth:
 
     def __init__(self, depth: int, order: Order) -> None:
         self.slots = depth + 1
+        self.room = None
         self._depth = depth
         self._order = order
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Does nothing: `CommContext.make_room` frees memory when the gather starts."""
+
+    def release_ahead(self, used: Sequence[FSDPParamGroup]) -> None:
+        """Does nothing: every group is released when its forward ends."""
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
         ahead = []
@@ -123,7 +137,7 @@ class _ByDepth:
 class _ByBudget:
     """At most `nbytes` of the unsharded memory of all groups of one root."""
 
-    slots = 1
+    slots = sys.maxsize
 
     def __init__(self, nbytes: int, order: Order) -> None:
         self._nbytes = nbytes
@@ -142,6 +156,10 @@ class _ByBudget:
                 self._ledger.put(group.reference, group.held_bytes)
             if group.in_use:
                 self._noted[group.reference] = None
+
+    def room(self) -> int:
+        """Bytes that unsharded groups leave: for released groups, and for gathers."""
+        return self._nbytes - self._ledger.total
 
     def _uses_in(self, *, backward: bool) -> tuple[Uses[_Reference], int]:
         """The groups that forward or backward will use, and the step from which on they are still to come."""
@@ -181,6 +199,13 @@ class _ByBudget:
             return
         idle = _idle(group for group in self._there() if group not in needed)
         self._free(residency.make_room(self._nbytes, in_use, idle, lambda: _not_in_use(self._order.upcoming)))
+
+    def release_ahead(self, used: Sequence[FSDPParamGroup]) -> None:
+        excess = self._ledger.total + sum(group.held_bytes for group in used) - self._nbytes
+        uses, step = self._uses_in(backward=False)
+        if excess > 0 and uses.distinct:
+            for group in self._last_used(excess, uses, step, used):
+                group.reshard(keep=self._order.place_in_backward(group) is not None, release=True)
 
     def _last_used(
         self, excess: int, uses: Uses[_Reference], step: int, needed: Sequence[FSDPParamGroup]

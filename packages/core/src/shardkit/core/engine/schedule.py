@@ -132,7 +132,7 @@ class Schedule:
         self.innermost = None
         self._caller = calling_frame()
         self._thread = threading.get_ident()
-        self.context.slots = self.policy.slots
+        self.context.slots, self.context.room = self.policy.slots, self.policy.room
         self.context.free_released()  # later writes to a local shard are not always noticed
         if state.is_root:
             self._free_stale()
@@ -183,6 +183,8 @@ class Schedule:
             self.gather_listed(listed, in_backward=False)
         elif expected and (self.order.is_steady or not self.context.gathers.has_streams):
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
+        elif self.context.gathers.has_streams:
+            self.policy.release_ahead(state.groups)
 
     @outside_transforms
     def end_forward(self, state: ScheduledState, *, failed: bool) -> None:
