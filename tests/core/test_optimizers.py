@@ -1,5 +1,7 @@
 """Steps of optimizers are noticed whatever has happened to the parameters since they were sharded."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from shardkit.core import (
     optimizer_step_on_shards,
 )
 from shardkit.core.parameters.param import sharded_counterpart
-from tests.support import run_ranks
+from tests.support import networked_mesh, run_ranks
 
 
 def after_materialize(rank: int, world_size: int) -> None:
@@ -64,6 +66,91 @@ def _gather_or_forward(event: events.Event) -> str:
 
 def test_prefetch_after_a_step():
     run_ranks(2, prefetched_after_a_step)
+
+
+def written_while_gathered(rank: int, world_size: int, networked: bool) -> None:
+    """A gather that nobody has waited for is out of date after a write, on all ranks."""
+    mesh = networked_mesh((world_size,)) if networked else None
+    for write in ("step", "copy"):
+        model = fully_shard(nn.Linear(4, 2, bias=False), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.ones(1, 4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            model.unshard(async_op=True)
+            if rank == 0:
+                time.sleep(0.1)  # a peer that has read by now has read old values
+            if write == "step":
+                optimizer.step()
+            else:
+                with torch.no_grad():
+                    model.weight.copy_(model.weight + 1.0)
+            seen = model(x).detach()
+            model.reshard()
+            assert torch.equal(seen, x @ model.weight.full_tensor().T), write
+
+
+@pytest.mark.parametrize("networked", [False, True])
+def test_writes_while_a_gather_is_under_way(networked: bool) -> None:
+    run_ranks(2, written_while_gathered, networked)
+
+
+def stepped_while_gathered(rank: int, world_size: int) -> None:
+    """A step waits until peers have read the shards: who waits for the gather afterwards finds the values before it."""
+    model = fully_shard(nn.Linear(4, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        before = model.weight.full_tensor()
+        handle = model.unshard(async_op=True)
+        if rank == 1:
+            time.sleep(0.1)
+        optimizer.step()
+        handle.wait()
+        assert torch.equal(model.weight.detach(), before)
+        model.reshard()
+
+
+def test_a_step_waits_for_readers_of_its_shards() -> None:
+    run_ranks(2, stepped_while_gathered)
+
+
+def frozen_while_unsharded(rank: int, world_size: int) -> None:
+    """Freezing a sharded parameter, as an optimizer holds it, holds for a module that is unsharded at that moment."""
+    for keep in ("evaluation", "unshard", "backward"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], reshard_after_forward=keep != "evaluation")
+        fully_shard(model)
+        weight, bias = model[0].parameters()
+        x = torch.ones(1, 4)
+        if keep == "evaluation":
+            with torch.no_grad():
+                model(x)
+        elif keep == "unshard":
+            model[0].unshard()
+        else:
+            model.set_reshard_after_backward(False)
+            model(x).sum().backward()
+        for frozen in (True, True, False):
+            weight.requires_grad_(not frozen)
+            model.zero_grad()
+            weight.grad = bias.grad = None
+            model(x).sum().backward()
+            assert (weight.grad is None) == frozen, keep
+            assert bias.grad is not None
+        loss = model(x).sum()
+        bias.requires_grad_(False)
+        weight.grad = bias.grad = None
+        loss.backward()
+        assert weight.grad is not None
+        assert bias.grad is None  # as in one process
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_freezing_while_unsharded(world_size: int) -> None:
+    run_ranks(world_size, frozen_while_unsharded)
 
 
 def tied_after_a_cast(rank: int, world_size: int) -> None:

@@ -135,6 +135,12 @@ def _unshard_by_hand(run: Run) -> None:
         block.reshard()
 
 
+def _step_while_gathering(run: Run) -> None:
+    whole_step(run)
+    unshard_ahead(run.model)
+    optimize(run)
+
+
 def _evaluate_between(run: Run) -> None:
     whole_step(run)
     optimize(run)
@@ -340,6 +346,7 @@ CONFIGURATIONS: list[Configuration] = [
         on_stock=False,
     ),
     configuration("unshard by hand", step=_unshard_by_hand),
+    configuration("the optimizer steps while blocks are gathered", step=_step_while_gathering, on_stock=False),
     configuration("pipeline stages", blocks=(ODD,) * 6, stages=2, step=pipelined),
     configuration("evaluation between", step=_evaluate_between),
     configuration("two forwards, two backwards", step=_two_forwards),

@@ -189,6 +189,11 @@ class GroupGather:
             self._columns = _Columns(self.params)
         self._columns.slots.register_unsharded()
 
+    def _pass_on_freezing(self) -> None:
+        """While unsharded parameters are registered: sharded ones may have been frozen, or trained again."""
+        if self._columns is not None:
+            self._columns.slots.pass_on_freezing()
+
     def _register_sharded(self) -> None:
         """Before the unsharded memory is freed: registers the sharded parameters on the modules."""
         assert self._columns is not None  # the gather has made them

@@ -237,10 +237,10 @@ class FSDPParamGroup(GroupGather):
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
         backward uses the parts kept after forward. For the same reason forward gathers again if they have changed since
-        the last gather, for example by a step after a forward without a backward. Released memory is taken back.
+        the last gather began, for example by a step after a forward without a backward. Released memory is taken back.
         """
         if self.is_unsharded:
-            if self.residence is Residence.GATHERING or in_backward or not self.is_stale:
+            if in_backward or not self.is_stale:
                 return
             self.reshard()
         if self.residence is Residence.RELEASED:
@@ -266,7 +266,7 @@ class FSDPParamGroup(GroupGather):
 
     def _take_back(self) -> bool:
         """Takes released memory back into use, unless the shards have changed since it was gathered."""
-        if self.stale or any(param.changed_since_gather for param in self.params):
+        if self.is_stale:
             return False
         self.context.take_back(self)
         self._move_to(Residence.GATHERING)
@@ -279,8 +279,10 @@ class FSDPParamGroup(GroupGather):
 
     @property
     def is_stale(self) -> bool:
-        """Whether unsharded parameters are older than the shards."""
-        return self.stale or any(param.is_stale for param in self.params)
+        """Whether unsharded parameters, or those being gathered, are older than the shards."""
+        if self.residence is Residence.UNSHARDED:
+            return self.stale or any(param.is_stale for param in self.params)
+        return self.stale or any(param.changed_since_gather for param in self.params)
 
     def refresh(self) -> bool:
         """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""
@@ -335,8 +337,10 @@ class FSDPParamGroup(GroupGather):
         """
         self._drop_zeroed_gradients()
         if self.residence is not Residence.GATHERING:
-            if self._gathered is not None and self.residence is Residence.UNSHARDED:
-                self._gathered.wait()
+            if self.residence is Residence.UNSHARDED:
+                self._pass_on_freezing()
+                if self._gathered is not None:
+                    self._gathered.wait()
             return
         with ungraphed("wait_for_unshard", self.label):
             if self._ticket is None and self._gathered is not None:  # taken back: this stream may not have waited yet
@@ -522,6 +526,9 @@ class FSDPParamGroup(GroupGather):
             )
         if not in_backward():
             self._drop_zeroed_gradients()
+            if self._ticket is not None:  # a gather under way reads the shards, and so may peers
+                self._ticket.wait()
+                self.context.settle_gathers()
         self._check_waiting()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return

@@ -93,6 +93,16 @@ class Slots:
         self._gathered_requires_grad = wanted
         self._register(self._unsharded)
 
+    def pass_on_freezing(self) -> None:
+        """Changes `requires_grad` of the unsharded parameters where that of the sharded ones has changed."""
+        wanted = [*map(_requires_grad, self._sharded)]
+        if wanted != self._gathered_requires_grad:
+            both = zip(wanted, self._gathered_requires_grad, strict=True)
+            for unsharded, (requires_grad, gathered) in zip(self._unsharded, both, strict=True):
+                if requires_grad != gathered:
+                    unsharded.requires_grad_(requires_grad)
+            self._gathered_requires_grad = wanted
+
     def register_sharded(self) -> None:
         """Registers the sharded parameters; keeps what the user did to the unsharded ones in between.
 
