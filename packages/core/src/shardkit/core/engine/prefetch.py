@@ -63,11 +63,13 @@ class PrefetchPolicy(Protocol):
 
     Attributes:
         slots: number of groups that may hold memory that forward frees (`CommContext.slots`).
-        room: the bytes that a budget leaves (`CommContext.room`); None for a depth.
     """
 
     slots: int
-    room: Callable[[], int] | None
+
+    @property
+    def room(self) -> Callable[[], int] | None:
+        """Gives the bytes that a budget leaves (`CommContext.room`); None for a depth."""
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Frees memory before the groups `needed`, which are used now, are gathered.
@@ -96,9 +98,10 @@ class PrefetchPolicy(Protocol):
 class _ByDepth:
     """At most `depth` groups ahead of the one in use."""
 
+    room = None
+
     def __init__(self, depth: int, order: Order) -> None:
         self.slots = depth + 1
-        self.room = None
         self._depth = depth
         self._order = order
 
