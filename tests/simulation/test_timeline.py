@@ -37,6 +37,7 @@ ON_PAGE = {
     "one huge embedding": "huge embedding",
     "`reshard_after_forward=2`": "reshard_after_forward=2",
     "gradient accumulation": "gradient accumulation",
+    "`set_prefetch_budget`, 3 blocks, changing order": "prefetch budget, 3 blocks, order changes every step",
     "bf16, fp32 reduction": "bf16, fp32 reduction",
     "CPU offload (transfers 6)": "CPU offload",
     "pipeline stages, explicit unshards": "pipeline stages",
