@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from side_by_side.crew import CrewFailure
-from side_by_side.goals import configurations, judged
+from side_by_side.goals import configurations, judged, on_gpus
 from side_by_side.link import RATES, NoLink
 from side_by_side.ratios import Row, rows_of
 from side_by_side.run import Disagreement, Measured, Settings, compare
 from side_by_side.surroundings import load, surroundings
-from side_by_side.systems import COMPARED, SYSTEMS, imbalance
+from side_by_side.systems import COMPARED, ON_GPUS, SYSTEMS, imbalance
 from side_by_side.table import absolute_table, goal_table, ratio_table
 from side_by_side.workloads import OPTIMIZERS, WORKLOADS
 
@@ -47,6 +47,7 @@ def main() -> int:
             print(f"{workload}, {world_size} ranks: {error}", file=sys.stderr)
             return 1
         if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     return 0 if runs else 1
 
@@ -85,6 +86,9 @@ def _as_json(measured: Measured) -> dict[str, Any]:
 
 
 def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
+    if args.model is None and args.device == "cuda":
+        every = on_gpus(torch.cuda.device_count())
+        return [(model, world) for model, world in every if args.world_size in (None, world)]
     if args.model is None:
         every = configurations(args.optimizer, args.link)
         return [(model, world) for model, world in every if args.world_size in (None, world)]
@@ -93,10 +97,14 @@ def _configurations(args: argparse.Namespace) -> list[tuple[str, int]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, help="default: every configuration that has a goal")
+    parser.add_argument(
+        "--model", choices=WORKLOADS, help="default: all that have a goal; on GPUs a large and a deep model"
+    )
     parser.add_argument("--world-size", type=int, help="default: 2, or every one that has a goal")
     parser.add_argument(
-        "--systems", type=_systems, default=list(COMPARED), help=f"of {','.join(SYSTEMS)}; first / others"
+        "--systems",
+        type=_systems,
+        help=f"of {','.join(SYSTEMS)}; first / others (the first {len(COMPARED)}, on GPUs {len(ON_GPUS)})",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--link", choices=RATES, help="halves of the ranks in two network namespaces (needs root)")
@@ -105,8 +113,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn (3)")
     parser.add_argument("--warmup", type=int, default=2, help="turns before anything counts (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--profile", metavar="DIR", help="afterwards, write a cProfile of rank 0 of each system")
-    return parser.parse_args()
+    parser.add_argument(
+        "--profile", metavar="DIR", help="afterwards, write a cProfile of rank 0 of each system, on GPUs also a trace"
+    )
+    args = parser.parse_args()
+    if args.systems is None:
+        args.systems = list(COMPARED if args.device == "cpu" else ON_GPUS)
+    return args
 
 
 def _systems(text: str) -> list[str]:

@@ -47,6 +47,11 @@ def configurations(optimizer: str, link: str | None) -> list[tuple[str, int]]:
     return list(dict.fromkeys((g.workload, g.world_size) for g in GOALS if (g.optimizer, g.link) == (optimizer, link)))
 
 
+def on_gpus(count: int) -> list[tuple[str, int]]:
+    """What `count` GPUs of one machine are measured with: a model that fills them, and one that the host bounds."""
+    return [("llama-1b", max(1, count)), ("deep-narrow", 1)]
+
+
 def judged(rows: list[Row], settings: Settings) -> list[tuple[Goal, float]]:
     """The goals of a configuration with the median ratios that were measured."""
     configuration = (settings.workload, settings.world_size, settings.optimizer, settings.link)

@@ -134,7 +134,10 @@ class Trainer:
         return counts
 
     def profile(self, steps: int, directory: str) -> None:
-        """Run `steps` steps under cProfile; rank 0 writes `<system>.prof` and `<system>.txt`."""
+        """Run `steps` steps under cProfile; rank 0 writes `<system>.prof` and `<system>.txt`.
+
+        On a GPU it runs as many again under torch's profiler, and rank 0 writes `<system>.json`, a trace for Chrome.
+        """
         self._meet()
         profiler = cProfile.Profile(time.process_time)
         for _ in range(steps):
@@ -146,6 +149,12 @@ class Trainer:
             with open(f"{path}.txt", "w") as file:  # noqa: PTH123
                 for order in ("tottime", "cumulative"):
                     pstats.Stats(f"{path}.prof", stream=file).strip_dirs().sort_stats(order).print_stats(60)
+        if self.device.type != "cpu":
+            with torch.profiler.profile() as trace:
+                for _ in range(steps):
+                    self._step()
+            if self.assignment.rank == 0:
+                trace.export_chrome_trace(os.path.join(directory, f"{self.assignment.system}.json"))  # noqa: PTH118
 
     def _held(self) -> int | None:
         if self.device.type == "cuda":

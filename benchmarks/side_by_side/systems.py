@@ -146,6 +146,8 @@ SYSTEMS: dict[str, Callable[[Workload, Place], System]] = {
 }
 COMPARED = ("shardkit", "fsdp2", "fsdp1", "ddp", "alone")
 """Default systems of `--systems`: those that give the same results up to rounding."""
+ON_GPUS = ("shardkit", "fsdp2")
+"""The same on GPUs, where all systems of a large model would not fit beside each other."""
 
 
 def optimizers_for(system: System, workload: Workload) -> list[torch.optim.Optimizer]:

@@ -86,3 +86,6 @@ def test_without_enough_gpus_a_comparison_says_so() -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "NCCL needs a GPU for each of 2 ranks; there are 0" in done.stdout
+    every = subprocess.run(command[:3], check=False, capture_output=True, text=True, timeout=300)
+    assert every.returncode == 1
+    assert [line.partition(":")[0] for line in every.stdout.splitlines()] == ["llama-1b", "deep-narrow"]
