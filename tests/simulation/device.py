@@ -320,6 +320,12 @@ class MemPool:
     def __init__(self, allocator: object = None) -> None:
         self.allocator = allocator
 
+    def snapshot(self) -> list[dict[str, int]]:
+        """The memory of the pool, in the words of `torch.cuda.MemPool.snapshot`."""
+        assert _Process.simulation is not None
+        live = _Process.simulation.memory.live
+        return [{"address": one.at, "total_size": one.nbytes} for one in live if one.pool is self]
+
 
 class _Active(threading.local):
     pool: MemPool | None = None

@@ -12,6 +12,7 @@ from tests.simulation.configurations import optimize, registered
 from tests.simulation.device import Access, Observer
 from tests.simulation.model import BlockSpec
 from tests.simulation.training import Scenario, started, take_steps
+from tests.support.pools import lies_in_pool
 
 # Gathered and reduced in place; gathered in place and padded, reduced packed; packed both ways.
 SHAPES = ((512, 512), (1023, 512), (512,))
@@ -123,6 +124,22 @@ def test_what_travels_lies_in_the_pool(place: int, on_device: Callable[..., Any]
     groups = 2 if SCENARIOS[place].name in ("reshard to two", "separate group") else 1
     assert seen.registrations == groups
     assert seen.pools == groups
+
+
+def unsharded_in_pool() -> tuple[list[bool], bool]:
+    """Whether each unsharded parameter of a block lies in the pool, and whether an ordinary tensor does."""
+    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=1, prepare=registered)
+    with started(scenario, "ours", _Watcher(), lambda: 0.0) as run:
+        for _ in take_steps(run):
+            block = run.model.blocks[0]
+            block.unshard()
+        ordinary = torch.zeros(8, device="sim")
+        return [lies_in_pool(block, weight) for weight in block.weights], lies_in_pool(block, ordinary)
+
+
+def test_unsharded_parameters_lie_in_the_pool(on_device: Callable[..., Any]) -> None:
+    """Asked as `tests/gpu` asks it of NCCL's pool, which no other test without a GPU does."""
+    assert on_device(unsharded_in_pool) == ([True] * len(SHAPES), False)
 
 
 def switched_off() -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
