@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,12 +18,22 @@ from tests.support.pools import lies_in_pool
 SHAPES = ((512, 512), (1023, 512), (512,))
 IN_PLACE = 512 * 512
 
+Setter: TypeAlias = Callable[[Any], None]
+
 
 def _fill(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 100)
 
+
+def symmetric(model: Any) -> None:
+    """The same by the setter that is named after symmetric memory."""
+    for module in (model, *model.blocks):
+        module.set_symm_mem_for_comm()
+
+
+both_setters = pytest.mark.parametrize("setter", [registered, symmetric])
 
 SCENARIOS = [
     Scenario("in place"),
@@ -70,7 +80,7 @@ def _bytes(tensor: Any) -> bytes:
     return bytes(tensor.detach().to_local().cpu().numpy().tobytes())
 
 
-def train(place: int, prepare: Callable[[Any], None] | None) -> Seen:
+def train(place: int, prepare: Setter | None) -> Seen:
     watcher = _Watcher()
     given = SCENARIOS[place]
 
@@ -99,10 +109,11 @@ def _names(seen: Seen, part: str) -> set[str]:
     return {name for name, _ in seen.ran if part in name}
 
 
+@both_setters
 @pytest.mark.parametrize("place", range(len(SCENARIOS)), ids=[one.name for one in SCENARIOS])
-def test_only_memory_differs(place: int, on_device: Callable[..., Any]) -> None:
+def test_only_memory_differs(place: int, setter: Setter, on_device: Callable[..., Any]) -> None:
     """The same kernels and collectives in the same order, of the same sizes, and the same bits."""
-    plain, pooled = on_device(train, place, None), on_device(train, place, registered)
+    plain, pooled = on_device(train, place, None), on_device(train, place, setter)
     assert plain.registrations == 0
     assert not plain.pooled
     assert _names(plain, "allgather")
@@ -112,10 +123,11 @@ def test_only_memory_differs(place: int, on_device: Callable[..., Any]) -> None:
     assert pooled.values == plain.values
 
 
+@both_setters
 @pytest.mark.parametrize("place", range(len(SCENARIOS)), ids=[one.name for one in SCENARIOS])
-def test_what_travels_lies_in_the_pool(place: int, on_device: Callable[..., Any]) -> None:
+def test_what_travels_lies_in_the_pool(place: int, setter: Setter, on_device: Callable[..., Any]) -> None:
     """All buffers lie in the pool, except gradients that are reduced from where autograd has made them."""
-    seen = on_device(train, place, registered)
+    seen = on_device(train, place, setter)
     gathers, reductions = _names(seen, "allgather"), _names(seen, "reduce_scatter")
     in_place = SCENARIOS[place].coalescing and not SCENARIOS[place].mixed
     assert seen.outside == ({(name, False, 4 * IN_PLACE) for name in reductions} if in_place else set())
@@ -126,9 +138,9 @@ def test_what_travels_lies_in_the_pool(place: int, on_device: Callable[..., Any]
     assert seen.pools == groups
 
 
-def unsharded_in_pool() -> tuple[list[bool], bool]:
+def unsharded_in_pool(setter: Setter) -> tuple[list[bool], bool]:
     """Whether each unsharded parameter of a block lies in the pool, and whether an ordinary tensor does."""
-    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=1, prepare=registered)
+    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=1, prepare=setter)
     with started(scenario, "ours", _Watcher(), lambda: 0.0) as run:
         for _ in take_steps(run):
             block = run.model.blocks[0]
@@ -137,14 +149,15 @@ def unsharded_in_pool() -> tuple[list[bool], bool]:
         return [lies_in_pool(block, weight) for weight in block.weights], lies_in_pool(block, ordinary)
 
 
-def test_unsharded_parameters_lie_in_the_pool(on_device: Callable[..., Any]) -> None:
+@both_setters
+def test_unsharded_parameters_lie_in_the_pool(setter: Setter, on_device: Callable[..., Any]) -> None:
     """Asked as `tests/gpu` asks it of NCCL's pool, which no other test without a GPU does."""
-    assert on_device(unsharded_in_pool) == ([True] * len(SHAPES), False)
+    assert on_device(unsharded_in_pool, setter) == ([True] * len(SHAPES), False)
 
 
-def switched_off() -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
+def switched_off(setter: Setter) -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
     watcher = _Watcher()
-    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=3, prepare=registered)
+    scenario = replace(SCENARIOS[0], blocks=(BlockSpec(shapes=SHAPES),) * 2, steps=3, prepare=setter)
     with started(scenario, "ours", watcher, lambda: 0.0) as run:
         for step in take_steps(run):
             run.model.zero_grad()
@@ -155,7 +168,8 @@ def switched_off() -> tuple[set[tuple[str, bool]], set[tuple[str, bool, int]]]:
     return watcher.seen.pooled, watcher.seen.outside
 
 
-def test_it_can_be_switched_off(on_device: Callable[..., Any]) -> None:
-    pooled, outside = on_device(switched_off)
+@both_setters
+def test_it_can_be_switched_off(setter: Setter, on_device: Callable[..., Any]) -> None:
+    pooled, outside = on_device(switched_off, setter)
     assert pooled == set()
     assert outside
