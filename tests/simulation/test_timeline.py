@@ -42,7 +42,7 @@ ON_PAGE = {
     "CPU offload (transfers 6)": "CPU offload",
     "pipeline stages, explicit unshards": "pipeline stages",
 }
-# Of the first forward: ranks compare their models, which takes a collective of a few bytes.
+# Of the first forward with HSDP: ranks compare their models, which takes an all-reduce of a few bytes.
 SET_UP = 0.01
 # From torch 2.15 on stock frees gathered groups earlier, and holds no more than two. Ours holds two, and the buffer
 # through which the small parameters of the second arrive.
@@ -136,4 +136,7 @@ def test_ours_takes_no_more_than_stock(goal: str, name: str, on_device: Callable
     if name.endswith("copies"):
         assert all(our < theirs for our, theirs in times), times
     else:
-        assert all(our <= theirs + SET_UP for our, theirs in times), times
+        set_up = SET_UP if goal == "forward" and name.startswith("HSDP") else 0.0
+        (our_first, their_first), *later = times
+        assert our_first <= their_first + set_up, times
+        assert all(our <= theirs for our, theirs in later), times
