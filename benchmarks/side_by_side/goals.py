@@ -48,7 +48,7 @@ def configurations(optimizer: str, link: str | None) -> list[tuple[str, int]]:
 
 
 def on_gpus(count: int) -> list[tuple[str, int]]:
-    """What `count` GPUs of one machine are measured with: a model that fills them, and one that the host bounds."""
+    """The configurations for `count` GPUs of one machine: a model that fills them, and one that the host bounds."""
     return [("llama-1b", max(1, count)), ("deep-narrow", 1)]
 
 

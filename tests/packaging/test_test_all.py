@@ -16,7 +16,8 @@ PARTS = [
     "python -m tests.core.random_programs --count 200",
     "python -m tests.faults.campaign --each 10",
 ]
-GPU_PARTS = ["pytest tests/gpu", "python benchmarks/compare.py --device cuda --rounds 3"]
+_RESULTS = "--profile .benchmarks/gpu --json .benchmarks/gpu/compare.json"
+GPU_PARTS = ["pytest tests/gpu", f"python benchmarks/compare.py --device cuda {_RESULTS} --rounds 3"]
 
 
 def _run(

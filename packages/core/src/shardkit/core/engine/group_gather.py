@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from itertools import repeat
-from operator import contains, is_
+from operator import attrgetter, contains, eq, is_
 
 import torch
 from torch import nn
@@ -177,6 +177,13 @@ class GroupGather:
         self._columns = None  # the gather that follows notes the new ones
         return bool(changed)
 
+    @property
+    def changed_since_gather(self) -> bool:
+        """While sharded parameters are registered: whether one was written to, or replaced, since its last gather."""
+        if self._columns is not None and self._columns.as_gathered:
+            return False
+        return any(param.changed_since_gather for param in self.params)
+
     def _register_unsharded(self) -> None:
         """After a gather: registers the unsharded parameters on the modules, creating them if needed.
 
@@ -336,6 +343,7 @@ class _Columns:
             (slot, param.sharded_param, param.unsharded_param) for param in params for slot in param.slots
         )
         self.complete = all(param.unsharded_param is not None and param.subclass is None for param in params)
+        self.params = params
         self.sharded = [param.sharded_param for param in params]
         self.locals = [param.held for param in params]
         compared = [param for param in params if param.subclass is None]  # the hooks of a subclass may change it
@@ -357,3 +365,15 @@ class _Columns:
             and not any(map(contains, self.attributes, repeat(HOOK)))
             and [*map(version_of, self.written_to)] == self.versions
         )
+
+    @property
+    def as_gathered(self) -> bool:
+        """Whether modules hold the sharded parameters, unchanged since their last gather."""
+        return (
+            self.slots.hold_sharded
+            and all(map(is_, map(local_of, self.sharded), self.locals))
+            and all(map(eq, map(version_of, self.sharded), map(_gathered_version, self.params)))
+        )
+
+
+_gathered_version = attrgetter("gathered_version")

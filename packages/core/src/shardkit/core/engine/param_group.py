@@ -280,9 +280,9 @@ class FSDPParamGroup(GroupGather):
     @property
     def is_stale(self) -> bool:
         """Whether unsharded parameters, or those being gathered, are older than the shards."""
-        if self.residence is Residence.UNSHARDED:
-            return self.stale or any(param.is_stale for param in self.params)
-        return self.stale or any(param.changed_since_gather for param in self.params)
+        if self.residence is not Residence.UNSHARDED:
+            return self.stale or self.changed_since_gather
+        return self.stale or any(param.is_stale for param in self.params)
 
     def refresh(self) -> bool:
         """If none of it is gathered: takes over the user's replacements of its parameters; whether there were any."""

@@ -168,7 +168,7 @@ class FSDPParam:
         self.partial_divisor = 1.0
         self.stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
-        self._gathered_version = 0
+        self.gathered_version = 0
         self._settled_version = -1
         self.unsharded_version = 0
         self.unsharded_origin: torch.UntypedStorage | None = None
@@ -328,7 +328,7 @@ class FSDPParam:
 
     def sources(self) -> list[torch.Tensor]:
         """This rank's tensors to gather: the shard, or the tensors that a subclass makes from it."""
-        self._gathered_version = version_of(self.sharded_param)
+        self.gathered_version = version_of(self.sharded_param)
         if self.aliased:
             return []
         if self.subclass is None:
@@ -425,7 +425,7 @@ class FSDPParam:
         """Whether the sharded parameter was written to, or replaced, since it was gathered. The same on all ranks."""
         if self._sharded_is_lost or self._unsharded_is_lost or self._is_replaced(self.unsharded_param):
             return True
-        return not self.aliased and version_of(self.sharded_param) != self._gathered_version
+        return not self.aliased and version_of(self.sharded_param) != self.gathered_version
 
     def _is_replaced(self, registered: nn.Parameter | None) -> bool:
         """Whether a module holds another parameter in place of `registered`."""
@@ -436,7 +436,7 @@ class FSDPParam:
         """`is_stale` for a parameter that is currently registered as sharded."""
         if self._is_replaced(self.sharded_param):
             return True
-        return local_of(self.sharded_param) is not self.held or version_of(self.sharded_param) != self._gathered_version
+        return local_of(self.sharded_param) is not self.held or version_of(self.sharded_param) != self.gathered_version
 
     @property
     def shard_written(self) -> bool:

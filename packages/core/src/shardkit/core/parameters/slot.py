@@ -84,6 +84,11 @@ class Slots:
         known = zip(current, self._sharded, self._unsharded, strict=True)
         return all(one is sharded or one is unsharded or one is None for one, sharded, unsharded in known)
 
+    @property
+    def hold_sharded(self) -> bool:
+        """Whether each of them holds its sharded parameter."""
+        return self.hold and all(map(is_, map(dict.get, self._dicts, self._names), self._sharded))
+
     def register_unsharded(self) -> None:
         """Registers the unsharded parameters, which require grad where the sharded ones do."""
         wanted = [*map(_requires_grad, self._sharded)]
