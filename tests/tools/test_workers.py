@@ -4,11 +4,13 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardkit.tools.estimating.job import EstimateError, TrainingJob
 from shardkit.tools.estimating.result import Estimate, estimate_job
 from shardkit.tools.estimating.workers import Workers
+from tests.support import run_ranks
 
 
 def _job() -> TrainingJob:
@@ -31,14 +33,20 @@ def _made_in() -> tuple[list[int], Workers[int]]:
     return here, Workers(make)
 
 
-@pytest.mark.usefixtures("_two_cores")
-def test_estimates_of_other_processes_are_those_of_this_one():
+def _estimates_of_others(rank: int, world_size: int) -> None:
+    dist.destroy_process_group()  # estimates make their own
+    os.sched_getaffinity = lambda _: {0, 1}  # in the process of this test alone
     here, workers = _made_in()
     with workers:
         workers.begin([2, 4, 8])
         found = [workers.estimate(size).to_json() for size in (2, 4, 8)]
     assert found == [estimate_job(_job(), size).to_json() for size in (2, 4, 8)]
     assert not here
+
+
+def test_estimates_of_other_processes_are_those_of_this_one():
+    """In a new process: one that has run a backward with threads makes all estimates itself."""
+    run_ranks(1, _estimates_of_others, isolated=True)
 
 
 @pytest.mark.usefixtures("_two_cores")
