@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit.core import MixedPrecisionPolicy, events, fully_shard
+from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.state import state_of
 from tests.core.single_process import batch
@@ -390,3 +390,70 @@ def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> No
 
 def test_evaluation_with_parameters_kept() -> None:
     run_ranks(2, _kept_after_evaluation)
+
+
+# -- beside a depth ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_held(model: nn.Module) -> int:
+    return sum(
+        flat.untyped_storage().nbytes() for group in _groups(model) for param in group.params for flat in param.flats
+    )
+
+
+def _beside_a_depth(rank: int, world_size: int, mesh: str) -> None:
+    """Two roots share lanes; the backward of the one with a budget follows a forward of the one with a depth."""
+    bounded, other = (_tower(MESHES[mesh]((world_size,))) for _ in range(2))
+    share_comm_ctx([bounded, other])
+    other.set_prefetch_depth(5)
+    for model in (bounded, other):
+        _one_forward(model, rank, 0)
+    needs = sorted(_needs(bounded).values())
+    budget = sum(needs[-3:])
+    bounded.set_prefetch_budget(budget)
+    most = 0
+
+    def note(event: events.Event) -> None:
+        nonlocal most
+        if isinstance(event, events.StorageAllocated):
+            most = max(most, _bytes_held(bounded))
+
+    with events.subscribe(note):
+        for step in range(3):
+            losses = [model(batch(rank, 4, WIDTH, seed=step)).square().mean() for model in (bounded, other)]
+            for loss in reversed(losses):
+                loss.backward()
+    assert needs[-1] < most <= budget
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_budget_holds_beside_a_root_with_a_depth(mesh: str) -> None:
+    run_ranks(2, _beside_a_depth, mesh)
+
+
+def _budget_then_depth(rank: int, world_size: int) -> None:
+    """After a change to a depth only the depth counts: the same gathers, and the same memory, as without the change."""
+    meters = []
+    for budget in (False, True):
+        model = _tower(rank_mesh((world_size,)))
+        for step in range(2):
+            _one_forward(model, rank, step)
+        if budget:
+            model.set_prefetch_budget(EVERYTHING)
+            loss = model(batch(rank, 4, WIDTH)).square().mean()
+            model.set_prefetch_budget(None)
+            model.set_prefetch_depth(0)
+            loss.backward()
+        else:
+            model.set_prefetch_depth(0)
+            _one_forward(model, rank, 2)
+        meters.append(Meter())
+        with events.subscribe(meters[-1]):
+            for step in range(2):
+                _one_forward(model, rank, step)
+    assert meters[0].peak == meters[1].peak
+    assert meters[0].gathers == meters[1].gathers
+
+
+def test_a_depth_after_a_budget() -> None:
+    run_ranks(2, _budget_then_depth)

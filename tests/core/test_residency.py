@@ -268,7 +268,7 @@ def test_quick_answers_are_those_of_the_definitions(
     groups = [_use(*size) for size in sizes]
     count = len(groups)
     order, afterwards = range(count), [*range(count - 1, -1, -1)]
-    ledger: Ledger[int] = Ledger()
+    ledger: Ledger[int] = Ledger(budget)
     uses = Uses([[group] for group in order], lambda group: groups[group].held)
     assert uses.distinct
     used: set[int] = set()
@@ -285,7 +285,7 @@ def test_quick_answers_are_those_of_the_definitions(
         in_use = sum(nbytes for group, nbytes in ledger.held.items() if group in used)
         wanted = set(order[step + 1 :]).__contains__
         expected = _ahead(budget, in_use, idle, upcoming(), groups.__getitem__, wanted)
-        seen = gather_next(budget, ledger, used, uses, step + 1, lambda group: groups[group].gathering)
+        seen = gather_next(ledger, used, uses, step + 1, lambda group: groups[group].gathering)
         if seen is not None and as_expected:  # if None, something may have to be freed
             assert (expected.free, list(expected.gather)) == ((), seen)
         for group in expected.free:
@@ -298,9 +298,7 @@ def test_quick_answers_are_those_of_the_definitions(
         in_use = sum(nbytes for group, nbytes in ledger.held.items() if group in used)
         hold = _held(budget, in_use, upcoming(), groups.__getitem__)
         for group in order:
-            quick = is_worth_holding(
-                budget, ledger, used, uses, step + 1, afterwards, lambda group: groups[group].held, group
-            )
+            quick = is_worth_holding(ledger, used, uses, step + 1, afterwards, lambda group: groups[group].held, group)
             assert quick == (group in hold), group
         if step in hold:
             uses.kept.add(step)
@@ -330,15 +328,15 @@ def test_a_module_that_begins_asks_about_one_group_and_not_about_all() -> None:
         asked.append(group)
         return 4
 
-    ledger: Ledger[int] = Ledger()
+    ledger: Ledger[int] = Ledger(200)
     uses = Uses([[group] for group in range(100)], held)
     asked.clear()
     for step in range(100):
         ledger.put(step, 4)
-        for group in gather_next(200, ledger, {step}, uses, step + 1, held) or ():
+        for group in gather_next(ledger, {step}, uses, step + 1, held) or ():
             ledger.put(group, 4)
         assert uses.reached == min(100, step + 50)
-        kept = is_worth_holding(200, ledger, set(), uses, step + 1, range(step, -1, -1), held, step)
+        kept = is_worth_holding(ledger, set(), uses, step + 1, range(step, -1, -1), held, step)
         assert kept == (step >= 50)
         if not kept:
             ledger.drop(step)

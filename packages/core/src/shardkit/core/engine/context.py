@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,15 +36,14 @@ class CommContext:
     `share_comm_ctx` makes several roots share one context.
 
     Note [Released memory]: a group that is resharded when its forward or backward ends is *released*: its modules hold
-    the sharded parameters, but its memory is kept and still valid. A gather that would exceed `slots` groups, or the
-    `room` of a prefetch budget, frees the memory that was released first. On streams it then waits for the events
+    the sharded parameters, but its memory is kept and still valid. A gather that would exceed `slots` groups, or its
+    root's prefetch budget, frees the memory that was released first. On streams it then waits for the events
     recorded at that release, and not for current computation. A group that is used again before that takes its memory
     back without a gather; backward, for example, begins with the last group of forward. At the end of forward only the
     group that backward needs first stays released, and at the end of backward none does.
 
     Attributes:
         slots: number of groups that may hold unsharded memory that forward frees: `prefetch_depth + 1`.
-        room: with a prefetch budget, gives the bytes that it leaves to released groups and new gathers.
         unsharded: number of those that are in use or being gathered.
         finalization: the owner of a step's reductions in flight that the user must wait for.
     """
@@ -52,7 +51,6 @@ class CommContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slots = DEFAULT_PREFETCH_DEPTH + 1
-        self.room: Callable[[], int] | None = None
         self.unsharded = 0
         self.finalization: object | None = None
         self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[tuple[Any, ...], int]] = {}
@@ -86,16 +84,17 @@ class CommContext:
         """Notes that the group uses its memory again, unchanged."""
         del self._released[weakref.ref(group)]
 
-    def make_room(self, needed: Callable[[], int]) -> None:
-        """Frees the memory that was released first, so that one more group may be gathered, which takes `needed()`."""
-        if self.room is None:
-            self.free_released(but=max(0, self.slots - self.unsharded - 1))
-        elif self._released:
-            excess = sum(nbytes for _, nbytes in self._released.values()) + needed() - self.room()
-            while excess > 0 and self._released:
-                first = next(iter(self._released))
-                excess -= self._released[first][1]
-                self._free(first)
+    def make_room(self) -> None:
+        """Frees the memory that was released first, so that one more group may be gathered."""
+        self.free_released(but=max(0, self.slots - self.unsharded - 1))
+
+    def make_room_within(self, nbytes: int) -> None:
+        """Frees the memory that was released first, until what stays released takes at most `nbytes`."""
+        taken = sum(held for _, held in self._released.values())
+        while taken > nbytes and self._released:
+            first = next(iter(self._released))
+            taken -= self._released[first][1]
+            self._free(first)
 
     def free_released(self, *, but: int = 0) -> None:
         """Frees the memory of all released groups except the last `but`."""

@@ -15,7 +15,6 @@ All three do nothing when there is nothing to do.
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -253,8 +252,10 @@ class FSDPParamGroup(GroupGather):
             if self.order_check is not None:
                 self.context.catch_up()
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            if counted or self.ledger is not None:
-                self.context.make_room(functools.partial(self.bytes_when_used, in_backward=in_backward))
+            if self.ledger is not None:
+                self.context.make_room_within(self.ledger.room - self.bytes_when_used(in_backward=in_backward))
+            elif counted:
+                self.context.make_room()
             try:
                 self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
             except BaseException:
@@ -368,7 +369,8 @@ class FSDPParamGroup(GroupGather):
                 return
             self.context.free(self)
         self.prefetched = self.held_by_user = False
-        release = release and self._counted_in is not None and self.context.slots > 1 and not self._has_subclass
+        prefetches = self.ledger is not None or self.context.slots > 1
+        release = release and self._counted_in is not None and prefetches and not self._has_subclass
         self._uncount()
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED

@@ -18,7 +18,6 @@ holds it (`module.unshard()`). `residency.py` has the arithmetic.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,10 +66,6 @@ class PrefetchPolicy(Protocol):
 
     slots: int
 
-    @property
-    def room(self) -> Callable[[], int] | None:
-        """Gives the bytes that a budget leaves (`CommContext.room`); None for a depth."""
-
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Frees memory before the groups `needed`, which are used now, are gathered.
 
@@ -98,12 +93,12 @@ class PrefetchPolicy(Protocol):
 class _ByDepth:
     """At most `depth` groups ahead of the one in use."""
 
-    room = None
-
     def __init__(self, depth: int, order: Order) -> None:
         self.slots = depth + 1
         self._depth = depth
         self._order = order
+        for group in order.groups:
+            group.ledger = None
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Does nothing: `CommContext.make_room` frees memory when the gather starts."""
@@ -140,12 +135,11 @@ class _ByDepth:
 class _ByBudget:
     """At most `nbytes` of the unsharded memory of all groups of one root."""
 
-    slots = sys.maxsize
+    slots = 1
 
     def __init__(self, nbytes: int, order: Order) -> None:
-        self._nbytes = nbytes
         self._order = order
-        self._ledger: Ledger[_Reference] = Ledger()
+        self._ledger: Ledger[_Reference] = Ledger(nbytes)
         self._noted: dict[_Reference, None] = {}  # those in use, and some earlier ones
         # Upcoming uses, for forward (False) and backward (True): the order's change count and its number of passes when
         # they were computed, and the uses.
@@ -159,10 +153,6 @@ class _ByBudget:
                 self._ledger.put(group.reference, group.held_bytes)
             if group.in_use:
                 self._noted[group.reference] = None
-
-    def room(self) -> int:
-        """Bytes that unsharded groups leave: for released groups, and for gathers."""
-        return self._nbytes - self._ledger.total
 
     def _uses_in(self, *, backward: bool) -> tuple[Uses[_Reference], int]:
         """The groups that forward or backward will use, and the step from which on they are still to come."""
@@ -185,26 +175,26 @@ class _ByBudget:
             self._noted[group.reference] = None
             group.refresh()
             more += group.bytes_when_used(in_backward=in_backward) - self._ledger.held.get(group.reference, 0)
-        excess = self._ledger.total + more - self._nbytes
+        excess = more - self._ledger.room
         if excess <= 0:
             return
         used = [group for group in self._in_use() if group not in needed]
         in_use = sum(group.held_bytes for group in used)
         for group in needed:
             nbytes = group.bytes_when_used(in_backward=in_backward)
-            if in_use + nbytes > self._nbytes:
+            if in_use + nbytes > self._ledger.budget:
                 beside = [*used, *needed[: needed.index(group)]]
-                raise ValueError(_too_small(self._nbytes, group, nbytes, beside, in_use))
+                raise ValueError(_too_small(self._ledger.budget, group, nbytes, beside, in_use))
             in_use += nbytes
         uses, step = self._uses_in(backward=False)
         if self._order.in_forward and uses.distinct:
             self._free(self._last_used(excess, uses, step, needed))
             return
         idle = _idle(group for group in self._there() if group not in needed)
-        self._free(residency.make_room(self._nbytes, in_use, idle, lambda: _not_in_use(self._order.upcoming)))
+        self._free(residency.make_room(self._ledger.budget, in_use, idle, lambda: _not_in_use(self._order.upcoming)))
 
     def release_ahead(self, used: Sequence[FSDPParamGroup]) -> None:
-        excess = self._ledger.total + sum(group.held_bytes for group in used) - self._nbytes
+        excess = sum(group.held_bytes for group in used) - self._ledger.room
         uses, step = self._uses_in(backward=False)
         if excess > 0 and uses.distinct:
             for group in self._last_used(excess, uses, step, used):
@@ -269,7 +259,7 @@ class _ByBudget:
         uses, step = self._uses_in(backward=in_backward)
         if uses.distinct:
             more = residency.gather_next(
-                self._nbytes, self._ledger, self._used(), uses, step, lambda key: _gathering(key, in_backward)
+                self._ledger, self._used(), uses, step, lambda key: _gathering(key, in_backward)
             )
             if more is not None:
                 gathered = self._gather([group for key in more if (group := key()) is not None], in_backward)
@@ -297,7 +287,7 @@ class _ByBudget:
 
         there = self._there()
         ahead = residency.gather_ahead(
-            self._nbytes,
+            self._ledger.budget,
             sum(group.held_bytes for group in there if group.in_use),
             _idle(there),
             order,
@@ -321,16 +311,14 @@ class _ByBudget:
         if not uses.distinct:
             in_use = sum(group.held_bytes for group in self._there() if group.in_use)
             hold = residency.worth_holding(
-                self._nbytes, in_use, lambda: _not_in_use(order.upcoming), lambda group: group.unsharded_bytes
+                self._ledger.budget, in_use, lambda: _not_in_use(order.upcoming), lambda group: group.unsharded_bytes
             )
             return [group for group in groups if group in hold]
         used = self._used()
 
         def worth_holding(group: FSDPParamGroup) -> bool:
             then = (other.reference for other in order.awaited_by_backward())
-            return residency.is_worth_holding(
-                self._nbytes, self._ledger, used, uses, step, then, _held, group.reference
-            )
+            return residency.is_worth_holding(self._ledger, used, uses, step, then, _held, group.reference)
 
         kept = [group for group in groups if worth_holding(group)]
         over = (group.reference for group in kept if uses.places.get(group.reference, -1) < uses.firsts[step])

@@ -132,7 +132,7 @@ def _last_first(idle: Mapping[K, int], upcoming: Order[K]) -> list[K]:
 
 
 class Ledger(Generic[K]):
-    """The groups that have unsharded memory.
+    """The groups that have unsharded memory, within a budget of bytes.
 
     Attributes:
         held: the bytes of each, oldest first.
@@ -141,11 +141,17 @@ class Ledger(Generic[K]):
         gained: groups that got memory since it was last cleared, and still have it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
         self.held: dict[K, int] = {}
         self.total = 0
         self.lost: set[K] = set()
         self.gained: dict[K, None] = {}
+
+    @property
+    def room(self) -> int:
+        """Bytes that these groups leave of the budget."""
+        return self.budget - self.total
 
     def put(self, key: K, nbytes: int) -> None:
         """Notes that `key` now has `nbytes`."""
@@ -231,7 +237,7 @@ class Uses(Generic[K]):
 
 
 def gather_next(
-    budget: int, ledger: Ledger[K], used: Collection[K], uses: Uses[K], step: int, gathering: Callable[[K], int]
+    ledger: Ledger[K], used: Collection[K], uses: Uses[K], step: int, gathering: Callable[[K], int]
 ) -> list[K] | None:
     """The groups that `gather_ahead` would gather if nothing must be freed; None if something may have to be.
 
@@ -247,13 +253,13 @@ def gather_next(
     ledger.lost.clear()
     uses.reached = reached
     taken = sum(ledger.held.get(key, 0) for key in used) + uses.between(begin, reached, used)
-    room = budget - ledger.total
+    room = ledger.room
     gather: list[K] = []
     for place in range(reached, len(uses.keys)):
         key = uses.keys[place]
         if key not in used:
             taken += uses.size(place)
-            if taken > budget:
+            if taken > ledger.budget:
                 break
             if key not in ledger.held:
                 needs = gathering(key)
@@ -276,7 +282,6 @@ def _worth_it(ledger: Ledger[K], used: Collection[K], uses: Uses[K], begin: int,
 
 
 def is_worth_holding(
-    budget: int,
     ledger: Ledger[K],
     used: Collection[K],
     uses: Uses[K],
@@ -292,16 +297,16 @@ def is_worth_holding(
     if key in used:
         return False
     if place >= begin:
-        return taken + uses.between(begin, place + 1, used) <= budget
+        return taken + uses.between(begin, place + 1, used) <= ledger.budget
     taken += uses.between(begin, len(uses.keys), used)
     seen: set[K] = set()
     for one in afterwards:
-        if taken > budget:
+        if taken > ledger.budget:
             return False
         if one in used or one in seen or uses.places.get(one, -1) >= begin:
             continue
         seen.add(one)
         taken += held(one)
         if one == key:
-            return taken <= budget
+            return taken <= ledger.budget
     return False

@@ -132,7 +132,7 @@ class Schedule:
         self.innermost = None
         self._caller = calling_frame()
         self._thread = threading.get_ident()
-        self.context.slots, self.context.room = self.policy.slots, self.policy.room
+        self.context.slots = self.policy.slots
         self.context.free_released()  # later writes to a local shard are not always noticed
         if state.is_root:
             self._free_stale()
