@@ -1,5 +1,6 @@
 """Prefetching within a budget of bytes: never exceeded, as events count it; used; and the results are the same bits."""
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import MixedPrecisionPolicy, events, fully_shard, share_comm_ctx
 from shardkit.core.engine.param_group import FSDPParamGroup
@@ -390,6 +392,53 @@ def _counts_of_evaluations(model: Any, rank: int, expected: Sequence[int]) -> No
 
 def test_evaluation_with_parameters_kept() -> None:
     run_ranks(2, _kept_after_evaluation)
+
+
+# -- nested, recomputed, in a new order --------------------------------------------------------------------------------
+
+
+class _Nested(nn.Module):
+    """Blocks of random sizes, some around another one that is sharded, recomputed or not."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, draw.choice([3, 9, 17, 31])) for _ in range(draw.randint(4, 7)))
+        self.inner = nn.ModuleList(Block(WIDTH, draw.choice([3, 8])) for _ in range(2))
+        self.holders = draw.sample(range(len(self.blocks)), 2)
+        self.recomputes = draw.random() < 0.7
+        self.order = list(range(len(self.blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = checkpoint(self._run, index, x, use_reentrant=False) if self.recomputes else self._run(index, x)
+        return x
+
+    def _run(self, index: int, x: Tensor) -> Tensor:
+        x = self.blocks[index](x)
+        return self.inner[self.holders.index(index)](x) if index in self.holders else x
+
+
+def _stays_within(rank: int, world_size: int, mesh: str, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        model: Any = _Nested(draw)
+        for module in (*model.inner, *model.blocks, model):
+            fully_shard(module, mesh=MESHES[mesh]((world_size,)))
+        model(batch(rank, 4, WIDTH)).square().mean().backward()
+        needs = sorted(_needs(model).values())
+        model.set_prefetch_budget(budget := sum(needs[-2:]) + draw.randrange(needs[-1]))
+        meter = Meter()
+        with events.subscribe(meter):
+            for step in range(5):
+                draw.shuffle(model.order)
+                _one_forward(model, rank, step)
+        assert meter.peak <= budget, seed
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_budget_holds_for_random_models(mesh: str) -> None:
+    run_ranks(2, _stays_within, mesh, range(24))
 
 
 # -- beside a depth ----------------------------------------------------------------------------------------------------

@@ -439,6 +439,26 @@ def test_a_step_takes_fewer_calls_than_stocks(ranks: int) -> None:
     run_ranks(1, _a_step_takes_fewer_calls_than_stocks, ranks, isolated=True)
 
 
+def _a_step_after_an_optimizers(rank: int, world_size: int) -> None:
+    """Shards that are the unsharded parameters are up to date after an optimizer has written to them."""
+    model: Any = nn.Sequential(*(Scales() for _ in range(GROUPS)))
+    for module in (*model, model):
+        shardkit.core.fully_shard(module, mesh=rank_mesh((1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # foreach bumps no version counter
+    x = torch.ones(ROWS, requires_grad=True)
+    counts = []
+    for stepped in (False, False, False, True, True):
+        counts.append(_calls(lambda: model(x).sum().backward()))
+        if stepped:
+            optimizer.step()
+        model.zero_grad()
+    assert counts[-1] == counts[2]  # the order is learnt by then
+
+
+def test_a_step_on_one_rank_gathers_nothing_after_an_optimizers() -> None:
+    run_ranks(1, _a_step_after_an_optimizers)
+
+
 # -- the comparison of models at the start -----------------------------------------------------------------------------
 
 

@@ -343,8 +343,9 @@ class _Columns:
             (slot, param.sharded_param, param.unsharded_param) for param in params for slot in param.slots
         )
         self.complete = all(param.unsharded_param is not None and param.subclass is None for param in params)
-        self.params = params
         self.sharded = [param.sharded_param for param in params]
+        self.copied = [param for param in params if not param.aliased]
+        self.copied_from = [param.sharded_param for param in self.copied]
         self.locals = [param.held for param in params]
         compared = [param for param in params if param.subclass is None]  # the hooks of a subclass may change it
         self.attributes = [param.held.__dict__ for param in compared]
@@ -372,7 +373,7 @@ class _Columns:
         return (
             self.slots.hold_sharded
             and all(map(is_, map(local_of, self.sharded), self.locals))
-            and all(map(eq, map(version_of, self.sharded), map(_gathered_version, self.params)))
+            and all(map(eq, map(version_of, self.copied_from), map(_gathered_version, self.copied)))
         )
 
 

@@ -369,8 +369,7 @@ class FSDPParamGroup(GroupGather):
                 return
             self.context.free(self)
         self.prefetched = self.held_by_user = False
-        prefetches = self.ledger is not None or self.context.slots > 1
-        release = release and self._counted_in is not None and prefetches and not self._has_subclass
+        release = release and self.can_be_released
         self._uncount()
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
@@ -392,6 +391,12 @@ class FSDPParamGroup(GroupGather):
             self.context.release(self, self._reader_events(), self.unsharded_bytes)
             return
         self._free()
+
+    @property
+    def can_be_released(self) -> bool:
+        """Whether `reshard` may keep the memory until another gather needs it."""
+        prefetches = self.ledger is not None or self.context.slots > 1
+        return self._counted_in is not None and prefetches and not self._has_subclass
 
     def free_memory(self) -> None:
         """Frees released memory after the gather lane has waited for its readers."""
@@ -528,7 +533,7 @@ class FSDPParamGroup(GroupGather):
             )
         if not in_backward():
             self._drop_zeroed_gradients()
-            if self._ticket is not None:  # a gather under way reads the shards, and so may peers
+            if self._ticket is not None:  # a gather under way reads the shards, and so do peers: waits for them
                 self._ticket.wait()
                 self.context.settle_gathers()
         self._check_waiting()

@@ -18,6 +18,7 @@ holds it (`module.unshard()`). `residency.py` has the arithmetic.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Protocol, TypeAlias
 from shardkit.core.engine import residency
 from shardkit.core.engine.context import DEFAULT_PREFETCH_DEPTH, CommContext
 from shardkit.core.engine.order import Order
-from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.param_group import FSDPParamGroup, Residence
 from shardkit.core.engine.residency import LastFirst, Ledger, Uses
 
 __all__ = ["Prefetch", "PrefetchPolicy"]
@@ -62,9 +63,11 @@ class PrefetchPolicy(Protocol):
 
     Attributes:
         slots: number of groups that may hold memory that forward frees (`CommContext.slots`).
+        released_for_backward: number of released groups whose memory stays for the backward of a forward.
     """
 
     slots: int
+    released_for_backward: int
 
     def make_room(self, needed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
         """Frees memory before the groups `needed`, which are used now, are gathered.
@@ -74,10 +77,10 @@ class PrefetchPolicy(Protocol):
         """
 
     def release_ahead(self, used: Sequence[FSDPParamGroup]) -> None:
-        """Where the next groups are not known, so that nothing is gathered ahead: makes room for their gather.
+        """Where the next groups are not known, so that nothing is gathered ahead: releases memory for their gather.
 
-        `used` are those that forward uses now. Memory that is released before they compute can be gathered into while
-        they do.
+        `used` are those that forward uses now; the next are taken to be as large. Memory that is released before they
+        compute can be gathered into while they do. If it is not needed, it is still there when its group is used.
         """
 
     def gather_ahead(self, context: CommContext, *, in_backward: bool) -> list[FSDPParamGroup]:
@@ -92,6 +95,8 @@ class PrefetchPolicy(Protocol):
 
 class _ByDepth:
     """At most `depth` groups ahead of the one in use."""
+
+    released_for_backward = 1
 
     def __init__(self, depth: int, order: Order) -> None:
         self.slots = depth + 1
@@ -136,6 +141,7 @@ class _ByBudget:
     """At most `nbytes` of the unsharded memory of all groups of one root."""
 
     slots = 1
+    released_for_backward = sys.maxsize  # they are within the budget
 
     def __init__(self, nbytes: int, order: Order) -> None:
         self._order = order
@@ -198,7 +204,10 @@ class _ByBudget:
         uses, step = self._uses_in(backward=False)
         if excess > 0 and uses.distinct:
             for group in self._last_used(excess, uses, step, used):
-                group.reshard(keep=self._order.place_in_backward(group) is not None, release=True)
+                if group.residence is Residence.UNSHARDED and group.can_be_released and not group.prefetched:
+                    group.reshard(keep=self._order.place_in_backward(group) is not None, release=True)
+                elif self._spare is not None:
+                    self._spare[1].add(group.reference)
 
     def _last_used(
         self, excess: int, uses: Uses[_Reference], step: int, needed: Sequence[FSDPParamGroup]
@@ -215,12 +224,16 @@ class _ByBudget:
         self._spare_from = step
         self._ledger.gained.clear()
 
+        taken: set[_Reference] = set()  # the spare ones may name a group twice
+
         def is_idle(key: _Reference) -> bool:
             group = key()
-            return key in self._ledger.held and (group is None or not (group.in_use or group in needed))
+            held = key in self._ledger.held and key not in taken
+            return held and (group is None or not (group.in_use or group in needed))
 
         free = []
         while excess > 0 and (last := spare.take(is_idle)) is not None:
+            taken.add(last)
             excess -= self._ledger.held[last]
             if (group := last()) is None:
                 self._ledger.drop(last)

@@ -183,7 +183,7 @@ class Schedule:
             self.gather_listed(listed, in_backward=False)
         elif expected and (self.order.is_steady or not self.context.gathers.has_streams):
             self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
-        elif self.context.gathers.has_streams:
+        elif self.context.gathers.has_streams and not self.order.in_backward:
             self.policy.release_ahead(state.groups)
 
     @outside_transforms
@@ -198,7 +198,8 @@ class Schedule:
             for one in self.all_states:
                 one.to_sharded()
         self._free_unused(in_backward=False)
-        self.context.free_released(but=1 if self.order.passes and torch.is_grad_enabled() else 0)
+        follows = self.order.passes and torch.is_grad_enabled()
+        self.context.free_released(but=self.policy.released_for_backward if follows else 0)
         if not failed:
             self.context.settle_gathers()
 

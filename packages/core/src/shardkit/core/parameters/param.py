@@ -422,7 +422,7 @@ class FSDPParam:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sharded parameter was written to, or replaced, since it was gathered. The same on all ranks."""
+        """Whether the sharded parameter was written to, or replaced, since it was gathered."""
         if self._sharded_is_lost or self._unsharded_is_lost or self._is_replaced(self.unsharded_param):
             return True
         return not self.aliased and version_of(self.sharded_param) != self.gathered_version
@@ -434,9 +434,9 @@ class FSDPParam:
     @property
     def changed_since_gather(self) -> bool:
         """`is_stale` for a parameter that is currently registered as sharded."""
-        if self._is_replaced(self.sharded_param):
+        if self._is_replaced(self.sharded_param) or local_of(self.sharded_param) is not self.held:
             return True
-        return local_of(self.sharded_param) is not self.held or version_of(self.sharded_param) != self.gathered_version
+        return not self.aliased and version_of(self.sharded_param) != self.gathered_version
 
     @property
     def shard_written(self) -> bool:
