@@ -40,7 +40,7 @@ class CommContext:
     root's prefetch budget, frees the memory that was released first. On streams it then waits for the events
     recorded at that release, and not for current computation. A group that is used again before that takes its memory
     back without a gather; backward, for example, begins with the last group of forward. At the end of forward only the
-    group that backward needs first stays released, and at the end of backward none does.
+    group that backward needs first stays released (with a budget all do), and at the end of backward none does.
 
     Attributes:
         slots: number of groups that may hold unsharded memory that forward frees: `prefetch_depth + 1`.
