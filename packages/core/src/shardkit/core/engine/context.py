@@ -53,6 +53,7 @@ class CommContext:
         self.slots = DEFAULT_PREFETCH_DEPTH + 1
         self.unsharded = 0
         self.finalization: object | None = None
+        self._released_bytes = 0
         self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[tuple[Any, ...], int]] = {}
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
@@ -79,10 +80,11 @@ class CommContext:
     def release(self, group: MemoryOwner, readers: tuple[Any, ...], nbytes: int) -> None:
         """Notes that `group` is no longer in use; its `nbytes` of memory may be reused after the events `readers`."""
         self._released[weakref.ref(group)] = readers, nbytes
+        self._released_bytes += nbytes
 
     def take_back(self, group: MemoryOwner) -> None:
         """Notes that the group uses its memory again, unchanged."""
-        del self._released[weakref.ref(group)]
+        self._forget(weakref.ref(group))
 
     def make_room(self) -> None:
         """Frees the memory that was released first, so that one more group may be gathered."""
@@ -90,11 +92,8 @@ class CommContext:
 
     def make_room_within(self, nbytes: int) -> None:
         """Frees the memory that was released first, until what stays released takes at most `nbytes`."""
-        taken = sum(held for _, held in self._released.values())
-        while taken > nbytes and self._released:
-            first = next(iter(self._released))
-            taken -= self._released[first][1]
-            self._free(first)
+        while self._released_bytes > nbytes and self._released:
+            self._free(next(iter(self._released)))
 
     def free_released(self, *, but: int = 0) -> None:
         """Frees the memory of all released groups except the last `but`."""
@@ -105,8 +104,13 @@ class CommContext:
         """Frees the memory of one released group."""
         self._free(weakref.ref(group))
 
+    def _forget(self, reference: weakref.ReferenceType[MemoryOwner]) -> tuple[Any, ...]:
+        readers, nbytes = self._released.pop(reference)
+        self._released_bytes -= nbytes
+        return readers
+
     def _free(self, reference: weakref.ReferenceType[MemoryOwner]) -> None:
-        (readers, _), group = self._released.pop(reference), reference()
+        readers, group = self._forget(reference), reference()
         for event in readers:
             self.gathers.wait_event(event)
         if group is not None:
