@@ -30,6 +30,8 @@ from shardkit.core.torch_compat import local_of, version_of
 
 __all__ = ["GroupGather"]
 
+_gathered_version = attrgetter("gathered_version")
+
 
 class GroupGather:
     """The gather of one group's parameters, from the shards or from the parts that a smaller group keeps.
@@ -375,6 +377,3 @@ class _Columns:
             and all(map(is_, map(local_of, self.sharded), self.locals))
             and all(map(eq, map(version_of, self.copied_from), map(_gathered_version, self.copied)))
         )
-
-
-_gathered_version = attrgetter("gathered_version")

@@ -69,25 +69,30 @@ class Slots:
         self._unsharded: list[Any] = [unsharded for *_, unsharded in alive]
         self._gathered_requires_grad: list[bool] = []
 
-    @property
-    def hold(self) -> bool:
-        """Whether each of them holds one of its two parameters, or none, in a module that still exists."""
+    def _held(self) -> list[Any] | None:
+        """The parameters that the modules hold; None if a module is gone, or has another dict of parameters."""
         try:
             parameters = map(_parameters_of, map(call, self._modules))
             if not all(map(is_, parameters, self._parameters)):
-                return False
+                return None
         except AttributeError:  # a module is gone
-            return False
-        current = [*map(dict.get, self._dicts, self._names)]
-        if all(map(is_, current, self._sharded)):
-            return True
-        known = zip(current, self._sharded, self._unsharded, strict=True)
-        return all(one is sharded or one is unsharded or one is None for one, sharded, unsharded in known)
+            return None
+        return [*map(dict.get, self._dicts, self._names)]
 
     @property
     def hold_sharded(self) -> bool:
-        """Whether each of them holds its sharded parameter."""
-        return self.hold and all(map(is_, map(dict.get, self._dicts, self._names), self._sharded))
+        """Whether each of them holds its sharded parameter, in a module that still exists."""
+        held = self._held()
+        return held is not None and all(map(is_, held, self._sharded))
+
+    @property
+    def hold(self) -> bool:
+        """Whether each of them holds one of its two parameters, or none, in a module that still exists."""
+        held = self._held()
+        if held is None or all(map(is_, held, self._sharded)):
+            return held is not None
+        known = zip(held, self._sharded, self._unsharded, strict=True)
+        return all(one is sharded or one is unsharded or one is None for one, sharded, unsharded in known)
 
     def register_unsharded(self) -> None:
         """Registers the unsharded parameters, which require grad where the sharded ones do."""
@@ -100,13 +105,16 @@ class Slots:
 
     def pass_on_freezing(self) -> None:
         """Changes `requires_grad` of the unsharded parameters where that of the sharded ones has changed."""
-        wanted = [*map(_requires_grad, self._sharded)]
-        if wanted != self._gathered_requires_grad:
-            both = zip(wanted, self._gathered_requires_grad, strict=True)
-            for unsharded, (requires_grad, gathered) in zip(self._unsharded, both, strict=True):
+        self._pass_on(self._sharded, self._unsharded)
+
+    def _pass_on(self, changed: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+        current = [*map(_requires_grad, changed)]
+        if current != self._gathered_requires_grad:
+            both = zip(current, self._gathered_requires_grad, strict=True)
+            for other, (requires_grad, gathered) in zip(others, both, strict=True):
                 if requires_grad != gathered:
-                    unsharded.requires_grad_(requires_grad)
-            self._gathered_requires_grad = wanted
+                    other.requires_grad_(requires_grad)
+            self._gathered_requires_grad = current
 
     def register_sharded(self) -> None:
         """Registers the sharded parameters; keeps what the user did to the unsharded ones in between.
@@ -120,13 +128,7 @@ class Slots:
             for slot, sharded, unsharded in zip(self._slots, self._sharded, self._unsharded, strict=True):
                 if slot.get() is unsharded:
                     slot.set(sharded)
-        current = [*map(_requires_grad, self._unsharded)]
-        if current != self._gathered_requires_grad:
-            both = zip(current, self._gathered_requires_grad, strict=True)
-            for sharded, (requires_grad, gathered) in zip(self._sharded, both, strict=True):
-                if requires_grad != gathered:
-                    sharded.requires_grad_(requires_grad)
-            self._gathered_requires_grad = current
+        self._pass_on(self._unsharded, self._sharded)
 
     def _register(self, parameters: list[nn.Parameter]) -> None:
         if self._plain:
