@@ -102,7 +102,8 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-StockDataParallelMeshDims: Any = stock_fsdp.DataParallelMeshDims
+# The class was added in 2.12; nothing is an instance of ().
+StockDataParallelMeshDims: Any = getattr(stock_fsdp, "DataParallelMeshDims", ())
 
 STOCK_FUNCTIONS: dict[str, Any] = {
     name: function
