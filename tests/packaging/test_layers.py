@@ -37,7 +37,6 @@ LAYERS: list[set[str]] = [
         "initialisation",
         "materialize",
         "optimizers",
-        "scalers",
     },
     {"install"},
     {"__init__", "__main__"},

@@ -50,7 +50,6 @@ from shardkit.core.policies import (
     as_offload,
 )
 from shardkit.core.runtime.gloo_threads import wait_at_exit
-from shardkit.core.scalers import watch_scalers
 from shardkit.core.torch_compat import mark_managed
 
 __all__ = ["fully_shard"]
@@ -180,7 +179,6 @@ def fully_shard(
     for one_module in modules:
         one_module.__class__ = make_sharded_class(type(one_module))
     watch_optimizers()
-    watch_scalers()
     return module
 
 

@@ -49,7 +49,6 @@ __all__ = [
     "TorchDispatchMode",
     "apply_to_tensors",
     "base_of",
-    "before_unscaling",
     "current_backward",
     "flattened_axis",
     "grad_dtype_of",
@@ -314,18 +313,6 @@ def without_global_step_hooks() -> Iterator[None]:
     finally:
         for name, hooks in zip(names, before, strict=True):
             setattr(module, name, hooks)
-
-
-def before_unscaling(check: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None]) -> None:
-    """Calls `check` whenever a GradScaler is about to unscale the gradients of an optimizer."""
-    unscale: Any = torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(unscale)
-    def checked(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        check(self, optimizer)
-        return unscale(self, optimizer, *args, **kwargs)
-
-    torch.amp.GradScaler._unscale_grads_ = checked  # type: ignore[method-assign]
 
 
 def is_without_numbers(tensor: torch.Tensor) -> bool:
