@@ -1,5 +1,8 @@
 """Uses of parameters, whose memory comes and goes, in forward: each works, or is an error that names the module."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,68 +13,39 @@ from tests.support import rank_mesh, run_ranks
 
 
 class Keeping(nn.Linear):
-    """Keeps a view of its weight, and keeps the weight itself if told so."""
+    """Keeps its weight, or a view of it, in the attribute `kept`."""
 
-    whole = False
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.keep = keep
 
     def forward(self, x: Tensor) -> Tensor:
-        self.turned = self.weight.t()
-        self.plain = {"flat": self.weight.detach().flatten()}
-        self.kept = [self.weight] if self.whole else []
-        return x @ self.turned + self.plain["flat"][0]
+        self.kept = self.keep(self.weight)
+        return x @ self.weight
 
 
-def _keeping_model(world_size: int) -> nn.Sequential:
-    model = nn.Sequential(Keeping(8, 8), Keeping(8, 8))
+KEPT: dict[str, Callable[[Tensor], Any]] = {
+    "a view": torch.t,
+    "a view without gradient, in a dict": lambda weight: {"flat": weight.detach().flatten()},
+    "the parameter, in a list": lambda weight: [weight],
+}
+
+
+def _kept(rank: int, world_size: int, what: str) -> None:
+    model = nn.Sequential(Keeping(KEPT[what]), Keeping(torch.clone))
     for module in (*model, model):
         fully_shard(module, mesh=rank_mesh((world_size,)))
-    return model
-
-
-def _kept_views(rank: int, world_size: int) -> None:
-    model = _keeping_model(world_size)
-    for _ in range(2):
+    if world_size == 1:  # nothing is freed
         model(torch.ones(2, 8)).sum().backward()
-        for view in (model[0].turned, model[1].turned, model[0].plain["flat"]):
-            for read in (torch.relu, torch.Tensor.sum, lambda one: torch.cat([one, one]), lambda one: 2 * one, repr):
-                with pytest.raises(RuntimeError, match=r"a view of a parameter that '[01]' keeps .*Keep a clone"):
-                    read(view)
-        model[0].unshard()
-        assert torch.equal(model[0].turned.t(), model[0].weight)
-        assert model[0].plain["flat"].sum().isfinite()
-        model[0].reshard()
-        model.eval()
-        with torch.no_grad():
-            model(torch.ones(2, 8))
-        with pytest.raises(RuntimeError, match="that '0' keeps"):
-            model[0].turned.mean()
-        model.train()
-
-
-def test_view_that_is_kept_and_read_later() -> None:
-    run_ranks(2, _kept_views)
-
-
-def _kept_parameter(rank: int, world_size: int) -> None:
-    model = _keeping_model(world_size)
-    model[1].whole = True
-    with pytest.raises(RuntimeError, match=r"'1' keeps parameter '1\.weight' beyond forward.*Keep a clone"):
+        return
+    with pytest.raises(RuntimeError, match=r"'0' keeps parameter '0\.weight', or a view.*'kept'.*Keep a clone"):
         model(torch.ones(2, 8))
 
 
-def test_parameter_that_is_kept_in_a_list() -> None:
-    run_ranks(2, _kept_parameter)
-
-
-def _kept_by_one_rank(rank: int, world_size: int) -> None:
-    model = _keeping_model(world_size)
-    model[1].whole = True
-    model(torch.ones(2, 8)).sum().backward()
-    assert model[0].turned.sum().isfinite()
-
-
-def test_views_stay_where_nothing_is_freed() -> None:
-    run_ranks(1, _kept_by_one_rank)
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameter_that_is_kept_on_a_module(world_size: int, what: str) -> None:
+    run_ranks(world_size, _kept, what)
 
 
 def _clipped_while_unsharded(rank: int, world_size: int) -> None:

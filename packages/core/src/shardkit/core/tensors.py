@@ -111,19 +111,21 @@ def keeps_tensors(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def tensors_kept_by(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors in the attributes of `module`, including lists, dicts, dataclasses and closures there.
+def tensors_kept_by(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in the attributes of `module`, including lists, dicts, dataclasses and closures there, by attribute.
 
     Excludes its parameters.
     """
-    found: list[torch.Tensor] = []
+    found: list[tuple[str, torch.Tensor]] = []
     attributes = module.__dict__
     for name in sorted(attributes.keys() - _OF_ANY_MODULE):
         kind: Any = type(attributes[name])
         if not _is_opaque(kind):
-            _reach(attributes[name], found, _DEEPEST, into_objects=False)
+            kept: list[torch.Tensor] = []
+            _reach(attributes[name], kept, _DEEPEST, into_objects=False)
+            found += [(name, tensor) for tensor in kept]
     if module._buffers:
-        found += [buffer for buffer in module._buffers.values() if buffer is not None]
+        found += [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     return found
 
 

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.group_gather import GroupGather
-from shardkit.core.engine.kept_views import KeptViews, kept_parameter
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.ranges import ungraphed
 from shardkit.core.engine.reduction import GradientReduction
@@ -127,7 +126,6 @@ class FSDPParamGroup(GroupGather):
         self.forward_users = 0
         self.backward_users: set[int] = set()
         self.held_by_user = False  # since an explicit unshard
-        self.kept_views: KeptViews | None = None  # None while no forward has kept one
         self._counted_in: CommContext | None = None
         self._accumulating = False
         self._loads = TieLoads()
@@ -351,8 +349,6 @@ class FSDPParamGroup(GroupGather):
             self._register_unsharded()
             if self._has_subclass:
                 self._parameter_bytes = None
-        if self.kept_views is not None:
-            self.kept_views.allow()
         self._move_to(Residence.UNSHARDED)
 
     @outside_transforms
@@ -376,8 +372,6 @@ class FSDPParamGroup(GroupGather):
         self._move_to(Residence.SHARDED)
         if was_unsharded:
             self._register_sharded()
-        if self.kept_views is not None:
-            self.kept_views.forbid()
         if was_unsharded and keep and self.post_forward_mesh is not None:
             smaller = self.post_forward_mesh
             with torch.no_grad():
@@ -409,17 +403,6 @@ class FSDPParamGroup(GroupGather):
         if not self.settings.keep_unsharded_storage:
             for param in self.params if self._has_subclass else filter(_flats_of, self.params):
                 param.free()
-
-    def note_kept(self, param: FSDPParam, tensor: torch.Tensor, keeper: str) -> None:
-        """Notes that the module `keeper` keeps a tensor over the memory of `param` after its forward.
-
-        Raises:
-            RuntimeError: if the tensor is the parameter itself.
-        """
-        if tensor is param.unsharded_param:
-            raise kept_parameter(param.fqn, keeper)
-        self.kept_views = self.kept_views or KeptViews()
-        self.kept_views.note(tensor, keeper)
 
     def _end_gather(self) -> None:
         """Waits for the gather in flight, if there is one. If it fails, the group stays sharded."""

@@ -359,19 +359,22 @@ class FSDPState:
         return output
 
     def _watch_kept(self, since: int) -> None:
-        """Watches tensors that the modules keep, and notes kept views of parameters (kept_views.py).
+        """Watches tensors that the modules keep; refuses parameters and views of them, whose memory is freed.
 
         Tensors kept by hooks registered later than ours are seen when the enclosing forward ends.
 
         Args:
             since: autograd's sequence number where the forward began.
+
+        Raises:
+            RuntimeError: if a module keeps a parameter that resharding frees, or a view of one.
         """
         inner, self._hooked_later = self._hooked_later, []
         for state in dict.fromkeys(inner):
             state._watch_kept(since)
         with_grad = torch.is_grad_enabled()
         for module in self._keepers:
-            for tensor in tensors_kept_by(module):
+            for attribute, tensor in tensors_kept_by(module):
                 if with_grad and tensor.requires_grad and made_since(tensor, since):
                     self._watch_output(tensor)
                 if type(tensor) not in (torch.Tensor, nn.Parameter) or not is_leaf_or_view(tensor):
@@ -379,7 +382,11 @@ class FSDPState:
                 param = param_over(tensor.untyped_storage())
                 # The list of weights that an RNN keeps changes as parameters are registered.
                 if param is not None and not isinstance(module, nn.RNNBase):
-                    FSDPParamGroup.of(param).note_kept(param, tensor, self._fqn_of(module))
+                    raise RuntimeError(
+                        f"'{self._fqn_of(module)}' keeps parameter '{param.fqn}', or a view of it, beyond forward, in "
+                        f"its attribute '{attribute}'. The parameter's memory is freed until it is gathered again. "
+                        "Keep a clone, or read the parameter from its module when it is needed"
+                    )
 
     def _fqn_of(self, kept_on: nn.Module) -> str:
         for top in self.modules:
