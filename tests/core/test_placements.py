@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit.core import Blocks, DataParallelMeshDims, Owned, clip_grad_norm_, events, fully_shard, grad_norm
+from shardkit.core.parameters import managed
 from shardkit.core.parameters.placements import layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import C10dTransport
@@ -297,6 +298,22 @@ def test_owners_among_replicas_only() -> None:
 
 def test_what_cannot_work_is_refused_by_name() -> None:
     run_ranks(2, _refuses)
+
+
+def _refuses_without_operators(rank: int, world_size: int) -> None:
+    model = Block(8)
+    with mock.patch.object(managed, "RUNS_SUBCLASSES", False):
+        for kind in ("owned", "rows"):
+            with pytest.raises(
+                ValueError, match=r"(Owned\(\)|Blocks\(rows=4\)) for parameter '.*', which needs torch 2.12"
+            ):
+                fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=PLACEMENTS[kind])
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        fully_shard(model, mesh=rank_mesh((world_size,)), shard_placement_fn=lambda p: Shard(0))
+
+
+def test_a_torch_that_runs_no_operators_of_ours_is_refused_by_version() -> None:
+    run_ranks(2, _refuses_without_operators)
 
 
 @pytest.mark.parametrize(

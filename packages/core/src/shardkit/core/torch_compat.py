@@ -38,6 +38,7 @@ __all__ = [
     "GRAD_DTYPE_DECIDES",
     "NOTES_ON_MODULES",
     "PARAMETER_FLAG",
+    "RUNS_SUBCLASSES",
     "STOCK_FUNCTIONS",
     "StockCPUOffloadPolicy",
     "StockDataParallelMeshDims",
@@ -119,6 +120,8 @@ StockGradientReductionHandle: Any = getattr(stock_fsdp, "GradientReductionHandle
 GRAD_DTYPE_DECIDES = StockGradientReductionHandle is not object
 """Whether stock sums gradients in the parameters' `grad_dtype` where `reduce_dtype` is None."""
 
+RUNS_SUBCLASSES = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch declares a str
+"""Whether torch calls the `__torch_dispatch__` of a subclass of DTensor; 2.11 runs its own operators in its place."""
 
 PARAMETER_FLAG = "_is_param"
 """The attribute by which a tensor of a class of its own is a parameter: nn.Parameter puts it there."""

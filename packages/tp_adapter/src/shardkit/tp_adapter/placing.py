@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardkit.core.parameters.region import Region, region_at
-from shardkit.tp_adapter.torch_compat import StridedShard
+from shardkit.tp_adapter.torch_compat import FALLS_BACK, StridedShard
 
 __all__ = ["Axis", "cuts", "order_of_cuts", "region_held", "torch_reads_truly"]
 
@@ -86,7 +86,7 @@ def torch_reads_truly(shape: Sequence[int], sizes: Sequence[int], placements: Se
     for dim, length in enumerate(shape):
         cutting = [(size, one) for size, one in zip(sizes, placements, strict=True) if cuts(one, dim) and size > 1]
         strided = [index for index, (_, one) in enumerate(cutting) if isinstance(one, StridedShard)]
-        if not strided or len(cutting) == 1:
+        if not strided or (len(cutting) == 1 and FALLS_BACK):
             continue
         behind = itertools.accumulate((size for size, _ in cutting[strided[0] + 1 :]), operator.mul)
         factor = getattr(cutting[strided[0]][1], "split_factor", 1)

@@ -17,10 +17,11 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as ShardedTensorShard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "FALLS_BACK",
     "ShardedTensor",
     "ShardedTensorShard",
     "StridedShard",
@@ -38,6 +39,9 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 StridedShard: Any = _StridedShard
 """`StridedShard(dim, split_factor=n)` cuts a dim into n parts and takes its chunk of each part."""
+
+FALLS_BACK = hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
+"""Whether a tensor whose strided placement matches no order of cuts is gathered axis by axis; torch 2.11 refuses it."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a tensor subclass: functions of torch treat it as any tensor."""

@@ -18,7 +18,7 @@ from shardkit.core.parameters.ownership import owners_for
 from shardkit.core.parameters.param import FSDPParam, sharded_counterpart
 from shardkit.core.parameters.placements import Blocks, Owned
 from shardkit.core.parameters.slot import Slot
-from shardkit.core.torch_compat import is_plain, is_replicated, local_of, stock_engine_of
+from shardkit.core.torch_compat import RUNS_SUBCLASSES, is_plain, is_replicated, local_of, stock_engine_of
 
 __all__ = [
     "STATE",
@@ -243,7 +243,7 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
     """The placement of one parameter from the result of `shard_placement_fn`; None for a 0-dim parameter.
 
     Raises:
-        ValueError: for a dim that the parameter does not have.
+        ValueError: for a dim that the parameter does not have, or a placement that this torch cannot run.
         TypeError: if the result is not a `Shard`, an `Owned`, a `Blocks` or None, or a tensor subclass does not support
             it.
     """
@@ -261,6 +261,12 @@ def placement_of(managed: ManagedParameter, chosen: object | None) -> Placement 
             raise TypeError(
                 f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', which is a "
                 f"{type(plain).__name__}: such tensors are cut by their own operators. Return Shard(dim) for it"
+            )
+        if not RUNS_SUBCLASSES:
+            raise ValueError(
+                f"shard_placement_fn returned {chosen} for parameter '{managed.fqn}', which needs torch 2.12 or later: "
+                f"torch {torch.__version__} never runs the operators of a subclass of DTensor. Return Shard(dim) for "
+                "it, or install a later torch"
             )
         return chosen
     if not isinstance(chosen, Shard):
