@@ -18,7 +18,7 @@ from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
 from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
-from shardkit.core.torch_compat import foreach_copy_
+from shardkit.core.torch_compat import foreach_copy_, foreach_zero_
 
 __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gather_alone"]
 
@@ -174,7 +174,10 @@ def _works(work: dist.Work | None) -> Sequence[dist.Work]:
 def _write_own_chunks(
     plan: GatherPlan, sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], packed: torch.Tensor | None
 ) -> None:
-    """Write this rank's chunks, cast, into its slots and into its row of the packed buffer."""
+    """Write this rank's chunks, cast, into its slots and into its row of the packed buffer, and zeros beside them.
+
+    Padding that is sent is zero, so that checks for NaN and for uninitialised memory find nothing in it.
+    """
     targets = [_shaped(flats[i].narrow(0, start, numel), shape) for i, start, numel, shape in plan.own_slots]
     chunks = [sources[i] for i, _, _, _ in plan.own_slots]
     if packed is not None:
@@ -183,6 +186,12 @@ def _write_own_chunks(
             chunks.append(sources[item])
     if targets:
         foreach_copy_(targets, chunks, non_blocking=True)
+    in_slots, in_row = plan.own_padding
+    padding = [flats[i].narrow(0, start, numel) for i, start, numel in in_slots]
+    if packed is not None:
+        padding += [packed.narrow(0, start, numel) for start, numel in in_row]
+    if padding:
+        foreach_zero_(padding)
 
 
 # A view costs a microsecond; a group has dozens of small chunks, most of them 1-D already.

@@ -140,6 +140,17 @@ class Packing:
             if block.first <= rank < block.first + block.size[0]
         )
 
+    def row_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, elements) of each gap in the row of `rank`."""
+        begin = self.slots.start(rank)
+        end = begin + self.slots.slot_numel(rank)
+        found = []
+        for (count, unused), (row, _), at in self.gaps:
+            place = at + max(0, -(-(begin - at) // row)) * row
+            if place < min(end, at + count * row):
+                found.append((place, unused))
+        return tuple(found)
+
     def fill(self, buffer: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Copies the packed items of `wholes`, of any strides, to the rows of all ranks, cast; zeroes the padding."""
         if chunk_cat is not None and self._as_matrix(buffer):

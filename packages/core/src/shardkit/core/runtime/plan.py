@@ -244,6 +244,17 @@ class GatherPlan:
         return () if self.packing is None else self.packing.row(self.rank)
 
     @cached_property
+    def own_padding(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+        """Parts that no chunk of this rank fills: (item, start, numel) in slots, (start, numel) in the packed row."""
+        filled = [(i, slot, self.items[i].layout.local_numel(self.rank)) for i, slot in self.direct]
+        slots = tuple(
+            (i, slot.start(self.rank) + numel, slot.slot_numel(self.rank) - numel)
+            for i, slot, numel in filled
+            if numel < slot.slot_numel(self.rank)
+        )
+        return slots, () if self.packing is None else self.packing.row_gaps(self.rank)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the unsharded tensors, without padding."""
         return sum(item.layout.numel * item.dtype.itemsize for item in self.items)

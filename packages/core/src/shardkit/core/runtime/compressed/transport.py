@@ -157,7 +157,7 @@ class CompressedTransport(Transport):
         buffer: torch.Tensor,
     ) -> Program:
         launched = time.perf_counter()
-        own = buffer[rows.slots.start(plan.rank) :]
+        own = buffer.narrow(0, rows.slots.start(plan.rank), rows.slots.slot_numel(plan.rank)).zero_()
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
         with plan.reported(launched, rows.wire_nbytes, torch.uint8):
@@ -202,7 +202,7 @@ class CompressedTransport(Transport):
         hold(outgoing, incoming)
         if total is not output:
             hold(total)
-        self._pack(plan, rows, grads, outgoing, plan.output_views(total))
+        self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
         grads.clear()
         note_released(plan.nbytes, plan.label)
         with plan.reported(launched, rows.sent.numel, torch.uint8):
