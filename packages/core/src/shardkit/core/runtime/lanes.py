@@ -342,15 +342,14 @@ class StreamLane:
                 lane, held = lane.following, []
                 lane.stream.wait_event(stages[-1].finished)
         except Exception as error:
-            with contextlib.suppress(Exception):
-                lane.stream.synchronize()  # queued work writes to memory that the caller frees next
+            lane.outlast()
             raise _failure(label, f"launching {self.name}", error) from error
         if listening:
             span = events.DeviceSpan(begin, self._timing_event(lane.stream))
             try:
                 events.emit(events.Launched(label, self.name, time.perf_counter() - launched, span))
             except BaseException:
-                lane.stream.synchronize()
+                lane.outlast()
                 raise
         return StreamTicket(self, label, stages, self.current_stream() if after_current else None)
 
@@ -363,6 +362,14 @@ class StreamLane:
                 for work in works:
                     work.wait()
         return True
+
+    def outlast(self) -> None:
+        """After a failure: makes the current stream wait, as queued work uses memory that the caller frees next.
+
+        The host does not wait. The work may be a collective that no peer joins.
+        """
+        with contextlib.suppress(Exception):
+            self.current_stream().wait_event(self.stream.record_event())
 
     def _timing_event(self, stream: Any) -> Any:
         return stream.record_event(self._module.Event(enable_timing=True))
