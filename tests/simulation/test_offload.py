@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.simulation.configurations import CONFIGURATIONS, ODD, optimize
-from tests.simulation.device import Access, Observer
+from tests.simulation.device import Access, Allocation, Observer
 from tests.simulation.training import started, take_steps
 
 Transfer: TypeAlias = tuple[list[tuple[int, int]], bytes]
@@ -60,3 +60,31 @@ def test_shards_cross_to_the_device_as_they_are(name: str, on_device: Callable[.
     assert all(any(arrived) for _, arrived in shards)
     last = len(ODD.shapes)  # the parameters of the last group, which stays unsharded until backward
     assert sorted(seen) == sorted(2 * shards[:-last] + shards[-last:])
+
+
+class _Arrivals(Observer):
+    """The memory on the device that copies from the host were written to."""
+
+    def __init__(self) -> None:
+        self.memory: list[Allocation] = []
+
+    def ran(self, name: str, stream: int, accesses: Sequence[Access]) -> None:
+        if name == "host_to_device":
+            self.memory += [access.allocation for access in accesses if access.write]
+
+
+def kept(name: str) -> tuple[int, int]:
+    """How many shards were copied to the device in the last step, and how many of these copies are left after it."""
+    (scenario,) = (one.scenario for one in CONFIGURATIONS if one.name == name)
+    observer = _Arrivals()
+    with started(scenario, "ours", observer, lambda: 0.0) as run:
+        for _ in take_steps(run):
+            copied, left = len(observer.memory), sum(one.died is None for one in observer.memory)
+            observer.memory.clear()
+        return copied, left
+
+
+def test_no_shard_stays_on_the_device_between_steps(on_device: Callable[..., Any]) -> None:
+    copied, left = on_device(kept, "CPU offload")
+    assert copied
+    assert not left

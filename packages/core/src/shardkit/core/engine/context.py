@@ -123,17 +123,21 @@ class CommContext:
         """
         if self.device.type == "cpu" or all(source.device.type != "cpu" for source in sources):
             return list(sources)
-        while len(self._staged) >= _MOST_STAGED:
-            self.transfers.wait_event(self._staged.popleft()[0].finished)
+        self._free_staged(but=_MOST_STAGED - 1)
         with self.transfers.owning_memory():
             staged = [source.to(self.device, non_blocking=True) for source in sources]
             self.gathers.wait_event(self.transfers.current_event())
         return staged
 
     def note_staged(self, ticket: Ticket, staged: Sequence[torch.Tensor]) -> None:
-        """Keeps the copies of `on_device` until a later copy may reuse their memory, after `ticket`."""
+        """Keeps the copies of `on_device` until `ticket` has read them: a later copy may then reuse their memory."""
         if self.device.type != "cpu":
             self._staged.append((ticket, staged))
+
+    def _free_staged(self, *, but: int = 0) -> None:
+        """Drops the copies of `on_device` that all but the last `but` gathers read, when these have read them."""
+        while len(self._staged) > but:
+            self.transfers.wait_event(self._staged.popleft()[0].finished)
 
     def wait_for_writers(self) -> None:
         """Makes the gather lane wait for running reductions: an optimizer may step on the shards when they end.
@@ -173,7 +177,7 @@ class CommContext:
         self._read_by_peers.append((ticket, transport))
 
     def settle_gathers(self) -> None:
-        """Waits until no peer reads this rank's shards any more, so that they may be written.
+        """Waits until no peer reads this rank's shards any more, so that they may be written; keeps no copies of them.
 
         Waits first for gathers in flight, because peers read a shard only when they need it.
 
@@ -181,6 +185,7 @@ class CommContext:
         unshard. An optimizer that steps in backward needs no such call: a gradient is delivered only after every peer
         has sent its part, which it computed from shards it had read.
         """
+        self._free_staged()
         gathers, self._read_by_peers = self._read_by_peers, []
         try:
             for ticket, _ in gathers:
