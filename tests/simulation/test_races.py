@@ -10,6 +10,7 @@ from tests.simulation.configurations import CONFIGURATIONS, check
 from tests.simulation.device import Stream, simulate
 from tests.simulation.faults import unneeded_references, unneeded_waits
 from tests.simulation.races import Checker
+from tests.simulation.training import Scenario, started
 
 # Configurations in which the engine has races, and why.
 KNOWN: dict[str, str] = {}
@@ -72,6 +73,24 @@ def streams(name: str) -> int:
 @pytest.mark.parametrize(("name", "count"), STREAMS.items())
 def test_streams_are_made_for_their_first_use(name: str, count: int, on_device: Callable[..., Any]) -> None:
     assert on_device(streams, name) == count
+
+
+def reused_inputs(engine: str) -> list[str]:
+    """The caller writes the next batch to the same pinned buffer when forward has returned."""
+    checker = Checker()
+    with started(Scenario("inputs on the host"), engine, checker, lambda: 0.0) as run:
+        buffer = torch.zeros(4, pin_memory=True)
+        for step in range(2):
+            loss = run.forwards(lambda: run.model(buffer).sum())
+            buffer.fill_(step)
+            run.backwards(loss.backward)
+    return list(checker.findings)
+
+
+@pytest.mark.parametrize("engine", ["ours", "stock"])
+def test_inputs_on_the_host_are_copied_when_forward_returns(engine: str, on_device: Callable[..., Any]) -> None:
+    found = on_device(reused_inputs, engine)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.slow

@@ -504,7 +504,7 @@ class FSDPState:
     # -- casts ---------------------------------------------------------------------------------------------------------
 
     def _move_inputs(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), value)
+        return map_tensors(lambda tensor: tensor.to(self.device), value)  # waits: callers reuse pinned memory
 
     def _cast_inputs(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         dtype = self.mp_policy.param_dtype
