@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.choice import transport_for
+from shardkit.core.runtime.choice import coalesces, transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.lanes import Holder, hold, make_lane
 from shardkit.core.runtime.plan import SMALL_BYTES, GatherItem, Mean, ReduceItem, plan_gather, plan_reduce
@@ -42,6 +43,20 @@ def test_large_dim_0_items_go_direct_where_the_transport_can() -> None:
     assert run_ranks(2, _decisions, "c10d_direct") == [([0, 2], [0], [])] * 2
     assert run_ranks(2, _decisions, "c10d_packed") == [([], [], [])] * 2
     assert run_ranks(2, _decisions, "custom") == [([], [], [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapped", "direct"),
+    [("nccl", False, True), ("nccl", True, False), ("nccl2", False, False), ("nccl-lazy", False, False)],
+)
+def test_a_backend_that_launches_each_collective_by_itself_gets_packed_buffers(
+    name: str, wrapped: bool, direct: bool
+) -> None:
+    """All of them say that they coalesce; they need a GPU, so here their answers stand for them."""
+    backend = SimpleNamespace(supports_coalescing=True, name=lambda: name, **({"wrapped_pg": None} if wrapped else {}))
+    assert coalesces(backend) is direct
+    assert not coalesces(SimpleNamespace(supports_coalescing=False, name=lambda: "mpi"))
+    assert not coalesces(None)
 
 
 def _wire_dtypes(rank: int, world_size: int, kind: str) -> list[torch.dtype]:

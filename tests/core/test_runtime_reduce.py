@@ -227,3 +227,20 @@ def test_all_reduce(world_size: int) -> None:
         assert sent == 2 * (world_size - 1) * 20 // world_size
     for seen, _ in run_ranks(world_size, _all_reduces, dist.ReduceOp.AVG):
         assert seen == [x + ranks / world_size for x in range(5)]
+
+
+def _averages_among_backends(rank: int, world_size: int) -> list[float]:
+    """The CPU's backend, gloo, in a group that has the name of another, as those of "cpu:gloo,cuda:nccl" have."""
+    group = dist.group.WORLD
+    assert group is not None
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    try:
+        assert group.name() == "nccl"
+        _averages(rank, world_size, "c10d_packed")
+        return _all_reduces(rank, world_size, dist.ReduceOp.AVG)[0]
+    finally:
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def test_the_backend_of_the_device_is_asked_whether_it_averages() -> None:
+    assert run_ranks(2, _averages_among_backends) == [[x + 0.5 for x in range(5)]] * 2

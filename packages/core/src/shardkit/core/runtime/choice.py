@@ -26,12 +26,14 @@ from shardkit.core.runtime.plan import Transport
 from shardkit.core.runtime.shared.meeting import neighbours_of, possible
 from shardkit.core.runtime.shared.transport import SharedTransport
 
-__all__ = ["Transports", "choose_transports", "may_share_memory", "stand_ins", "transport_for"]
+__all__ = ["Transports", "choose_transports", "coalesces", "may_share_memory", "stand_ins", "transport_for"]
 
 StandIn: TypeAlias = Callable[[dist.ProcessGroup, torch.device], Transport]
 """Returns a transport that replaces that of a group, for tensors on a device."""
 
 _stand_in: StandIn | None = None
+
+_LAUNCHES_EACH = ("nccl2", "nccl-lazy")
 
 # A transport holds its group, so the cache must not hold the transport; the plans that use it do.
 _Key: TypeAlias = tuple[torch.device, bool]
@@ -95,9 +97,9 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, registered: bo
     """The transport of `group` for tensors on `device`; the same object as long as it is in use.
 
     gloo on CPU shares memory if all ranks are on one host, and exchanges pairwise if not. A backend that coalesces
-    (NCCL) runs collectives in place. Any other backend (MPI, XCCL, the in-process threaded group, the fake group) runs
-    plain collectives on packed buffers. Ask `require_memory` before `registered`. With gloo on CPU, and with
-    `registered`, collective over `group` the first time, because the ranks meet.
+    (NCCL before torch 2.15) runs collectives in place. Any other backend (nccl2, MPI, XCCL, the in-process threaded
+    group, the fake group) runs plain collectives on packed buffers. Ask `require_memory` before `registered`. With gloo
+    on CPU, and with `registered`, collective over `group` the first time, because the ranks meet.
     """
     if _stand_in is not None:
         return _stand_in(group, device)
@@ -125,8 +127,18 @@ def _make_transport(group: dist.ProcessGroup, device: torch.device, registered: 
         neighbours = neighbours_of(group) if group.size() > 1 else None
         return PairwiseTransport(group, device) if neighbours is None else SharedTransport(group, device, neighbours)
     memory = RegisteredMemory.of(group, device) if registered else None
-    direct = bool(getattr(backend, "supports_coalescing", False))
-    return C10dTransport(group, device, direct=direct, memory=memory)
+    return C10dTransport(group, device, direct=coalesces(backend), memory=memory)
+
+
+def coalesces(backend: Any) -> bool:
+    """Whether a backend moves a list of buffers in one launch.
+
+    torch 2.15's NCCL backends say so, and launch each buffer by itself. The wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL
+    says so of the backend inside, and lacks the calls before torch 2.13.
+    """
+    if not getattr(backend, "supports_coalescing", False):
+        return False
+    return backend.name() not in _LAUNCHES_EACH and not hasattr(backend, "wrapped_pg")
 
 
 @contextlib.contextmanager

@@ -25,9 +25,6 @@ __all__ = ["PLAIN_DTYPES", "C10dTransport", "FlatTransport", "all_reduce", "gath
 # Dtypes that every backend gathers. Other dtypes, and lists of several, are sent as bytes.
 PLAIN_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int32, torch.int64}
 
-# Backends with a native AVG. On others it is a sum and a division.
-_NATIVE_AVG = ("nccl",)
-
 
 class FlatTransport(NetworkTransport):
     """Gathers in place: large items into their own slots, the others through the packed buffer."""
@@ -87,6 +84,7 @@ class C10dTransport(FlatTransport):
         super().__init__(group, device)
         self.direct = direct
         self._memory = memory
+        self._averages = has_average(group, device)
         # On a stream lane a blocking call only orders work on this stream, and avoids a switch to another stream.
         self._async = device.type == "cpu"
 
@@ -131,7 +129,7 @@ class C10dTransport(FlatTransport):
         if plan.packing is not None:
             packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
             note_allocated(packed, plan.label, "packed")
-        if self.group.name() not in _NATIVE_AVG:
+        if not self._averages:
             mean = mean.as_sum(self.world_size)
         with torch.no_grad():
             rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
@@ -165,6 +163,15 @@ class C10dTransport(FlatTransport):
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
                 note_released(plan.nbytes, plan.label)
+
+
+def has_average(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend that serves `device` in `group` has a native AVG; on others it is a sum and a division.
+
+    The name of a group with several backends is that of one of them, so the backend is asked.
+    """
+    backend = torch_compat.backend_of(group, device)
+    return backend is not None and backend.name().startswith("nccl")
 
 
 def _works(work: dist.Work | None) -> Sequence[dist.Work]:
@@ -234,14 +241,16 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, label: s
     if world == 1:
         return
     launched = time.perf_counter()
-    averages = op == dist.ReduceOp.AVG and group.name() not in _NATIVE_AVG
+    divides = op == dist.ReduceOp.AVG and not has_average(group, tensor.device)
     nbytes = tensor.numel() * tensor.itemsize
     # A ring sends each element twice except the rank's own share: reduce-scatter, then all-gather.
     described = (label, (), nbytes, 2 * (world - 1) * nbytes // world, tensor.dtype, group)
     if events.hub.active:
         events.emit(events.AllReduceStarted(*described, transport="c10d"))
-    yield _works(dist.all_reduce(tensor, op=dist.ReduceOp.SUM if averages else op, group=group, async_op=True))
-    if averages:
+    # As in `C10dTransport`: on a stream lane a blocking call only orders work on this stream.
+    asynchronous = tensor.device.type == "cpu"
+    yield _works(dist.all_reduce(tensor, dist.ReduceOp.SUM if divides else op, group, async_op=asynchronous))
+    if divides:
         tensor.div_(world)
     if events.hub.active:
         events.emit(events.AllReduceFinished(*described, time.perf_counter() - launched, transport="c10d"))
