@@ -28,7 +28,7 @@ def test_data_of_the_torch_installed() -> None:
 
 
 def test_every_supported_version_has_data() -> None:
-    assert list(VERSIONS) == ["2.12", "2.13", "2.14", "2.15"]
+    assert list(VERSIONS) == ["2.11", "2.12", "2.13", "2.14", "2.15"]
 
 
 def _ours(name: str) -> Any:
