@@ -51,10 +51,12 @@ def scaled_backward(model: nn.Module, scaler: Any) -> None:
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
 
 
-def finds_an_overflow(rank: int, world_size: int, build: Callable[[int], Any], options: dict[str, bool]) -> None:
+def finds_an_overflow(
+    rank: int, world_size: int, build: Callable[[int], Any], kind: type[torch.amp.GradScaler], options: dict[str, bool]
+) -> None:
     """An overflow in one shard makes all ranks skip the step and halve the scale; the next step is right."""
     model, reference = build(world_size), build(world_size)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = kind("cpu", init_scale=4.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
     before = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
     scaled_backward(model, scaler)
@@ -88,7 +90,7 @@ def finds_an_overflow(rank: int, world_size: int, build: Callable[[int], Any], o
 def test_an_overflow_on_one_rank_is_found_on_all(
     build: Callable[[int], Any], world_size: int, options: dict[str, bool]
 ) -> None:
-    run_ranks(world_size, finds_an_overflow, build, options)
+    run_ranks(world_size, finds_an_overflow, build, torch.amp.GradScaler, options)
 
 
 def _scalar_state(rank: int, world_size: int) -> None:

@@ -17,7 +17,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.core.test_scalers import OVERLOOKED, finds_an_overflow
+from shardkit.core import fully_shard
+from tests.core.test_scalers import Layers, finds_an_overflow
 from tests.legacy_fsdp_compat.both import (
     CPU,
     OURS,
@@ -36,7 +37,7 @@ from tests.legacy_fsdp_compat.both import (
     whole_state,
     wrap,
 )
-from tests.support import run_ranks
+from tests.support import rank_mesh, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -301,7 +302,7 @@ def accumulation(rank: int, world_size: int, use_orig_params: bool) -> None:
         for step, sync in enumerate([False, True, False, False, True]):
             with contextlib.nullcontext() if sync else model.no_sync():
                 loss_of(model, rank, step).backward()
-            waits = [isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial() for p in model.parameters()]
+            waits = [parameter.grad is None for parameter in model.parameters()]
             assert engine == STOCK or waits == [step == 0] * len(waits), "the first gradients stay on their rank"
         optimizer.step()
         seen[engine] = whole_state(engine, model)
@@ -398,16 +399,25 @@ def test_grad_scaler_ranks_agree():
     run_ranks(2, scaler)
 
 
-def scaler_of_all_ranks(rank: int, world_size: int, build: Any, options: dict[str, bool]) -> None:
-    from shardkit.legacy_fsdp_compat import ShardedGradScaler
+def replicas_first(world_size: int) -> Any:
+    model = Layers()
+    fully_shard(model.embed, mesh=rank_mesh((world_size, 1), ("replicate", "shard")))
+    return fully_shard(model)
 
-    finds_an_overflow(rank, world_size, build, ShardedGradScaler("cpu", init_scale=4.0), options)
+
+def expert_beside_replicas(world_size: int) -> Any:
+    model, mesh = Layers(), rank_mesh((2, world_size // 2), ("replicate", "shard"))
+    fully_shard(model.up, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
-@pytest.mark.parametrize("build", OVERLOOKED)
-def test_grad_scaler_finds_what_a_warning_tells_of(build: Any, options: dict[str, bool]):
-    run_ranks(OVERLOOKED[build][0], scaler_of_all_ranks, build, options)
+@pytest.mark.parametrize(("build", "world_size"), [(replicas_first, 2), (expert_beside_replicas, 4)])
+def test_grad_scaler_looks_at_all_ranks(build: Any, world_size: int, options: dict[str, bool]):
+    """At more than those over which the first gradient is sharded, as torch's does."""
+    from shardkit.legacy_fsdp_compat import ShardedGradScaler
+
+    run_ranks(world_size, finds_an_overflow, build, ShardedGradScaler, options)
 
 
 class Unused(nn.Module):
