@@ -98,7 +98,7 @@ def _partial_sums(rank: int, world_size: int, manual: bool) -> None:
             torch.testing.assert_close(one, two)
         optimizer.step()
         return
-    with pytest.raises(RuntimeError, match=r"'0' have been summed over its shard group only"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' waits for HSDP's all-reduce"):
         optimizer.step()
     model.reset_iter_state()
     _backward(model, 0)

@@ -538,3 +538,31 @@ def _two_threads(rank: int, world_size: int) -> str:
 def test_a_second_forward_in_another_thread_is_refused() -> None:
     for message in run_ranks(2, _two_threads):
         assert "forward of 'FSDPAround' begins while that of 'FSDPAround' runs in another thread" in message
+
+
+class _Prompted(nn.Module):
+    """Frozen, and its output is unused: only a global list leads to the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.prompts: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        GLOBALLY_KEPT.append(self.second((self.first(x) * self.prompts[0]).tanh()).square().sum())
+        return x.detach()
+
+
+def _prompted(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, lambda: _Prompted().requires_grad_(False), fully_shard)
+    gradients = []
+    for model in (twins.sharded, twins.whole):
+        model.prompts = [torch.ones(4, requires_grad=True)]
+        model(torch.ones(2, 4))
+        GLOBALLY_KEPT.pop().backward()
+        gradients.append(model.prompts[0].grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_frozen_root_stays_for_a_graph_that_no_output_shows() -> None:
+    run_ranks(2, _prompted)

@@ -713,7 +713,12 @@ def _(engine: Engine) -> Any:
     return engine.gradients(model)
 
 
-@case(METHODS, "no_sync", "`optimizer.zero_grad()` after a backward inside")
+@case(
+    METHODS,
+    "no_sync",
+    "`optimizer.zero_grad()` after a backward inside",
+    "differs: keeps the gradient of that backward (stock drops it); call `model.zero_grad()`",
+)
 def _(engine: Engine) -> Any:
     model = engine.wrap()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -724,10 +729,20 @@ def _(engine: Engine) -> Any:
     return engine.gradients(model)
 
 
+@case(METHODS, "no_sync", "`model.zero_grad()` after a backward inside")
+def _(engine: Engine) -> Any:
+    model = engine.wrap()
+    with model.no_sync():
+        loss_of(model, engine.rank, 0).backward()
+    model.zero_grad()
+    loss_of(model, engine.rank, 1).backward()
+    return engine.gradients(model)
+
+
 @case(
     METHODS,
     "no_sync",
-    "`zero_grad()` after a synchronised backward and one inside",
+    "`model.zero_grad()` after a synchronised backward and one inside",
     "differs: drops both gradients (stock keeps the synchronised one)",
 )
 def _(engine: Engine) -> Any:
@@ -744,7 +759,7 @@ def _(engine: Engine) -> Any:
     METHODS,
     "no_sync",
     "the type of `parameter.grad` after a backward inside",
-    "differs: a DTensor with `Partial` placements (stock: this rank's whole gradient)",
+    "differs: None (stock: this rank's whole gradient)",
 )
 def _(engine: Engine) -> Any:
     model = engine.wrap(nn.Linear(4, 4), auto_wrap_policy=None)

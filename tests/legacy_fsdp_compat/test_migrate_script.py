@@ -101,13 +101,14 @@ def test_what_a_person_must_decide():
         print(model._flat_param)
         torch.save(optimizer.state_dict(), "optim.pt")
         torch.save(model.state_dict(), "model.pt")
+        with model.no_sync():
+            model(x).sum().backward()
         """
     )
     found = rewrite(source).findings
-    assert [one.line for one in found] == [1, 2, 3, 4]
-    for finding, word in zip(
-        found, ["FlatParameter", "private", "summon_full_params", "optim_state_dict"], strict=True
-    ):
+    assert [one.line for one in found] == [1, 2, 3, 4, 6]
+    words = ["FlatParameter", "private", "summon_full_params", "optim_state_dict", "optimizer.zero_grad() keeps"]
+    for finding, word in zip(found, words, strict=True):
         assert word in finding.text
 
 

@@ -138,7 +138,7 @@ class Run:
         if action in ("accumulate", "zero after no_sync", "zero in place"):
             self._backward_without_sync()
             if action != "accumulate":
-                self.optimizer.zero_grad(set_to_none=action == "zero after no_sync")
+                self.model.zero_grad(set_to_none=action == "zero after no_sync")
                 self._backward_without_sync()
         elif action == "clip" and not self.script.ignored:  # whose gradients make the norm another one on each rank
             self._loss().backward()

@@ -139,14 +139,14 @@ def test_replaced_parameters_are_refused(shape: tuple[int, int], use: str):
 # -- gradients that no_sync left ---------------------------------------------------------------------------------------
 
 
-def zeroed_after_no_sync(rank: int, world_size: int, strategy: str, zero: str) -> None:
+def zeroed_after_no_sync(rank: int, world_size: int, strategy: str) -> None:
     seen = {}
     for engine in (STOCK, OURS):
         model = wrap(engine, Setting(strategy))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with model.no_sync():
             loss_of(model, rank, 0).backward()
-        (optimizer if zero == "optimizer" else model).zero_grad()
+        model.zero_grad()
         with model.no_sync():
             loss_of(model, rank, 1).backward()
         loss_of(model, rank, 2).backward()
@@ -155,10 +155,9 @@ def zeroed_after_no_sync(rank: int, world_size: int, strategy: str, zero: str) -
     assert_same_tensors(seen[STOCK], seen[OURS], **TOLERANCE)
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "model"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_zeroed_after_no_sync(strategy: str, zero: str):
-    run_ranks(2, zeroed_after_no_sync, strategy, zero)
+def test_zeroed_after_no_sync(strategy: str):
+    run_ranks(2, zeroed_after_no_sync, strategy)
 
 
 def summoned_within_no_sync(rank: int, world_size: int) -> None:
@@ -168,9 +167,7 @@ def summoned_within_no_sync(rank: int, world_size: int) -> None:
     with model.no_sync():
         loss_of(model, rank, 0).backward()
     with (
-        pytest.raises(
-            RuntimeError, match=r"gradient of parameter 'inp\.weight' was left unreduced by a backward without"
-        ),
+        pytest.raises(RuntimeError, match=r"a gradient of parameter '.*inp\.weight' waits for its reduction"),
         fsdp.summon_full_params(model, with_grads=True),
     ):
         pass

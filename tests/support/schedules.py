@@ -78,7 +78,7 @@ def accumulate_without_sync(run: Run, step: int) -> None:
     for micro in range(3):
         run.model.set_requires_gradient_sync(micro == 2)
         run.loss(step, micro).backward()
-    run.record_gradients(step, "after the last micro-batch")
+        run.record_gradients(step, f"after micro-batch {micro}")
     run.update()
 
 
@@ -87,7 +87,7 @@ def accumulate_then_sync_again(run: Run, step: int) -> None:
     for micro, synced in enumerate((True, False, True)):
         run.model.set_requires_gradient_sync(synced)
         run.loss(step, micro).backward()
-    run.record_gradients(step, "after the last micro-batch")
+        run.record_gradients(step, f"after micro-batch {micro}")
     run.update()
 
 
@@ -95,7 +95,7 @@ def accumulate_without_all_reduce(run: Run, step: int) -> None:
     for micro in range(3):
         run.model.set_requires_all_reduce(micro == 2)
         run.loss(step, micro).backward()
-    run.record_gradients(step, "after the last micro-batch")
+        run.record_gradients(step, f"after micro-batch {micro}")
     run.update()
 
 
@@ -105,7 +105,7 @@ def accumulate_one_block_without_sync(run: Run, step: int) -> None:
     for micro in range(2):
         block.set_requires_gradient_sync(micro == 1, recurse=False)
         run.loss(step, micro).backward()
-    run.record_gradients(step, "after the last micro-batch")
+        run.record_gradients(step, f"after micro-batch {micro}")
     run.update()
 
 

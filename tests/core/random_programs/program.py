@@ -172,6 +172,7 @@ class Step(_Data):
     """Micro-batches, then perhaps a step of SGD and a ``zero_grad`` ("none" sets to None, "zero" fills, "keep").
 
     ``toggle`` names parameters that are frozen before the step, or trained again. ``clip``: gradients are clipped.
+    ``synchronize``: no micro-batch reduces gradients, `synchronize_gradients` does.
     """
 
     micros: tuple[Micro, ...] = (Micro(),)
@@ -179,6 +180,7 @@ class Step(_Data):
     zero: str = "none"
     toggle: tuple[str, ...] = ()
     clip: bool = False
+    synchronize: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -266,13 +268,15 @@ def _normal_block(block: Block, path: str, paths: dict[str, Block]) -> Block:
 
 def _normal_step(step: Step, wrapped: set[str], names: set[str]) -> Step:
     fails = any(micro.fail for micro in step.micros)
+    synchronize = step.synchronize and not fails
     micros = []
     for index, micro in enumerate(step.micros):
         before = tuple(act for act in micro.before if act.kind in FREE_ACTS or act.path in wrapped)
         between = tuple(act for act in micro.between if act.kind in FREE_ACTS or act.path in wrapped)
-        sync = micro.sync or fails or index == len(step.micros) - 1
+        sync = (micro.sync or fails or index == len(step.micros) - 1) and not synchronize
         micros.append(replace(micro, before=before, between=between, sync=sync))
-    return replace(step, micros=tuple(micros), toggle=tuple(name for name in step.toggle if name in names))
+    toggle = tuple(name for name in step.toggle if name in names)
+    return replace(step, micros=tuple(micros), toggle=toggle, synchronize=synchronize)
 
 
 FREE_ACTS = ("state_dict", "moved", "no_grad", "inference", "eval", "dropped")

@@ -39,6 +39,7 @@ from tests.core.random_programs.training import (
     Failed,
     Loop,
     Sync,
+    Synchronize,
     Toggle,
     Update,
     Zero,
@@ -255,6 +256,11 @@ class Sharded:
         if isinstance(event, Sync):
             for root in self.roots:
                 root.set_requires_gradient_sync(event.on)
+        elif isinstance(event, Synchronize):
+            for root in self.roots:
+                root.synchronize_gradients()
+            for module in self.wrapped:  # the last forward may have had no backward
+                module.reshard()
         elif isinstance(event, Ask):
             self._do(event)
         elif isinstance(event, Failed):
@@ -282,6 +288,8 @@ class Sharded:
 
     def _zero_grad(self, set_to_none: bool) -> None:
         self.optimizer.zero_grad(set_to_none)
+        for root in self.roots:  # a root that no backward with sync has reached may have gradients that wait
+            root.zero_grad(set_to_none)
 
     def _do(self, event: Ask) -> None:
         module = self.model.get_submodule(event.act.path)

@@ -202,7 +202,8 @@ def _steps(draw: Draw, paths: list[str], names: list[str], rich: bool) -> tuple[
         micros = tuple(_micro(draw, paths, rich) for _ in range(2 if _sometimes(draw, 4) else 1))
         zero = _one_of(draw, "zero", "keep") if _sometimes(draw, 4) else "none"
         toggle = tuple(name for name in names if _sometimes(draw, 3)) if _sometimes(draw, 6) else ()
-        steps.append(Step(micros, not _sometimes(draw, 4), zero, toggle, clip=_sometimes(draw, 5)))
+        clip, synchronize = _sometimes(draw, 5), _sometimes(draw, 6)
+        steps.append(Step(micros, not _sometimes(draw, 4), zero, toggle, clip, synchronize))
     return tuple(steps)
 
 

@@ -67,7 +67,12 @@ class Zero:
     set_to_none: bool
 
 
-Event = Sync | Ask | Backward | Failed | Toggle | Update | Zero
+@dataclass(frozen=True)
+class Synchronize:
+    """Gradients that wait are reduced."""
+
+
+Event = Sync | Synchronize | Ask | Backward | Failed | Toggle | Update | Zero
 
 
 class Loop:
@@ -107,6 +112,9 @@ class Loop:
                 yield Failed()
             finally:
                 self.trap.armed = None
+        if step.synchronize:
+            yield Synchronize()
+            yield Backward(f"{label}, synchronized", sync=True, last=True)
         if step.update:
             yield Update(step.clip)
         if step.zero != "keep":

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
-from shardkit.core.parameters.waiting_gradient import refuse_waiting
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -57,7 +56,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: if `max_norm` is negative or nan, `norm_type` does not name a p-norm, or a gradient is not placed
             like its parameter.
-        RuntimeError: if a gradient waits for its reduction, or if the norm is not finite, with `error_if_nonfinite`;
+        RuntimeError: if a gradient has yet to be reduced, or if the norm is not finite, with `error_if_nonfinite`;
             lists the gradients at fault.
     """
     if not float(max_norm) >= 0:
@@ -243,11 +242,16 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient."""
+    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient.
+
+    Raises:
+        RuntimeError: if a gradient has yet to be reduced.
+    """
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in parameters:
-        param = None if isinstance(parameter, DTensor) else sharded_counterpart(parameter)
-        parameter = parameter if param is None else param.sharded_param
+        if (param := sharded_counterpart(parameter)) is not None:
+            param.refuse_pending("the norm of gradients is taken")
+            parameter = param.sharded_param
         seen.setdefault(id(parameter), (name, parameter))
     return list(seen.values())
 
@@ -276,7 +280,6 @@ def _group_of(
 def _local_grad(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's elements of a parameter's gradient. Raises ValueError if it is not placed like the parameter."""
     grad = parameter.grad
-    refuse_waiting(name, grad)
     if not isinstance(parameter, DTensor) or grad is None:
         return grad
     if not isinstance(grad, DTensor):

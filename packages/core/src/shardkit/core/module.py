@@ -18,6 +18,7 @@ from shardkit.core.engine.prefetch import Prefetch
 from shardkit.core.engine.schedule import Finalization, Schedule
 from shardkit.core.engine.state import FSDPState, state_of
 from shardkit.core.parameters.adapters import user_attributes
+from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import AllGather, ReduceScatter
 from shardkit.core.torch_compat import (
     StockFSDPModule,
@@ -93,6 +94,12 @@ class FSDPModule(StockFSDPModule):
 
     def _groups(self, recurse: bool = False) -> list[FSDPParamGroup]:
         return [group for state in self._states(recurse) for group in state.groups]
+
+    def _params(self, recurse: bool) -> list[FSDPParam]:
+        """The parameters of this module, or of all below it. Its groups may have others: of `fully_shard([a, b])`."""
+        below = {*cast(nn.Module, self).modules()}
+        params = (param for group in self._groups(recurse) for param in group.params)
+        return [param for param in params if any(slot.module() in below for slot in param.slots)]
 
     # -- unshard and reshard -------------------------------------------------------------------------------------------
 
@@ -194,6 +201,9 @@ class FSDPModule(StockFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients; if not, they accumulate unsharded in `reduce_dtype`.
 
+        They wait for a backward with sync, or for `synchronize_gradients`. `parameter.grad` does not show them, and
+        `optimizer.zero_grad()` does not drop them; `zero_grad()` of this module does.
+
         Raises:
             ValueError: for anything but True and False, as all setters of this kind.
         """
@@ -206,6 +216,40 @@ class FSDPModule(StockFSDPModule):
         all_reduce = _flag("requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
             group.change(all_reduce_grads=all_reduce)
+
+    @no_dynamo
+    def synchronize_gradients(self, *, recurse: bool = True) -> None:
+        """Reduces the gradients that backwards without gradient sync, or without all-reduce, have left (collective).
+
+        Call it after a backward, on all ranks. Afterwards sharded parameters have the gradients that a backward with
+        sync would have given them. Settings stay as they are.
+
+        Raises:
+            RuntimeError: during a backward, or before an asynchronous finalization has been waited for.
+        """
+        schedule = self._get_fsdp_state().schedule
+        schedule.refuse_in_backward("synchronize_gradients")
+        for group in reversed(self._groups(recurse)):
+            group.synchronize_gradients()
+        schedule.finish_reductions()
+
+    def get_pending_gradients(
+        self, *, recurse: bool = True
+    ) -> dict[nn.Parameter, tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """The gradients that backwards without gradient sync, or without all-reduce, have left on this rank.
+
+        For each sharded parameter that has one: the unreduced gradient, of the whole parameter's shape, and HSDP's sum
+        over the shard group, of the shape of this rank's shard; either may be None. They are not copies: writes to them
+        go into the reduction. Neither contains `parameter.grad`.
+
+        Raises:
+            RuntimeError: as `synchronize_gradients`.
+        """
+        schedule = self._get_fsdp_state().schedule
+        schedule.refuse_in_backward("get_pending_gradients")
+        schedule.finish_reductions()
+        pending = ((param.sharded_param, param.pending) for param in self._params(recurse))
+        return {parameter: two for parameter, two in pending if any(one is not None for one in two)}
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of gradients by `factor` instead of by the number of data-parallel ranks."""
@@ -424,11 +468,13 @@ class FSDPModule(StockFSDPModule):
         self.set_allocate_memory_from_process_group_for_comm(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, including those of sharded parameters whose unsharded versions are registered now."""
+        """Resets the gradients of all parameters below this module, and drops those that have yet to be reduced.
+
+        Sharded parameters are included while their unsharded versions are registered.
+        """
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for group in self._groups(recurse=True):
-            for param in group.params:
-                param.zero_sharded_grad(set_to_none)
+        for param in self._params(recurse=True):
+            param.zero_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies casts and moves (`to`, `half`, `to_empty`, ...) to the sharded parameters.

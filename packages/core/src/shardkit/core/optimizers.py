@@ -61,10 +61,18 @@ def refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
     for reference in known.groups:
         if (group := reference()) is not None:
             group.check_reduced()
+            pending = [param for param in group.pending if id(param.sharded_param) in identities]
+            if pending and not _makes_states(optimizer):
+                pending[0].refuse_pending("an optimizer steps")
             gradients = [*map(_gradient_of, group.params)]
             if not are_as_marked(gradients):
                 for param, gradient in zip(group.params, gradients, strict=True):
                     check_gradient(param.fqn, gradient)
+
+
+def _makes_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is one of `torch.distributed.checkpoint.state_dict`, which initialises states: all lr are 0."""
+    return all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 
 def _find_groups(optimizer: torch.optim.Optimizer, held: list[torch.Tensor]) -> _Held:

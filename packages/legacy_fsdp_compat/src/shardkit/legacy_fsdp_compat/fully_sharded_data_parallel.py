@@ -486,7 +486,7 @@ class FullyShardedDataParallel(StateDictApi, OptimizerStateApi, nn.Module):
         for one in self.fsdp_modules(self):
             for group in one._state.groups:
                 for param in group.params:
-                    param.zero_sharded_grad(set_to_none)
+                    param.zero_grad(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies casts and moves (`to`, `half`, ...) to the sharded parameters, or the whole ones if summoned."""

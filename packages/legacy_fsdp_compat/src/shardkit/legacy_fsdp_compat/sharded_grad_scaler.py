@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.parameters.waiting_gradient import refuse_waiting
+from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import local_of
 from shardkit.legacy_fsdp_compat.torch_compat import unscale_and_check_
 
@@ -57,10 +57,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale, including float16 ones (collective: one all-reduce of a flag)."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if (param := sharded_counterpart(parameter)) is not None:
+                param.refuse_pending("gradients are unscaled")
             gradient: Any = parameter.grad
             if gradient is None:
                 continue
-            refuse_waiting(f"of shape {tuple(parameter.shape)}", gradient)
             local = local_of(gradient) if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:
                 parameter.grad = local.coalesce()  # a new tensor if it had an index twice

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardkit.core.engine.state import FSDPState
-from shardkit.core.parameters.waiting_gradient import refuse_waiting
 from shardkit.core.torch_compat import in_backward, like_dtensor, local_of
 from shardkit.legacy_fsdp_compat.units import Unit, UnitParameter
 
@@ -78,8 +77,9 @@ def _show(unit: Unit, parameter: UnitParameter, options: SummonOptions) -> bool:
     """Registers the whole parameter; returns whether this rank gets it."""
     everywhere = not options.rank0_only
     value = unit.unsharded(parameter, parameter.sharded, everywhere=everywhere)
+    if options.with_grads:
+        parameter.param.refuse_pending("summon_full_params(with_grads=True) reads gradients")
     gradient = parameter.sharded.grad if options.with_grads else None
-    refuse_waiting(parameter.name, gradient)
     full_gradient = None if gradient is None else unit.unsharded(parameter, gradient, everywhere=everywhere)
     if value is None:
         return False

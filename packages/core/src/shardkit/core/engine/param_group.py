@@ -130,7 +130,6 @@ class FSDPParamGroup(GroupGather):
         self._accumulating = False
         self._loads = TieLoads()
         self._loaded_whole: list[str] | None = None  # during a load of its state's module: the load's missing keys
-        self._sums_wait = False  # HSDP: the last reduction has left sums for a later all-reduce
         self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
@@ -161,9 +160,7 @@ class FSDPParamGroup(GroupGather):
 
     def change(self, **settings: Any) -> None:
         """Changes some settings, from the next gather or reduction on."""
-        before, self.settings = self.settings, replace(self.settings, **settings)
-        if self.settings.gradient_divide_factor != before.gradient_divide_factor:
-            self._reduction.show_waiting_again(self.settings)
+        self.settings = replace(self.settings, **settings)
         if "keep_unsharded_storage" in settings and not self.has_memory:  # its memory may have been kept so far
             self._free_storage()
 
@@ -334,7 +331,6 @@ class FSDPParamGroup(GroupGather):
         Every forward and backward calls this before it uses the parameters. On streams the current stream waits, even
         if another one has already waited.
         """
-        self._drop_zeroed_gradients()
         if self.residence is not Residence.GATHERING:
             if self.residence is Residence.UNSHARDED:
                 self._pass_on_freezing()
@@ -446,33 +442,32 @@ class FSDPParamGroup(GroupGather):
 
         With `keep` the parameters stay unsharded: another backward will read them through this one's graph.
         """
-        self._drop_zeroed_gradients(begun=self.phase is Phase.PRE_BACKWARD)  # else no gather has checked
         self.phase = Phase.POST_BACKWARD
         with ungraphed("post_backward", self.label):
             if not self.settings.reduce_grads:
                 self._accumulating = True
-                self.context.finish_reductions()  # stand-ins show their results
-                partial_op = self.settings.partial_op(self.mesh.size)
                 for param in self.params:
-                    param.accumulate_unsharded(partial_op)
+                    param.accumulate_unsharded()
                 self._end_deferring()
                 self.reshard_after_use(keep=keep)
                 return
-            params, gradients = self._reduction.take_gradients(self.settings, alike=self._accumulating)
-            self._accumulating = False
+            params, gradients = self._take_gradients(self.settings)
             self._end_deferring()
             self.reshard_after_use(keep=keep)
-            if gradients:
-                self._reduce(params, gradients)
+            self._reduce(params, gradients, self.settings)
 
-    def _drop_zeroed_gradients(self, *, begun: bool = False) -> None:
-        """Drops gradients that wait for a reduction, or its all-reduce, if the user has zeroed them since.
+    @outside_transforms
+    def synchronize_gradients(self) -> None:
+        """Reduces all gradients that have yet to be reduced, whatever the settings are (collective)."""
+        if self._accumulating or self.has_gradients or self._reduction.has_partial:
+            settings = replace(self.settings, reduce_grads=True, all_reduce_grads=True)
+            with ungraphed("synchronize_gradients", self.label):
+                self._reduce(*self._take_gradients(settings), settings)
 
-        It is too late for that, and an error, if a backward has `begun` to add to them.
-        """
-        if self._accumulating or self._sums_wait:
-            for param in self.params:
-                param.drop_zeroed_gradient(begun=begun)
+    def _take_gradients(self, settings: GroupSettings) -> tuple[list[FSDPParam], list[torch.Tensor]]:
+        params, gradients = self._reduction.take_gradients(settings, alike=self._accumulating)
+        self._accumulating = False
+        return params, gradients
 
     def _end_deferring(self) -> None:
         for param in filter(_may_defer, self.params):
@@ -514,12 +509,9 @@ class FSDPParamGroup(GroupGather):
                 f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
                 "failed iteration's gradients, and run the iteration again"
             )
-        if not in_backward():
-            self._drop_zeroed_gradients()
-            if self._ticket is not None:  # a gather under way reads the shards, and so do peers: waits for them
-                self._ticket.wait()
-                self.context.settle_gathers()
-        self._check_waiting()
+        if not in_backward() and self._ticket is not None:
+            self._ticket.wait()  # a gather under way reads the shards, and so do peers
+            self.context.settle_gathers()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         if self.has_gradients:
@@ -530,33 +522,24 @@ class FSDPParamGroup(GroupGather):
                 "the module's forward, or set it as an attribute of the module"
             )
 
-    def _check_waiting(self) -> None:
-        """Raises RuntimeError if a gradient of the coming step still waits for its reduction, or its all-reduce."""
-        if not in_backward() and self._reduction.has_partial and self.settings.all_reduce_grads:
-            raise RuntimeError(
-                f"an optimizer steps, but the gradients of '{self.label}' have been summed over its shard group only; "
-                "call set_requires_all_reduce(True) before the last backward of a step, which all-reduces them"
-            )
-        waits = (param for param in self.params if param.stand_in.gradient is not None)
-        waiting = next((param for param in waits if param.sharded_param.grad is not None), None)
-        if waiting is not None:
-            raise RuntimeError(
-                f"an optimizer steps, but the gradient of parameter '{waiting.fqn}' still waits for its reduction or "
-                "its all-reduce; call set_requires_gradient_sync(True) and set_requires_all_reduce(True) before the "
-                "last backward of a step, or drop the gradient by zero_grad(). An optimizer that steps during backward "
-                "must hold only parameters whose gradients that backward has reduced"
-            )
+    @property
+    def pending(self) -> list[FSDPParam]:
+        """The parameters with gradients that an earlier backward has left unreduced, or summed over shards only."""
+        if not self._accumulating and not self._reduction.has_partial:
+            return []
+        return [param for param in self.params if any(one is not None for one in param.pending)]
 
-    def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor]) -> None:
+    def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor], settings: GroupSettings) -> None:
+        if not gradients:
+            return
         if self.order_check is not None:
             self.context.catch_up()
             label = ", ".join(param.fqn for param in params)
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
-        self._sums_wait = bool(self.mesh.replicate_axes) and not self.settings.all_reduce_grads
         assert self._transports is not None, self.label  # a gather came before
         transport = self._transports.reduce
-        for program in self._reduction.programs(params, gradients, self.label, transport, self.settings):
-            self.context.reduce(program, self.label, self.settings.max_reduce_inputs)
+        for program in self._reduction.programs(params, gradients, self.label, transport, settings):
+            self.context.reduce(program, self.label, settings.max_reduce_inputs)
 
     def abandon(self) -> None:
         """Recovery: abandons a gather in flight, reshards, and drops unsharded gradients and partial sums."""
@@ -566,7 +549,7 @@ class FSDPParamGroup(GroupGather):
         self.forward_users = 0
         self.backward_users.clear()
         self.reshard()
-        self._accumulating = self._sums_wait = False
+        self._accumulating = False
         if self._transports is not None:
             self._transports.forget_residuals()
         for param in self.params:

@@ -47,18 +47,6 @@ class Division:
     after_scatter: float | None = None
     after_all: float | None = None
 
-    @property
-    def partial_op(self) -> str | None:
-        """Returns "avg" if the gradient is the mean of waiting sums over the replicas, "sum" for their sum, or None."""
-        if self.op == dist.ReduceOp.AVG:
-            return "avg"
-        return "sum" if self.after_all in (None, 1) else None
-
-    def until_all_reduce(self, shard_size: int) -> float:
-        """The total divisor of a sum over `shard_size` ranks after the reduce-scatter."""
-        mean = shard_size if self.op == dist.ReduceOp.AVG else 1
-        return mean * (self.before or 1.0) * (self.after_scatter or 1.0)
-
 
 def division_for(size: int, dtype: torch.dtype, factor: float | None, force_sum: bool) -> Division:
     """The division for `size` data-parallel ranks, with the same arithmetic in the same order as stock FSDP2.
@@ -96,17 +84,6 @@ class GradientReduction:
     def has_partial(self) -> bool:
         """HSDP: whether a sum over the shard group waits for its all-reduce."""
         return bool(self.mesh.replicate_groups) and any(param.partial is not None for param in self._params)
-
-    def show_waiting_again(self, settings: GroupSettings) -> None:
-        """After a change of the divide factor: lets stand-ins of gradients that wait follow it.
-
-        A sum over the shard group that waits for its all-reduce may have been divided by the factor before.
-        """
-        partial_op = settings.partial_op(self.mesh.size)
-        for param in self._params:
-            if param.stand_in.gradient is not None:
-                param.stand_in.partial_op = partial_op if param.partial is None else None
-                param.show_waiting()
 
     def take_gradients(self, settings: GroupSettings, *, alike: bool) -> tuple[list[FSDPParam], list[torch.Tensor]]:
         """Takes the unsharded gradients from their parameters, and returns both.
@@ -222,20 +199,16 @@ class GradientReduction:
         del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
             for param, view in zip(scattered.params, scattered.views, strict=True):
-                partial = self._partial_for(param, view, division)
-                if partial is not None and partial is param.partial:
-                    hold(partial)
-                    partial.add_(view)
-                else:  # none yet, or one of another dtype or division
-                    param.partial = view if partial is None else view.add_(partial)
-                    param.partial_divisor = division.until_all_reduce(self.mesh.shard_size)
-                param.stand_in.partial_op = division.partial_op
-                param.show_waiting()
+                if param.partial is None:
+                    param.partial = view
+                else:
+                    hold(param.partial)
+                    param.partial.add_(view)
             return
         for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
-            if (partial := self._partial_for(param, view, division)) is not None:
-                hold(partial)
-                view.add_(partial)
+            if param.partial is not None:
+                hold(param.partial)
+                view.add_(param.partial)
                 param.partial = None
         if groups or hook is not None:
             # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
@@ -250,15 +223,6 @@ class GradientReduction:
         if division.after_all is not None and division.after_all != 1:
             scattered.output.div_(division.after_all)
         _deliver(scattered)
-
-    def _partial_for(self, param: FSDPParam, view: torch.Tensor, division: Division) -> torch.Tensor | None:
-        """The partial sum that waits for the all-reduce of `view`, with the same divisions applied."""
-        partial = param.partial
-        divisor = division.until_all_reduce(self.mesh.shard_size)
-        if partial is None or (partial.dtype == view.dtype and param.partial_divisor == divisor):
-            return partial
-        hold(partial)  # a copy replaces it
-        return partial * (param.partial_divisor / divisor)
 
 
 class _Bucket:

@@ -322,9 +322,7 @@ class Schedule:
                 "finalize_backward was called while the end of the last backward finalizes by itself; call "
                 "set_manual_backward_finalization(True) before the forward"
             )
-        if self.order.in_backward or in_backward():
-            raise RuntimeError("finalize_backward was called during a backward; call it after the backward has ended")
-        self._refuse_during_finalization("finalize_backward was called")
+        self.refuse_in_backward("finalize_backward")
         for state in reversed(self.all_states):
             for group in reversed(state.groups):
                 group.finalize_backward()
@@ -332,6 +330,12 @@ class Schedule:
         self.order.forget_passes()
         self._free_unneeded()
         return Finalization(self)
+
+    def refuse_in_backward(self, method: str) -> None:
+        """Raises RuntimeError if gradients are being computed or reduced."""
+        if self.order.in_backward or in_backward():
+            raise RuntimeError(f"{method} was called during a backward; call it after the backward has ended")
+        self._refuse_during_finalization(f"{method} was called")
 
     def _refuse_during_finalization(self, what: str) -> None:
         if self.context.finalization is not None:

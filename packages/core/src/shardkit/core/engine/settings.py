@@ -40,9 +40,3 @@ class GroupSettings:
     native_all_reduce: bool = True
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
-
-    def partial_op(self, size: int) -> str | None:
-        """Returns "avg" if the gradient is the mean of unreduced ones over `size` ranks, "sum" for the sum, or None."""
-        if self.gradient_divide_factor in (None, size):
-            return "avg"
-        return "sum" if self.gradient_divide_factor == 1 else None

@@ -9,8 +9,7 @@ Tensors of a parameter, in the order of its life:
     targets         the flats as a gather sees them: without padding beyond dim 0
     unsharded_param nn.Parameter over the same storage, in the original's form: what forward and backward see
     accumulated     unsharded gradient of backwards without gradient sync, in reduce_dtype
-    partial         HSDP: sum over the shard group of backwards without all-reduce, divided by partial_divisor so far
-    stand_in        gradient of sharded_param while one of these two waits for its reduction
+    partial         HSDP: sum over the shard group of backwards without all-reduce
     kept            this rank's part of the unsharded storage between forward and backward (reshard to a smaller group)
 
 Note [Storage that comes and goes]
@@ -43,7 +42,6 @@ from shardkit.core.parameters.adapters import (
 from shardkit.core.parameters.gradient_dtype import GradientDtype
 from shardkit.core.parameters.gradient_hooks import hooked
 from shardkit.core.parameters.lost_writes import (
-    check_gradient,
     check_replacement,
     lost_parameter,
     lost_summand,
@@ -56,7 +54,6 @@ from shardkit.core.parameters.placements import layout_for, shard_of
 from shardkit.core.parameters.shard_checks import check_device, check_shape
 from shardkit.core.parameters.slot import Slot
 from shardkit.core.parameters.ties import replacement
-from shardkit.core.parameters.waiting_gradient import StandIn
 from shardkit.core.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardkit.core.runtime.plan import GatherItem
 from shardkit.core.runtime.sharding import ChunkLayout
@@ -165,8 +162,6 @@ class FSDPParam:
         self.unsharded_param: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
-        self.partial_divisor = 1.0
-        self.stand_in = StandIn()
         self.kept: list[torch.Tensor] = []
         self.gathered_version = 0
         self._settled_version = -1
@@ -236,9 +231,13 @@ class FSDPParam:
 
         The unsharded parameter is kept if it is still valid, because the graph of a forward may read it.
         """
-        self.drop_zeroed_gradient()
         before = self._unsharded_kind if alike and self.unsharded_param is not None else None
         check_shape(self.fqn, local.shape, self.local_shape, self.shape, self.mesh)
+        if self.partial is not None and local.dtype != self.orig_dtype:  # dtypes are divided at different times
+            raise RuntimeError(
+                f"parameter '{self.fqn}' was cast from {self.orig_dtype} to {local.dtype} while a gradient of it waits "
+                "for HSDP's all-reduce; call synchronize_gradients() or zero_grad() of the sharded module before a cast"
+            )
         if self.pinned and local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
         local = self.form.local(local)
@@ -247,7 +246,7 @@ class FSDPParam:
         self.held = local
         self._settled_version = -1
         self._local = local = self.form.shard(local)
-        self.orig_dtype = local.dtype
+        self.orig_dtype: torch.dtype = local.dtype
         self.dtype = self.mp_policy.param_dtype or local.dtype
         if not local.dtype.is_floating_point:
             self.dtype = local.dtype
@@ -267,8 +266,6 @@ class FSDPParam:
             self._drop_unsharded()
         if self.accumulated is not None and self.accumulated.dtype != (dtype := self.sums_dtype or self.dtype):
             self.accumulated = self.accumulated.to(dtype)  # the dtype of later gradients
-            if self.stand_in.gradient is not None:
-                self.show_waiting()
 
     def _stays_unsharded(self) -> bool:
         """Puts the new shard under an unsharded parameter that aliases the shard; returns whether this is possible."""
@@ -472,17 +469,14 @@ class FSDPParam:
         self.delivered_dtype = self.gradient_dtype.of_shard(self.orig_dtype)
 
     def take_gradients(self) -> torch.Tensor | None:
-        """Before a cast or move of the module: takes away stand-ins, and gradients with a dtype of their own."""
-        self.drop_zeroed_gradient()
-        self.stand_in.dismiss(self.sharded_param)
+        """Before a cast or move of the module: takes away a gradient with a dtype of its own."""
         gradient = self.gradient_dtype.take_out(self.sharded_param)
         self._note_dtypes()
         return gradient
 
     def put_gradients_back(self, gradient: torch.Tensor | None) -> None:
-        """After a cast or move: restores `grad_dtype`, which torch drops, that gradient and the stand-in."""
+        """After a cast or move: restores `grad_dtype`, which torch drops, and that gradient."""
         self.gradient_dtype.put_back(self.sharded_param, gradient)
-        self.show_waiting()
 
     def defer_cast(self, *, will_reduce: bool) -> None:
         """At the start of a backward: tells autograd not to cast gradients to wider sums, if the reduction will."""
@@ -496,35 +490,35 @@ class FSDPParam:
         if unsharded is not None and (unsharded.grad is None or unsharded.grad.dtype == self.sums_dtype):
             self.gradient_dtype.stop_deferring(unsharded, self.sums_dtype)
 
-    def accumulate_unsharded(self, partial_op: str | None) -> None:
-        """Keeps the gradient of a backward without sync in `sums_dtype`, until a later one reduces it."""
+    def accumulate_unsharded(self) -> None:
+        """Keeps the gradient of a backward without sync in `sums_dtype`, until it is reduced."""
         if (parameter := self.unsharded_param) is None or parameter.grad is None:
             return
-        check_gradient(self.fqn, self.sharded_param.grad)
         if self.accumulated is not None:
             self.accumulated += parameter.grad
             parameter.grad = None
         elif (dtype := self.sums_dtype) is not None and dtype != parameter.grad.dtype:
             self.accumulated = parameter.grad.to(dtype)
             parameter.grad = None
-        self.stand_in.partial_op = partial_op
-        self.show_waiting()
 
-    def show_waiting(self) -> None:
-        """Installs the stand-in of a gradient that waits for its reduction, or its all-reduce, if there is one."""
-        accumulated = self.accumulated
-        if accumulated is None and self.unsharded_param is not None:
-            accumulated = self.unsharded_param.grad
-        partial = None if self.partial is None else self.partial.view(self.local_shape)
-        waiting = partial if accumulated is None else accumulated
-        if waiting is not None:
-            sharded, dtype = cast(DTensor, self.sharded_param), self.delivered_dtype or waiting.dtype
-            self.stand_in.put(self.fqn, sharded, accumulated, partial, self.form, self._local, dtype)
+    @property
+    def pending(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Between backwards: the unsharded gradient and HSDP's sum over the shard group that have yet to be reduced."""
+        unreduced = self.accumulated
+        if unreduced is None and self.unsharded_param is not None:
+            unreduced = self.unsharded_param.grad
+        return unreduced, None if self.partial is None else self.partial.view(self.local_shape)
 
-    def drop_zeroed_gradient(self, *, begun: bool = False) -> None:
-        """Drops the waiting gradient if the user has zeroed gradients since (Note [A gradient that waits])."""
-        if self.stand_in.was_zeroed(self.sharded_param, begun=begun):
-            self.forget_gradients()
+    def refuse_pending(self, what: str) -> None:
+        """Raises RuntimeError if a gradient has yet to be reduced while `what` is being done."""
+        unreduced, partial = self.pending
+        if unreduced is not None or partial is not None:
+            raise RuntimeError(
+                f"{what}, but a gradient of parameter '{self.fqn}' waits for "
+                + ("its reduction" if unreduced is not None else "HSDP's all-reduce")
+                + "; call synchronize_gradients() of the sharded module, which reduces it, or zero_grad() of that "
+                "module, which drops it"
+            )
 
     def take_gradient(self, zeros_if_unused: bool, all_reduces: bool) -> torch.Tensor | None:
         """The plain full gradient to reduce, which this object then drops; None if backward left none.
@@ -544,11 +538,9 @@ class FSDPParam:
             if gradient is not None:
                 gradient = gradient.to(dtype)
             elif waits or (parameter is not None and parameter.requires_grad):
-                self.stand_in.dismiss(self.sharded_param)
                 return torch.zeros(self.layout.shape, dtype=dtype, device=self.device)
         if gradient is None:
             return None
-        self.stand_in.dismiss(self.sharded_param)
         if isinstance(gradient, DTensor):
             gradient = self.gradient_dtype.before_other_axes(gradient, self.sums_dtype)
         gradient = self.form.gradient(gradient)
@@ -582,19 +574,16 @@ class FSDPParam:
         for hook in post_accumulate_grad_hooks(sharded) if with_hooks else ():
             hook(sharded)
 
-    def zero_sharded_grad(self, set_to_none: bool) -> None:
-        """`zero_grad` for the sharded gradient and for a waiting one."""
-        if self.stand_in.gradient is not None:
-            self.stand_in.zero()
-            self.forget_gradients()
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops gradients that have yet to be reduced, and resets the sharded one."""
+        self.forget_gradients()
         if set_to_none:
             self.sharded_param.grad = None
         elif self.sharded_param.grad is not None:
             local_of(self.sharded_param.grad).zero_()
 
     def forget_gradients(self) -> None:
-        """Drops unsharded gradients and sums that wait, after a failed iteration or when the user has zeroed them."""
-        self.stand_in.dismiss(self.sharded_param)
+        """Drops gradients that have yet to be reduced."""
         self.accumulated = self.partial = None
         if self.unsharded_param is not None:
             self.unsharded_param.grad = None

@@ -285,6 +285,12 @@ class _Rewriter(cst.CSTTransformer):
     def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
         if m.matches(node.func, m.Name("vector_to_parameters") | m.Attribute(attr=m.Name("vector_to_parameters"))):
             self._note(node, f"vector_to_parameters() assigns to .data: {_LOST}")
+        if m.matches(node.func, m.Attribute(attr=m.Name("no_sync"))):
+            self._note(
+                node,
+                "no_sync(): optimizer.zero_grad() keeps the gradients of backwards inside, and the next one outside "
+                "reduces them; to drop them, call zero_grad() of the FSDP module",
+            )
         if m.matches(node.func, m.Attribute(attr=m.Name("state_dict"))) and "optim" in _name_of(node.func).lower():
             self._note(
                 node,
