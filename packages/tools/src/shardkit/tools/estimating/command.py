@@ -260,7 +260,7 @@ def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCos
     """Operator times: on "this" machine measured by running them, else None, for the machine's description."""
     if name != "this":
         return nullcontext()
-    from shardkit.tools.calibration import MeasuredCosts
+    from shardkit.tools.estimating.measured_costs import MeasuredCosts
 
     return MeasuredCosts(machine)
 
