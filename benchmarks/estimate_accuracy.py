@@ -176,7 +176,7 @@ def main() -> None:
     rows = []
     for ranks in options.ranks:
         if options.machine is None:
-            machine = calibrate(ranks)
+            machine = calibrate(ranks, "cpu")
             costs = MeasuredCosts(machine)
         else:
             machine = load_machine(options.machine)

@@ -15,7 +15,7 @@ from tests.tools.jobs import JOBS
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    return calibrate(2)
+    return calibrate(2, "cpu")
 
 
 def test_a_calibrated_machine_is_a_complete_description(machine: Machine, tmp_path: Path):

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 _T = TypeVar("_T")
 
 
@@ -47,6 +45,8 @@ def write_text(path: Path, text: str) -> None:
 
 def json_text(value: Any, *, indent: int = 0) -> str:
     """A value of dataclasses, dicts and lists as JSON. NaN and infinity become null."""
+    import msgspec  # here and below: errors and checks of paths do without it
+
     encoded = msgspec.json.encode(value)
     return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode() + "\n"
 
@@ -57,6 +57,8 @@ def read_json(path: Path, kind: type[_T], what: str, error: type[InputError] = I
     Raises:
         error: with the file, and the first place in it that is missing or of the wrong type.
     """
+    import msgspec
+
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as failed:

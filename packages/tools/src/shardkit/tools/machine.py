@@ -15,7 +15,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 import torch
 
 from shardkit.tools.files import InputError, read_json
@@ -179,6 +178,8 @@ def load_machine(path: Path) -> Machine:
 @cache
 def presets() -> dict[str, Machine]:
     """The GPUs that `preset` knows, by name."""
+    import msgspec  # not needed to measure a machine
+
     text = files("shardkit.tools").joinpath("machines.json").read_bytes()
     return msgspec.json.decode(text, type=dict[str, Machine])
 

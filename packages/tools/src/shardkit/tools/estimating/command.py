@@ -257,8 +257,8 @@ def machine_named(name: str) -> Machine:
 
 
 def costs_for(name: str, machine: Machine) -> AbstractContextManager[OperatorCosts | None]:
-    """Operator times: on "this" machine measured by running them, else None, for the machine's description."""
-    if name != "this":
+    """Operator times: on the CPU of "this" machine measured by running them, else None, for its description."""
+    if name != "this" or machine.device != "cpu":
         return nullcontext()
     from shardkit.tools.estimating.measured_costs import MeasuredCosts
 
