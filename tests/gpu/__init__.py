@@ -1,8 +1,19 @@
-"""Tests that need a GPU: NCCL, real streams, the caching allocator. Stock is beside ours in each test that can have it.
+"""All checks and figures of shardkit that need one GPU, in eight minutes, stock FSDP2 beside it wherever it can.
 
-    pytest tests/gpu                            on a machine with one GPU or several; skipped where there is none
-    SHARDKIT_GPU_TESTS=cpu pytest tests/gpu     the same training over gloo, to see that the tests themselves work
+    python3 -m tests.gpu                       from the root of a clone; also: hatch run gpu
+    python3 -m tests.gpu --minutes 5 --out DIR --commit HASH
+    python3 -m tests.gpu --parts memory,speed
+    SHARDKIT_GPU_TESTS=cpu python3 -m tests.gpu       the same checks, tiny, to see that they work
+    python3 -m tests.gpu.publish DIR           results into benchmarks/results/gpu and the pages
 
-With a GPU for each rank the ranks use NCCL. On fewer GPUs the tests of training, side streams and offload let several
-ranks share one, over gloo; the others skip. `benchmarks/compare.py --device cuda` measures times and memory.
+It needs torch, numpy and nothing of this project installed. DIR gets `results.json` (written after each check, so that
+nothing is lost if the machine goes away), `table.txt`, `log.txt` with all tracebacks and stacks, `machine.json` and two
+profiles. A machine without a GPU ends it with status 2, a check that fails with status 1.
+
+    plan.py         all checks, in order of value, with their limits
+    schedule.py     runs them in processes of their own, watches and kills them
+    rank.py         such a process
+    worlds.py       process groups on one GPU: several ranks over NCCL, or one that plays several
+    training.py     networks, engines and measures that the parts share
+    right.py memory.py speed.py graphs.py tools.py offload.py        the parts
 """

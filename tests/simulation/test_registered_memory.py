@@ -151,7 +151,7 @@ def unsharded_in_pool(setter: Setter) -> tuple[list[bool], bool]:
 
 @both_setters
 def test_unsharded_parameters_lie_in_the_pool(setter: Setter, on_device: Callable[..., Any]) -> None:
-    """Asked as `tests/gpu` asks it of NCCL's pool, which no other test without a GPU does."""
+    """Asked as `tests.gpu` asks it of NCCL's pool, which no other test without a GPU does."""
     assert on_device(unsharded_in_pool, setter) == ([True] * len(SHAPES), False)
 
 

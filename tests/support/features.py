@@ -91,7 +91,7 @@ def _named_mesh(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
 
 
 def _offload(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:
-    return {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)}
+    return {"offload_policy": api.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}
 
 
 def _dim_1(api: Any, model: nn.Module, world_size: int) -> dict[str, Any]:

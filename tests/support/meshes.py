@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardkit.core.runtime.shared.meeting import neighbours_of
 
 DEVICE = "cpu"
-"""Where the tensors of `rank_mesh` lie; `tests/gpu` sets it to "cuda" in the processes that it runs."""
+"""Where the tensors of `rank_mesh` lie; `tests.gpu` sets it to "cuda" in its processes."""
 
 
 @functools.cache

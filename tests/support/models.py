@@ -203,7 +203,7 @@ def _mean_square_of_value(output: object) -> Tensor:
 def _cross_entropy(output: object) -> Tensor:
     assert isinstance(output, Tensor)
     flat = output.reshape(-1, VOCABULARY)
-    return F.cross_entropy(flat, torch.arange(len(flat)) % VOCABULARY)
+    return F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % VOCABULARY)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
