@@ -15,7 +15,6 @@ _PACKAGES = ("core", "tp_adapter", "legacy_fsdp_compat", "tools")
 
 # Functions whose errors are not for users, with the reason.
 NOT_FOR_USERS = {
-    "shardkit.core.optimizer_steps.separate_steps._RefuseCommunication.__torch_dispatch__": "caught in the same file",
     "shardkit.core.parameters.placed._first": "an invariant: torch passes such a tensor",
     "shardkit.core.runtime.packing.Slots.slot_numel": "an invariant: callers count slots",
     "shardkit.legacy_fsdp_compat.__getattr__": "Python's own words for a name that a module lacks",
@@ -46,7 +45,6 @@ PARTS = {
     "shardkit.core.checkpoint.pickled.": "holds more than tensors and plain containers",
     "shardkit.core.checkpoint.stock_metadata.": "DamagedCheckpointError",
     "shardkit.core.checkpoint.torch_files.layout_in": "DamagedCheckpointError",
-    "shardkit.core.optimizer_steps.separate_steps.": "is placed on Owned(): each rank",
     "shardkit.legacy_fsdp_compat.migrate.rank_files.StoredShards.": "DamagedCheckpointError",
     "shardkit.legacy_fsdp_compat.migrate.rank_files._attribute": "holds more than tensors and plain containers",
     "shardkit.legacy_fsdp_compat.migrate.rank_files._rank_of": "DamagedCheckpointError",

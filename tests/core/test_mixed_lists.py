@@ -35,6 +35,8 @@ MIXES: dict[str, Callable[[nn.Parameter], object]] = {
 class OwnAdamW(torch.optim.AdamW):
     """A subclass may do anything, so shardkit does not take it for element-wise."""
 
+    steps_each_parameter_alone = True
+
 
 def shard(mix: str, world_size: int) -> nn.Module:
     model, mesh = Net(), rank_mesh((world_size,))

@@ -59,6 +59,7 @@ def class_of(kind: str) -> Any:
     package = pytest.importorskip(module)
     if module == "heavyball":
         package.utils.compile_mode = None
+        package.SOAP.steps_each_parameter_alone = True
     return getattr(package, name)
 
 

@@ -42,6 +42,7 @@ def shampoo(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def heavy_soap(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     heavyball = pytest.importorskip("heavyball")
     heavyball.utils.compile_mode = None
+    heavyball.SOAP.steps_each_parameter_alone = True
     return heavyball.SOAP(parameters, lr=0.01)
 
 
@@ -51,6 +52,8 @@ def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 class EveryOther(torch.optim.Optimizer):
     """Keeps a gradient in its state at one step, uses it and removes it at the next."""
+
+    steps_each_parameter_alone = True
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -235,6 +238,7 @@ def test_steps_on_blocks_as_one_process_does(world_size: int, name: str) -> None
 
 
 class FailingMuon(torch.optim.Muon):
+    steps_each_parameter_alone = True
     fails = False
 
     def step(self, closure: object = None) -> None:
@@ -267,6 +271,8 @@ def test_a_step_that_raises_leaves_the_next_ones_right(world_size: int) -> None:
 
 
 class NestedMuon(torch.optim.Muon):
+    steps_each_parameter_alone = True
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         return super().step(closure)
 
@@ -301,6 +307,7 @@ def _drops(rank: int, world_size: int) -> None:
     torch.optim.SGD([torch.ones(1)])  # from now on torch calls hooks for the step of the base class, too
 
     class Dropping(torch.optim.SGD):
+        steps_each_parameter_alone = True
         drops = True
 
         def step(self, closure: object = None) -> None:
@@ -327,6 +334,7 @@ def _drops_after_a_refusal(rank: int, world_size: int) -> None:
     model = shard(build(), world_size, lambda p: Owned(rank=0))
 
     class Dropping(torch.optim.SGD):
+        steps_each_parameter_alone = True
         drops = False
 
         def step(self, closure: object = None) -> None:

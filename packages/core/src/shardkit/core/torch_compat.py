@@ -5,14 +5,13 @@ The rest of the package uses only torch's public names. Each function here docum
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,7 +64,6 @@ __all__ = [
     "guard_stock_states",
     "hook_innermost",
     "is_within_step",
-    "is_without_numbers",
     "modules_of_stock",
     "stock_engine_of",
     "stock_modules_around",
@@ -96,7 +94,6 @@ __all__ = [
     "transforms_active",
     "unwrapped",
     "version_of",
-    "without_global_step_hooks",
     "wraps_tensors",
 ]
 
@@ -301,27 +298,6 @@ def hook_innermost(
     hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     return handles
-
-
-@contextlib.contextmanager
-def without_global_step_hooks() -> Iterator[None]:
-    """Steps call only the hooks of their optimizer. Also works within such a hook, which iterates over torch's dict."""
-    module: Any = sys.modules[torch.optim.Optimizer.__module__]
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    before = [getattr(module, name) for name in names]
-    try:
-        for name in names:
-            setattr(module, name, OrderedDict())
-        yield
-    finally:
-        for name, hooks in zip(names, before, strict=True):
-            setattr(module, name, hooks)
-
-
-def is_without_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor or its shard has only a shape: on the meta device, or fake."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.is_meta or isinstance(local, FakeTensor)
 
 
 def is_within_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,8 +21,11 @@ A step that raises runs no post-hook. The next step, state dict or forward of a 
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.core.optimizer_steps.block_steps import steps_by_block
-from shardkit.core.optimizer_steps.separate_steps import joins_parameters, settings_of
 from shardkit.core.optimizer_steps.shard_steps import ELEMENTWISE, ShardSteps, Twin, steps_by_element
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.parameters.placed import PlacedTensor
@@ -72,35 +74,36 @@ def _refuse_part_of_matrix(optimizer: torch.optim.Optimizer, parameter: PlacedTe
         )
 
 
-def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor], closure: bool) -> None:
-    """Refuses optimizers that combine parameters or communicate: they would see only this rank's parameters.
+@functools.cache
+def _known_to_step_alone() -> frozenset[str]:
+    """The classes that `tests/core/separate_optimizers.py` has tried, by qualified name."""
+    packages = json.loads(Path(__file__).with_name("separate_optimizers.json").read_text())
+    return frozenset(name for package in packages.values() for name in package["classes"])
 
-    Unknown optimizers are tried, and again when their settings change: Note [Tried on small tensors] in
-    `separate_steps.py`.
+
+def _refuse_joined_steps(optimizer: torch.optim.Optimizer, placed: Sequence[PlacedTensor]) -> None:
+    """Refuses optimizers that may combine parameters or communicate: they would see only this rank's parameters.
+
+    A subclass of a known class is not known: it may do anything.
 
     Raises:
-        RuntimeError: with the reason, an FQN and a remedy.
+        RuntimeError: with an FQN and a remedy.
     """
-    known = steps_by_element(optimizer) or steps_by_block(optimizer) or type(optimizer) in _BY_MATRIX
-    owned = [one for one in placed if one.device_mesh.size() > 1 and any(isinstance(p, Owned) for p in one.placements)]
-    if known or not owned:
+    kind = type(optimizer)
+    if f"{kind.__module__}.{kind.__qualname__}" in _known_to_step_alone():
         return
-    tried = _tried.setdefault(optimizer, set())
-    case = closure, settings_of(optimizer, exact=len(tried) < _MOST_TRIALS)
-    if case in tried:
+    if getattr(optimizer, "steps_each_parameter_alone", False):
         return
-    because = joins_parameters(optimizer, closure, again=bool(tried))
-    if because is not None:
-        param = sharded_counterpart(owned[0])
-        raise RuntimeError(
-            f"{type(optimizer).__name__} {because}; parameter '{'?' if param is None else param.fqn}' is placed "
-            "on Owned(): each rank would compute the step from its own parameters only, and the result would be wrong. "
-            "Shard these parameters with Shard(0), or use an optimizer that steps on each parameter by itself; clip "
-            "with shardkit.core.clip_grad_norm_ and not within the step. If it does step on each "
-            "by itself, set its attribute steps_each_parameter_alone = True"
-        )
-    tried.add(case)
-    tried.add((closure, settings_of(optimizer, exact=False)))
+    for one in placed:
+        if one.device_mesh.size() > 1 and any(isinstance(placement, Owned) for placement in one.placements):
+            param = sharded_counterpart(one)
+            raise RuntimeError(
+                f"{kind.__name__} is not known to step on each parameter by itself, and parameter "
+                f"'{'?' if param is None else param.fqn}' is placed on Owned(): an optimizer that computes a number "
+                "from all parameters (as for clipping in its step) or communicates would be wrong there, as each rank "
+                "steps on its own parameters only. If it does neither, with the options that you use, say so before "
+                f"the first step: {kind.__name__}.steps_each_parameter_alone = True. If it does, shard with Shard(0)"
+            )
 
 
 def _placed(optimizer: torch.optim.Optimizer) -> list[PlacedTensor]:
@@ -209,12 +212,6 @@ def _is_element_wise(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) 
 # Optimizers of torch that have foreach operators, and base classes of others.
 _TAKES_LISTS = (*ELEMENTWISE, torch.optim.Adafactor)
 
-# Optimizers of torch that step on each matrix separately.
-_BY_MATRIX = (torch.optim.Adafactor, torch.optim.Muon)
-
-_MOST_TRIALS = 32  # if settings change more often, a trial runs only when a setting is turned on or off
-
-_tried: WeakKeyDictionary[torch.optim.Optimizer, set[Any]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[torch.optim.Optimizer, _WholeSteps] = WeakKeyDictionary()
 _lent: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -233,7 +230,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any
     for parameter in placed:
         _refuse_part_of_matrix(optimizer, parameter)
     _refuse_mixed_lists(optimizer)
-    _refuse_joined_steps(optimizer, placed, _closure_of(args, kwargs) is not None)
+    _refuse_joined_steps(optimizer, placed)
     if steps is None:
         steps = _steps[optimizer] = _WholeSteps()
         optimizer.register_load_state_dict_pre_hook(steps.forget)

@@ -97,6 +97,8 @@ def _cast(state: dict[str, Any], dtype: torch.dtype) -> None:
 class _Together(torch.optim.Optimizer):
     """Several optimizers, each with separate parameters, as one."""
 
+    steps_each_parameter_alone = True  # it steps on none: the others do
+
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([one for each in optimizers for group in each.param_groups for one in group["params"]], {})
         self._optimizers = optimizers
