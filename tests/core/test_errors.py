@@ -380,6 +380,7 @@ def _meta_and_moved(rank: int, world_size: int) -> None:
     fully_shard(model)
     with pytest.raises(RuntimeError, match=r"'inp\.weight' is still on the meta device.*materialize"):
         _step(model)
+    model.reset_iter_state()
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -571,6 +572,7 @@ def _bad_state_dicts(rank: int, world_size: int) -> None:
         model.load_state_dict(elsewhere, assign=True)
     with pytest.raises(ValueError, match=refused):
         _step(model)
+    model.reset_iter_state()
     model.load_state_dict(good, assign=True)
     _step(model)
     assert model.inp.weight.grad is not None
@@ -586,6 +588,7 @@ def _replaced(rank: int, world_size: int) -> None:
     model.blocks[2].scale = nn.Parameter(torch.ones(7))
     with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by a plain tensor of shape \(7,\).*DTensor"):
         _step(model)
+    model.reset_iter_state()
     model.blocks[2].scale = original
     _step(model)
     assert original.grad is not None
@@ -594,11 +597,13 @@ def _replaced(rank: int, world_size: int) -> None:
     model.blocks[2].scale = nn.Parameter(longer)
     with pytest.raises(ValueError, match=r"'blocks\.2\.scale' was replaced by.* \(9,\).*expected shape \(7,\)"):
         _step(model)
+    model.reset_iter_state()
     cut_otherwise = DTensor.from_local(torch.ones(2), rank_mesh((2,)), [Shard(0)], shape=(7,), stride=(1,))
     model.blocks[2].scale = nn.Parameter(cut_otherwise)
     length = original.to_local().numel()
     with pytest.raises(ValueError, match=rf"'blocks\.2\.scale' has a local shard.*\(2,\).*expected \({length},\)"):
         _step(model)
+    model.reset_iter_state()
     model.blocks[2].scale = original
 
     # While the root's parameters are unsharded an assignment must not be lost either.

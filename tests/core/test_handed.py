@@ -108,6 +108,7 @@ def _fill_a_cache(rank: int, world_size: int, fails: bool) -> None:
             if fails:
                 with pytest.raises(RuntimeError, match="shapes"):
                     model(x[:, 1:], cache)
+                model.reset_iter_state()
             else:
                 model(x, cache)
     assert cache["seen"] is seen

@@ -2,27 +2,33 @@
 
 import contextlib
 import copy
+import datetime as dt
 import functools
 import gc
 import itertools
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.core import MixedPrecisionPolicy, events, fully_shard, register_fsdp_forward_method
+from shardkit.core import MixedPrecisionPolicy, clip_grad_norm_, events, fully_shard, register_fsdp_forward_method
 from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, assert_close, batch
 from tests.support import rank_mesh, run_ranks
 from tests.support.meshes import networked_mesh
 from tests.support.models import MLP, Block
+from tests.support.waiting import await_file
 
 RESHARD = (None, True, False)
 
@@ -720,60 +726,149 @@ FAILURES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _fail_at_the_end(model: Any) -> None:
-    """An embedding whose input needs no gradient is reduced at the end of backward, which refuses sparse gradients."""
-    with pytest.raises(RuntimeError, match=r"gradient of parameter 'embed\.weight' is sparse"):
-        model(torch.tensor([1, 2])).sum().backward()
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
-def _fail_and_go_on(model: Any) -> None:
-    """A backward that fails, and another one, of an earlier forward, that does not."""
-    fine = model(torch.tensor([1, 2])).sum()
-    handle = model.blocks[1].register_forward_hook(_fails_in_backward)
-    failing = model(torch.tensor([1, 2])).sum()
-    handle.remove()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        failing.backward()
-    fine.backward()
+def _interrupted_at_its_end(model: Any) -> Any:
+    """At the end of a backward that no hook has seen enter the first block, whose input needs no gradient."""
+
+    def interrupt(event: events.Event) -> None:
+        if isinstance(event, events.ReduceStarted) and event.fqn == "blocks.0":
+            raise KeyboardInterrupt
+
+    subscription = events.subscribe(interrupt)
+    return mock.Mock(remove=subscription.close)
 
 
-class Embedded(nn.Module):
-    """An embedding, linear blocks and an output layer."""
+# How an iteration ends, and which of the later calls cannot tell: a forward that Ctrl-C has ended looks like a running
+# one, and a backward like one inside another.
+UNENDED: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "an error in forward": (FAILURES["a block's forward"], set()),
+    "an error before the root's forward": (FAILURES["before the root's forward"], set()),
+    "Ctrl-C in forward": (
+        lambda model: model.blocks[1].register_forward_pre_hook(_interrupt),
+        {"unshard", "backward", "a registered method", "a state dict"},
+    ),
+    "an error in backward": (FAILURES["a middle block's backward"], {"backward"}),
+    "Ctrl-C at the end of backward": (_interrupted_at_its_end, {"backward"}),
+}
 
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4, sparse=sparse)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.out = nn.Linear(4, 4)
+LATER: dict[str, Callable[[Any, Tensor, torch.optim.Optimizer], object]] = {
+    "unshard": lambda model, earlier, optimizer: model.blocks[0].unshard(),
+    "backward": lambda model, earlier, optimizer: earlier.backward(),
+    "forward": lambda model, earlier, optimizer: _mlp_loss(model, 0),
+    "a registered method": lambda model, earlier, optimizer: model.score(torch.ones(2, 5)),
+    "clipping": lambda model, earlier, optimizer: clip_grad_norm_(model.parameters(), 1.0),
+    "an optimizer's step": lambda model, earlier, optimizer: optimizer.step(),
+    "a state dict": lambda model, earlier, optimizer: model.state_dict(),
+    "a load": lambda model, earlier, optimizer: model.load_state_dict({}, strict=False),
+}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
 
-
-def _no_step_after_a_failed_backward(rank: int, world_size: int) -> None:
-    for sparse, fail in ((True, _fail_at_the_end), (False, _fail_and_go_on)):
-        model: Any = Embedded(sparse=sparse)
-        for module in (model.embed, *model.blocks, model):
-            fully_shard(module)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _refuses_until_reset(rank: int, world_size: int, how: str) -> None:
+    inject, unnoticed = UNENDED[how]
+    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
+    register_fsdp_forward_method(twins.sharded, "score")
+    twins.step(_mlp_loss)
+    optimizer = torch.optim.SGD(twins.sharded.parameters(), lr=0.1)
+    for name, later in LATER.items():
+        if name in unnoticed:
+            continue
+        earlier = _mlp_loss(twins.sharded, rank)
+        handle = inject(twins.sharded)
+        with pytest.raises((RuntimeError, KeyboardInterrupt), match=r"on purpose|^$"):
+            _mlp_loss(twins.sharded, rank).backward()
+        handle.remove()
+        twins.sharded.reshard()  # in a `finally`, say
+        with pytest.raises(RuntimeError, match=r"call reset_iter_state\(\) on the root module first"):
+            later(twins.sharded, earlier, optimizer)
+        twins.sharded.reset_iter_state()
+        twins.sharded.zero_grad()
+        assert _holds_no_unsharded(twins.sharded), name
         for _ in range(2):
-            fail(model)
-            with pytest.raises(RuntimeError, match="an optimizer steps, but the backward before it never ended"):
-                optimizer.step()
-            with pytest.raises(RuntimeError, match="the backward before it never ended"):
-                model(torch.tensor([1, 2]))
-            model.reset_iter_state()
-            optimizer.zero_grad()
-        model.embed.sparse = False
-        model(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
+            twins.step(_mlp_loss)
 
 
-def test_no_step_after_a_failed_backward() -> None:
-    run_ranks(2, _no_step_after_a_failed_backward)
+@pytest.mark.parametrize("how", UNENDED)
+def test_an_iteration_that_did_not_end_is_refused_until_it_is_reset(how: str) -> None:
+    run_ranks(2, _refuses_until_reset, how)
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.first(x)
+        except RuntimeError:
+            return self.second(x)
+
+
+def _caught_in_forward(rank: int, world_size: int) -> None:
+    twins = Twins.of(rank, world_size, Catches, _shard_children)
+    for _ in range(2):
+        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        handles = [model.first.register_forward_hook(_raise) for model in (twins.sharded, twins.whole)]
+        twins.step(lambda model, rank: model(batch(rank, 2, 5)).square().sum())
+        for handle in handles:
+            handle.remove()
+        assert _holds_no_unsharded(twins.sharded)
+
+
+def test_an_error_that_forward_catches_needs_no_reset() -> None:
+    run_ranks(2, _caught_in_forward)
+
+
+def _fails_while_a_peer_is_late(rank: int, world_size: int, networked: bool, where: str, returned: Path) -> None:
+    """Rank 0 raises while it has started gathers that rank 1 joins only after rank 0's error has come out."""
+
+    def late(*args: Any) -> None:
+        await_file(returned, "rank 0 has its error")
+        raise RuntimeError("on purpose")
+
+    mesh = (networked_mesh if networked else rank_mesh)((world_size,))
+    model: Any = MLP()
+    _shard_mlp(model, mesh=mesh)
+    for _ in range(2):
+        _mlp_loss(model, rank).backward()  # from now on gathers are started ahead
+    if where == "forward":
+        model.blocks[0].register_forward_pre_hook(late if rank else _raise, prepend=bool(rank))
+    else:
+        (model.out if rank else model.blocks[2]).register_forward_hook(
+            lambda module, args, output: output.register_hook(late if rank else _raise) and None
+        )
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _mlp_loss(model, rank).backward()
+    returned.touch()
+
+
+def _runs_a_forward_more(rank: int, world_size: int, networked: bool) -> None:
+    """Rank 0 runs a second forward while rank 1 runs the backward of the first; the error is that of a gather."""
+    group = dist.new_group(list(range(world_size)), timeout=dt.timedelta(seconds=4))
+    os.environ["SHARDKIT_SHARED_MEMORY"] = str(int(not networked))
+    model: Any = MLP()
+    _shard_mlp(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)))
+    for _ in range(2):
+        _mlp_loss(model, rank).backward()
+    loss = _mlp_loss(model, rank)
+    with pytest.raises(RuntimeError, match=r"all-gather|reduce-scatter"):
+        loss.backward() if rank else _mlp_loss(model, rank)
+    with pytest.raises(RuntimeError, match="call reset_iter_state"):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_nothing_waits_for_a_peer(networked: bool, where: str, tmp_path: Path) -> None:
+    run_ranks(2, _fails_while_a_peer_is_late, networked, where, tmp_path / "returned", isolated=True)
+
+
+@pytest.mark.parametrize("networked", [False, True], ids=["shared memory", "network"])
+def test_a_forward_more_on_one_rank_is_an_error_on_both(networked: bool) -> None:
+    run_ranks(2, _runs_a_forward_more, networked, isolated=True)
 
 
 def _failures(rank: int, world_size: int, reshard: bool | None) -> None:
@@ -862,28 +957,6 @@ def test_a_checkpointed_region_with_several_sharded_modules(reentrant: bool) -> 
     run_ranks(2, _checkpointed_regions, reentrant)
 
 
-def _interrupted_forward(rank: int, world_size: int, reset: bool) -> None:
-    """Ctrl-C is not an Exception, so torch calls no hook on its way out."""
-
-    def interrupt(module: nn.Module, args: Any) -> None:
-        raise KeyboardInterrupt
-
-    twins = Twins.of(rank, world_size, MLP, _shard_mlp)
-    for _ in range(2):
-        twins.step(_mlp_loss)
-        usual = _gathers_of_a_step(twins)
-        handle = twins.sharded.blocks[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            _mlp_loss(twins.sharded, rank)
-        handle.remove()
-        if reset:
-            twins.sharded.reset_iter_state()
-            assert _holds_no_unsharded(twins.sharded)
-        for _ in range(2):
-            assert _gathers_of_a_step(twins) == usual
-        assert _holds_no_unsharded(twins.sharded)
-
-
 class _InterruptedTicket:
     """Ctrl-C while a gather is waited for; notes the sizes of the storages when the gather is abandoned."""
 
@@ -910,6 +983,7 @@ def _interrupted_gather(rank: int, world_size: int) -> None:
         _mlp_loss(twins.sharded, rank)
     assert ticket.sizes
     assert min(ticket.sizes) > 0
+    twins.sharded.reset_iter_state()
     twins.step(_mlp_loss)
     assert _holds_no_unsharded(twins.sharded)
 
@@ -963,11 +1037,6 @@ def test_interrupted_reduction() -> None:
     run_ranks(2, _interrupted_reduction)
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_recovery_from_an_interrupt(reset: bool) -> None:
-    run_ranks(2, _interrupted_forward, reset)
-
-
 def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
     """Gradients accumulated without sync, or without all-reduce, belong to the failed iteration and are dropped."""
     hsdp = rank_mesh((2, world_size // 2), ("replicate", "shard"))
@@ -996,35 +1065,6 @@ def _reset_drops_unreduced_gradients(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_reset_drops_unreduced_gradients(world_size: int) -> None:
     run_ranks(world_size, _reset_drops_unreduced_gradients)
-
-
-def _forward_failure_without_reset(rank: int, world_size: int) -> None:
-    """A forward that raised leaves nothing behind that reset_iter_state would have to repair."""
-    for where in ("the root's forward", "a block's forward", "a block's pre-hook", "the root's own hook"):
-        twins = Twins.of(rank, world_size, MLP, _shard_mlp)
-        twins.step(_mlp_loss)
-        usual = _gathers_of_a_step(twins)
-        handle = FAILURES[where](twins.sharded)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            _mlp_loss(twins.sharded, rank)
-        # A hook that comes behind ours fails a forward that has ended: the root stays as it is for a backward.
-        assert where == "the root's own hook" or _holds_no_unsharded(twins.sharded), where
-        handle.remove()
-        for _ in range(2):
-            assert _gathers_of_a_step(twins) == usual, where
-            assert _holds_no_unsharded(twins.sharded), where
-
-
-def _gathers_of_a_step(twins: Twins) -> list[str]:
-    """The gathers of blocks in one step, without the root's, which may be unsharded already."""
-    heard: list[events.Event] = []
-    with events.subscribe(heard.append):
-        twins.step(_mlp_loss)
-    return [one.fqn for one in heard if isinstance(one, events.GatherStarted) and one.fqn.startswith("blocks")]
-
-
-def test_a_failed_forward_needs_no_reset() -> None:
-    run_ranks(2, _forward_failure_without_reset)
 
 
 # -- modules of other kinds --------------------------------------------------------------------------------------------
@@ -1185,6 +1225,7 @@ def _other_methods(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         twins.sharded.talker.encode(batch(rank, 2, 4))
     handle.remove()
+    twins.sharded.reset_iter_state()
     assert _holds_no_unsharded(twins.sharded)
     twins.step(lambda model, rank: model(batch(rank, 2, 4), "encode").square().sum())
 

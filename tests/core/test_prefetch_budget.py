@@ -279,6 +279,7 @@ def _too_small(rank: int, world_size: int) -> None:
         ValueError, match=rf"budget of {root - 1} bytes does not hold group 'FSDPTower.*set_prefetch_budget"
     ):
         model(batch(rank, 4, WIDTH))
+    model.reset_iter_state()
     tight = max(root, held + largest - 1)
     model.set_prefetch_budget(tight)
     message = (
@@ -286,6 +287,7 @@ def _too_small(rank: int, world_size: int) -> None:
     )
     with pytest.raises(ValueError, match=message):
         model(batch(rank, 4, WIDTH))
+    model.reset_iter_state()
     meter = Meter()
     with events.subscribe(meter):
         model.set_prefetch_budget(held + 2 * largest)  # a forward that raised leaves nothing behind

@@ -139,8 +139,10 @@ def other_values(rank: int, world_size: int) -> None:
             assert torch.equal(model(X), whole(X))
     with pytest.raises(ValueError, match=r"'2\.weight' was replaced by a plain tensor.*functional_call"):
         functional_call(model, plain, X)
+    model.reset_iter_state()
     with pytest.raises(ValueError, match=r"'2\.weight' was replaced by a DTensor that requires grad.*functional_call"):
         functional_call(model, {fqn: tensor.requires_grad_() for fqn, tensor in twice.items()}, X)
+    model.reset_iter_state()
     model(X).sum().backward()
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.mesh import device_of
 from shardkit.core.parameters.param import sharded_counterpart
 from shardkit.core.torch_compat import foreach_norm, foreach_scale_, local_of
@@ -96,7 +97,10 @@ def grad_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not a p-norm: expected a number above 0, or inf")
-    plan = _Plan.of(_distinct(_named(parameters)))
+    distinct = _distinct(_named(parameters))
+    for group in _groups_of(distinct):
+        group.refuse_unended("the norm of gradients is taken")
+    plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
         plan.reduce(parts, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
@@ -254,6 +258,11 @@ def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str,
             parameter = param.sharded_param
         seen.setdefault(id(parameter), (name, parameter))
     return list(seen.values())
+
+
+def _groups_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> set[FSDPParamGroup]:
+    counterparts = (sharded_counterpart(parameter) for _, parameter in parameters)
+    return {FSDPParamGroup.of(param) for param in counterparts if param is not None}
 
 
 def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[int, ...]:

@@ -105,7 +105,12 @@ class FSDPModule(StockFSDPModule):
 
     @no_dynamo
     def reshard(self) -> None:
-        """Frees this module's unsharded parameters and registers the sharded ones. Not recursive."""
+        """Frees this module's unsharded parameters and registers the sharded ones. Not recursive.
+
+        Does nothing after an error in forward or backward, for `finally` blocks: `reset_iter_state` does it then.
+        """
+        if self._get_fsdp_state().schedule.unended(inside=True):
+            return
         for group in self._groups():
             group.reshard()
             group.context.settle_gathers()
@@ -119,7 +124,9 @@ class FSDPModule(StockFSDPModule):
                 Otherwise waits here and returns None.
         """
         groups = self._groups()
-        self._get_fsdp_state().schedule.policy.make_room(groups, in_backward=False)
+        state = self._get_fsdp_state()
+        state.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
+        state.schedule.policy.make_room(groups, in_backward=False)
         for group in groups:
             group.unshard()
             group.held_by_user = True
@@ -482,6 +489,8 @@ class FSDPModule(StockFSDPModule):
         A gradient whose dtype was set with `grad_dtype` is moved but not cast. Gradients of backwards without sync are
         moved and cast too.
         """
+        state = self._get_fsdp_state()
+        state.refuse_unended(f"'{state.fqn}' is cast or moved", inside=True)
         self.reshard()
         params = [param for group in self._groups() for param in group.params]
         attributes = [user_attributes(param.sharded_param) for param in params]
@@ -551,10 +560,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         this = owner()
         assert this is not None
         output = None
+        around, state.runs_method = state.runs_method, True
         try:
             args, kwargs = state.pre_forward(this, args, kwargs)
             output = function(this, *args, **kwargs)
         finally:
+            state.runs_method = around
             output = state.post_forward(this, args, output)
         return output
 

@@ -43,11 +43,9 @@ class ScheduledState(Protocol):
     is_root: bool | None
     auto_reshard: bool
     backward_prefetch: list[weakref.ReferenceType[Any]]
+    runs_method: bool
 
-    @property
-    def in_forward(self) -> bool: ...
     def end_incomplete_pass(self) -> None: ...
-    def to_sharded(self) -> None: ...
     def pre_backward(self) -> None: ...
     def prefetch_for_backward(self) -> Sequence[ScheduledState]: ...
     def wait_for_unshard(self) -> None: ...
@@ -103,7 +101,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.forward_root: weakref.ReferenceType[ScheduledState] | None = None
+        self._forward_root: Callable[[], ScheduledState | None] = no_state
         self.in_backward = False
         self.is_steady = False
         self.passes: list[Pass] = []
@@ -121,7 +119,6 @@ class Order:
         self._recorded: list[int] = []
         self._recording: list[int] = []
         self._cursor = 0
-        self._passes_before = 0
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -149,10 +146,9 @@ class Order:
 
     def begin_forward(self, root: ScheduledState) -> None:
         """Resets the cursor."""
-        self.forward_root = weakref.ref(root)
+        self._forward_root = weakref.ref(root)
         self._cursor = 0
         self._recording = []
-        self._passes_before = len(self.passes)
         self._forwards += 1
         self.changes[False] += 1
 
@@ -167,12 +163,15 @@ class Order:
             return False
         return True
 
-    def end_forward(self, *, failed: bool, complete: bool) -> None:
+    @property
+    def running_forward(self) -> ScheduledState | None:
+        """The outermost state whose forward has begun and not ended, None if there is none."""
+        return self._forward_root()
+
+    def end_forward(self, *, complete: bool) -> None:
         """The forward of all states has ended; if it is `complete`, the next one follows its order."""
-        self.forward_root = None
-        if failed:
-            self._drop_passes(self._passes_before)
-        elif complete:
+        self._forward_root = no_state
+        if complete:
             self.is_steady = self._recording == self._recorded
             if not self.is_steady:
                 self._recorded = self._recording
@@ -240,7 +239,7 @@ class Order:
             if one.forward in elsewhere and one.will_be_left():
                 elsewhere.discard(one.forward)
         aside = {id(one) for one in self.passes if one.forward in elsewhere}
-        if self.forward_root is not None:
+        if self.running_forward is not None:
             aside |= self._before_inner_backward(of)
         if aside:
             self._before = self.passes
@@ -327,7 +326,7 @@ class Order:
     def reset(self) -> None:
         """Forgets a failed iteration, but keeps the order learned from earlier ones."""
         self.end_backward()
-        self.end_forward(failed=False, complete=False)
+        self.end_forward(complete=False)
         self.forget_passes()
 
     # -- following -----------------------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ class Order:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is running that is not a recomputation."""
-        return self.forward_root is not None and not self.in_backward
+        return self.running_forward is not None and not self.in_backward
 
     def expected(self, *, in_backward: bool) -> list[int]:
         """Indices of the states that a phase will use, soonest first; for forward, from its beginning."""

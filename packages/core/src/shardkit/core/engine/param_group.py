@@ -58,9 +58,8 @@ class GroupUser(Protocol):
     index: int
     groups: list[FSDPParamGroup]
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward of its root has begun and not ended."""
+    def refuse_unended(self, what: str, *, inside: bool = False) -> None:
+        """Raises if a forward or a backward of its root has not ended."""
 
     def add_group(self, group: FSDPParamGroup) -> None:
         """Makes the user gather and reshard `group` as well."""
@@ -503,15 +502,11 @@ class FSDPParamGroup(GroupGather):
                 f"an optimizer steps while the gradients of '{self.label}' are being reduced; call wait() on the "
                 "handle of finalize_backward(async_op=True) first"
             )
-        if not in_backward() and any(user.in_backward for user in self.users):
-            raise RuntimeError(
-                f"an optimizer steps, but the backward before it never ended (it raised?), so gradients of "
-                f"'{self.label}' may be missing; call reset_iter_state() on the root module first, which drops the "
-                "failed iteration's gradients, and run the iteration again"
-            )
-        if not in_backward() and self._ticket is not None:
-            self._ticket.wait()  # a gather under way reads the shards, and so do peers
-            self.context.settle_gathers()
+        if not in_backward():
+            self.refuse_unended("an optimizer steps")
+            if self._ticket is not None:  # a gather under way reads the shards, and so do peers
+                self._ticket.wait()
+                self.context.settle_gathers()
         if not self.settings.reduce_grads or self._accumulating or self.phase is not Phase.IDLE:
             return
         if self.has_gradients:
@@ -528,6 +523,11 @@ class FSDPParamGroup(GroupGather):
         if not self._accumulating and not self._reduction.has_partial:
             return []
         return [param for param in self.params if any(one is not None for one in param.pending)]
+
+    def refuse_unended(self, what: str) -> None:
+        """Raises if a forward or a backward of its root has not ended."""
+        for user in self.users:
+            user.refuse_unended(what)
 
     def _reduce(self, params: list[FSDPParam], gradients: list[torch.Tensor], settings: GroupSettings) -> None:
         if not gradients:

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from shardkit.core import events
 from shardkit.core.engine.context import CommContext
-from shardkit.core.engine.on_stack import calling_frame, is_on_stack, runs_elsewhere
 from shardkit.core.engine.order import Order, Pass, ScheduledState
 from shardkit.core.engine.param_group import FSDPParamGroup
 from shardkit.core.engine.prefetch import Prefetch, PrefetchPolicy
@@ -68,8 +66,8 @@ class Schedule:
         self._prefetch = Prefetch()
         self._policy: PrefetchPolicy | None = None
         self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
-        self._caller: FrameType | None = None  # of the running forward
-        self._thread = 0
+        self._thread = 0  # of the running forward
+        self._raised = False  # that forward
         self._leaving = 0  # states that backward has left, whose predecessors have yet to begin
         self._unfinalized = False  # a backward has begun that `finalize_backward` must end
 
@@ -105,32 +103,20 @@ class Schedule:
         """Called by each state that begins forward; returns True for the outermost one.
 
         Raises:
-            RuntimeError: if a backward has begun and never ended, so that this iteration would mix with it, or if
-                another thread is running a forward of the same root.
+            RuntimeError: if a forward or a backward before it has not ended, so that this iteration would mix with it.
         """
         order = self.order
         self._refuse_during_finalization(f"forward of '{state.fqn}' begins")
-        if order.in_backward:
-            if in_backward():  # a recomputation: end_backward does the work of end_forward
-                return False
-            raise RuntimeError(
-                f"forward of '{state.fqn}' begins, but the backward before it never ended (it raised?); call "
-                "reset_iter_state() on the root module first, which drops the failed iteration's gradients"
-            )
-        if order.forward_root is not None and (root := order.forward_root()) is not None:
-            if self._thread != threading.get_ident() and self._caller is not None and runs_elsewhere(self._caller):
-                raise RuntimeError(
-                    f"forward of '{state.fqn}' begins while that of '{root.fqn}' runs in another thread. Parameters "
-                    "are gathered and freed for one forward at a time; run the forwards one after the other"
-                )
-            if state is not root and not state.is_root:
-                return False
-            if self._caller is None or is_on_stack(self._caller):  # it calls itself
-                return False
-            self._end_interrupted_forward(root)
+        if order.in_backward and in_backward():  # a recomputation: end_backward does the work of end_forward
+            return False
+        root = order.running_forward
+        # torch calls no hook when Ctrl-C ends a forward. So a root's forward inside itself is taken for one after that.
+        inside = root is not None and (state.runs_method or not (state is root or state.is_root))
+        self.refuse_unended(f"forward of '{state.fqn}' begins", inside=inside and self._thread == threading.get_ident())
+        if root is not None:
+            return False
         order.begin_forward(state)
         self.innermost = None
-        self._caller = calling_frame()
         self._thread = threading.get_ident()
         self.context.slots = self.policy.slots
         self.context.free_released()  # later writes to a local shard are not always noticed
@@ -141,6 +127,30 @@ class Schedule:
             self.context.gathers.wait_event(self.post_optim_event)
             self.post_optim_event = None
         return True
+
+    def unended(self, *, inside: bool) -> str | None:
+        """What has not ended: a forward or a backward that raised, or was interrupted; None if nothing.
+
+        Nothing may wait for a peer then, because it may never come. A forward that runs is no such thing if the caller
+        may be `inside` it: torch calls no hook when Ctrl-C ends a forward, so one that runs looks the same.
+        """
+        root = self.order.running_forward
+        if root is not None and self._raised:
+            return f"the forward of '{root.fqn}' before it raised an error"
+        if root is not None and not inside:
+            return f"the forward of '{root.fqn}' has not ended (it was interrupted, or runs in another thread)"
+        if self.order.in_backward and not in_backward():
+            return "the backward before it never ended (it raised an error, or was interrupted)"
+        return None
+
+    def refuse_unended(self, what: str, *, inside: bool = False) -> None:
+        """Raises RuntimeError if something has not ended. `what` is what the user does now."""
+        unended = self.unended(inside=inside)
+        if unended is not None:
+            raise RuntimeError(
+                f"{what}, but {unended}; call reset_iter_state() on the root module first, which drops the gradients "
+                "of that iteration"
+            )
 
     def _free_stale(self) -> None:
         """Frees groups that are older than an optimizer step, so that they are gathered again ahead of use."""
@@ -161,17 +171,9 @@ class Schedule:
             for group in groups:
                 group.settle_shards()
 
-    def _end_interrupted_forward(self, root: ScheduledState) -> None:
-        """Does the work of the post-forward hooks, which do not run when forward is interrupted."""
-        for state in self.all_states:
-            state.reset()
-            for group in state.groups:
-                group.forward_users = 0
-        self.end_forward(root, failed=True)
-
     def is_forward_root(self, state: ScheduledState) -> bool:
         """Whether `state` is the outermost one of the running forward."""
-        return self.order.forward_root is not None and self.order.forward_root() is state
+        return self.order.running_forward is state
 
     def enter_forward(self, state: ScheduledState, listed: Sequence[FSDPParamGroup] | None) -> None:
         """Call when a state's parameters are gathered and its forward begins: gathers the next groups.
@@ -186,22 +188,19 @@ class Schedule:
         elif self.context.gathers.has_streams and not self.order.in_backward:
             self.policy.release_ahead(state.groups)
 
-    @outside_transforms
-    def end_forward(self, state: ScheduledState, *, failed: bool) -> None:
-        """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used.
+    def note_raised(self) -> None:
+        """The outermost forward has raised: all else is left to `reset`, because it may have to wait for peers."""
+        self._raised = True
 
-        A forward that raised teaches no order, and none of its groups stays unsharded.
-        """
-        self._caller = self.innermost = None
-        self.order.end_forward(failed=failed, complete=bool(state.is_root))
-        if failed:
-            for one in self.all_states:
-                one.to_sharded()
+    @outside_transforms
+    def end_forward(self, state: ScheduledState) -> None:
+        """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used."""
+        self.innermost = None
+        self.order.end_forward(complete=bool(state.is_root))
         self._free_unused(in_backward=False)
         follows = self.order.passes and torch.is_grad_enabled()
         self.context.free_released(but=self.policy.released_for_backward if follows else 0)
-        if not failed:
-            self.context.settle_gathers()
+        self.context.settle_gathers()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +212,7 @@ class Schedule:
     def begin_backward(self, of: Pass | None = None) -> None:
         """Called by each state that begins backward; queues the end of backward once."""
         if not self.order.in_backward:
+            self.refuse_unended("a backward begins", inside=True)
             self.order.begin_backward(of)
             self._unfinalized = self.manual_finalization
             self.builds_graph = torch.is_grad_enabled() and not transforms_active()
@@ -261,7 +261,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Reduces gradients that no post-backward hook has seen, reshards, and after the last backward waits.
 
-        An error here is one of the backward: the next forward, and an optimizer's step, refuse to go on.
+        An error here is one of the backward: it has not ended.
         """
         try:
             self._end_backward()
@@ -276,12 +276,9 @@ class Schedule:
         self.backwards += 1
         for state in reversed(self.all_states):
             state.end_backward()
-        root = order.forward_root() if order.forward_root is not None else None
-        if root is None or not root.in_forward:
-            order.forward_root = self._caller = None
         is_last = self.is_last_backward and not self.manual_finalization
         if is_last:
-            if order.forward_root is None:  # else it ran within a forward, whose passes others will visit
+            if order.running_forward is None:  # else it ran within a forward, whose passes others will visit
                 order.forget_passes()
             self._free_unneeded()
         if is_last or not self.context.reductions.has_streams:
@@ -332,8 +329,9 @@ class Schedule:
         return Finalization(self)
 
     def refuse_in_backward(self, method: str) -> None:
-        """Raises RuntimeError if gradients are being computed or reduced."""
-        if self.order.in_backward or in_backward():
+        """Raises RuntimeError if gradients are being computed or reduced, or an iteration has not ended."""
+        self.refuse_unended(f"{method} was called", inside=True)
+        if in_backward():
             raise RuntimeError(f"{method} was called during a backward; call it after the backward has ended")
         self._refuse_during_finalization(f"{method} was called")
 
@@ -382,9 +380,9 @@ class Schedule:
         if isinstance(finalization, Finalization) and not finalization.belongs_to(self):
             self._refuse_during_finalization("reset_iter_state was called")
         self.context.finalization = None
-        self._unfinalized = False
+        self._unfinalized = self._raised = False
         self.context.settle_after_failure()
-        self._caller = self.innermost = None
+        self.innermost = None
         self.order.reset()
         self._prefetched = {False: [], True: []}
         for state in self.all_states:

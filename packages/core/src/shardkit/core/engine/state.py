@@ -100,6 +100,7 @@ class FSDPState:
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # inputs of this pass, and forward's replacements
         self._handed: list[HandedContainers] = []  # of each running forward, outermost first
         self._may_keep: list[weakref.ReferenceType[nn.Module]] | None = None
+        self.runs_method = False  # one registered by `register_fsdp_forward_method`
         self._depth = 0
         self._handled = 0
         self._hooks: set[int] = set()  # ids of `post_forward` among the forward hooks of the modules
@@ -125,10 +126,9 @@ class FSDPState:
         """Whether a forward of one of the modules is running."""
         return self._depth > 0
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward of its root has begun and not ended."""
-        return self.schedule.in_backward
+    def refuse_unended(self, what: str, *, inside: bool = False) -> None:
+        """Raises if a forward or a backward of its root has not ended (`Schedule.refuse_unended`)."""
+        self.schedule.refuse_unended(what, inside=inside)
 
     @no_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -140,15 +140,15 @@ class FSDPState:
             return self._cast_inputs(args, kwargs)
         if self.is_root is None:
             initialise_root(self)
-        outermost = self.schedule.begin_forward(self)
-        if outermost:
-            restore_interrupted_steps()
-        self._depth += 1  # from here on post_forward undoes this
+        self._depth += 1  # from here on post_forward, which is called after an error too, undoes this
         self._handed.append(HandedContainers())
         if self._depth == 1:
             self._handled = id(sys.exc_info()[1])  # a forward may be called while its caller handles an exception
             if events.hub.active:
                 events.emit(events.ModuleBegan(self.fqn, self._forward_name, bool(self.is_root)))
+        outermost = self.schedule.begin_forward(self)
+        if outermost:
+            restore_interrupted_steps()
         own_args, own_kwargs = args, kwargs
         if outermost and self.device.type != "cpu":
             args, kwargs = self._move_inputs((args, kwargs))
@@ -235,30 +235,45 @@ class FSDPState:
             failed = id(raised) != self._handled
             if failed and raised is not None:
                 add_module(raised, self.fqn)
-            inputs = {id(original) for original, _ in self._given}
-            try:
-                output = self._own_outputs(self._unwatch(output))
-            except RuntimeError as error:  # an output is a view of an input that was changed in place
-                if "modified inplace" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
-                ) from error
-            output = self._watch_outputs(output, inputs)
-            if not failed and not transforms_active():
-                self._watch_kept(self._pass.began)
-                outer = self._pass.outer()
-                if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
-                    outer._hooked_later.append(self)
-            if self._in_pass and (failed or not self._pass.pending):
-                self.end_pass()
-            if self.schedule.is_forward_root(self):
-                for state in self.schedule.all_states:
-                    state.end_incomplete_pass()
-                self.schedule.end_forward(self, failed=failed)
+            if failed and not self.schedule.in_backward:
+                self._abandon_forward()
+            else:  # a recomputation stops by an error where it has made the last tensor that backward needs
+                output = self._end_forward(module, output, failed=failed)
             if events.hub.active:
                 events.emit(events.ModuleEnded(self.fqn, self._forward_name, bool(self.is_root)))
         return self._cast_outputs(output)
+
+    def _end_forward(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        inputs = {id(original) for original, _ in self._given}
+        try:
+            output = self._own_outputs(self._unwatch(output))
+        except RuntimeError as error:  # an output is a view of an input that was changed in place
+            if "modified inplace" not in str(error):
+                raise
+            raise RuntimeError(
+                f"'{self.fqn}' returns a view of an input that was changed in place; clone the input first: {error}"
+            ) from error
+        output = self._watch_outputs(output, inputs)
+        if not failed and not transforms_active():
+            self._watch_kept(self._pass.began)
+            outer = self._pass.outer()
+            if isinstance(outer, FSDPState) and next(reversed(module._forward_hooks)) not in self._hooks:
+                outer._hooked_later.append(self)
+        if self._in_pass and (failed or not self._pass.pending):
+            self.end_pass()
+        if self.schedule.is_forward_root(self):
+            for state in self.schedule.all_states:
+                state.end_incomplete_pass()
+            self.schedule.end_forward(self)
+        return output
+
+    def _abandon_forward(self) -> None:
+        """Forward has raised. Reshards nothing: a gather may be in flight, for which a peer may never come."""
+        self._given.clear()
+        if self._in_pass:
+            self.end_pass(reshards=False)
+        if self.schedule.is_forward_root(self):
+            self.schedule.note_raised()
 
     def _unwatch(self, output: Any) -> Any:
         """Copies changes of the watched inputs to the caller's tensors.
@@ -281,7 +296,7 @@ class FSDPState:
         if self._in_pass and self._depth == 0:
             self.end_pass()
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, reshards: bool = True) -> None:
         """Every module of the state has run, or will not run any more: reshards as configured."""
         with_grad = torch.is_grad_enabled()
         self._in_pass = False
@@ -294,6 +309,8 @@ class FSDPState:
             self.schedule.order.add_pass(self._pass)
             if self.schedule.in_backward:
                 return  # recomputed: the backward that requested it continues with it
+        if not reshards:
+            return
         kept = self.schedule.policy.worth_keeping(self.groups)
         # Without a following backward, a root that keeps its parameters for backward frees them.
         frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._pass.began)
@@ -520,6 +537,7 @@ class FSDPState:
 
     def to_sharded(self, *unused: Any, **kwargs: Any) -> None:
         """Runs before a state dict is taken: registers sharded parameters on the modules."""
+        self.refuse_unended(f"a state dict of '{self.fqn}' is taken", inside=True)
         for group in self.groups:
             if not group.forward_users:
                 group.reshard()
@@ -535,6 +553,7 @@ class FSDPState:
         """Runs before a state dict is loaded: the same. Refuses plain tensors (they would be assigned as they are), but
         not 0-dim ones, which `torch.distributed.checkpoint.state_dict` never distributes: every rank has all of them.
         """
+        self.refuse_unended(f"a state dict is loaded into '{self.fqn}'")
         self.to_sharded()
         *_, missing_keys, _, error_messages = args
         for group in self.groups:
