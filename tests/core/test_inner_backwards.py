@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.core import events, fully_shard
-from shardkit.core.engine.state import state_of
 from tests.core.single_process import Twins, batch
 from tests.support import run_ranks
 
@@ -104,37 +103,6 @@ def _only_forward(rank: int, world_size: int) -> None:
 
 def test_the_forward_that_backward_begins_in_is_not_set_aside() -> None:
     run_ranks(2, _only_forward)
-
-
-class Dynamics(nn.Module):
-    """A forward with a backward through some of its blocks inside, and none after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.encoder(x)
-        energy = inner = hidden.detach().requires_grad_()
-        for block in self.blocks:
-            energy = block(energy).tanh()
-        return hidden + torch.autograd.grad(energy.sum(), inner)[0]
-
-
-def _many_forwards(rank: int, world_size: int) -> None:
-    model: Any = Dynamics()
-    for one in (model.encoder, *model.blocks, model):
-        fully_shard(one)
-    held = []
-    for _ in range(10):
-        model(batch(rank, 3, WIDTH))
-        held.append(len(state_of(model).schedule._prefetched[True]))
-    assert held[-1] <= held[1], held
-
-
-def test_a_backward_inside_each_forward_accumulates_nothing() -> None:
-    run_ranks(2, _many_forwards)
 
 
 def _tie(rank: int, world_size: int) -> None:

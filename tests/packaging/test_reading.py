@@ -97,5 +97,5 @@ def test_each_walk_of_a_group_leads_through_few_files():
     assert {"engine/param_group", "parameters/param", "runtime/collective", "runtime/lanes"} <= gather & reduction
     assert len(gather) <= 8, sorted(gather)
     assert len(reduction) <= 8, sorted(reduction)
-    assert {"engine/param_group", "engine/context"} <= reshard
+    assert {"engine/param_group", "engine/room"} <= reshard
     assert len(reshard) <= 8, sorted(reshard)

@@ -14,9 +14,9 @@ from torch import nn
 from typing_extensions import deprecated
 
 from shardkit.core.engine.param_group import FSDPParamGroup
-from shardkit.core.engine.prefetch import Prefetch
 from shardkit.core.engine.schedule import Finalization, Schedule
 from shardkit.core.engine.state import FSDPState, state_of
+from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.parameters.adapters import user_attributes
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.policies import AllGather, ReduceScatter
@@ -126,7 +126,6 @@ class FSDPModule(StockFSDPModule):
         groups = self._groups()
         state = self._get_fsdp_state()
         state.refuse_unended(f"unshard() of '{state.fqn}' is called", inside=True)
-        state.schedule.policy.make_room(groups, in_backward=False)
         for group in groups:
             group.unshard()
             group.held_by_user = True

@@ -1,33 +1,22 @@
-"""State that the groups of one root share: lanes, reusable memory, reductions in flight."""
+"""State that the groups of one root share: lanes, and communication in flight."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
 from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
 from shardkit.core.runtime.plan import Transport
 
-__all__ = ["DEFAULT_PREFETCH_DEPTH", "CommContext", "MemoryOwner"]
-
-DEFAULT_PREFETCH_DEPTH = 1
+__all__ = ["CommContext"]
 
 # Number of gathers whose shards, copied from the host, are on the device at a time: one gathers, one arrives.
 _MOST_STAGED = 2
-
-
-class MemoryOwner(Protocol):
-    """A parameter group as the owner of its memory."""
-
-    def free_memory(self) -> None:
-        """Frees the unsharded memory, on the host; the streams of its readers have been waited for."""
 
 
 class CommContext:
@@ -35,26 +24,13 @@ class CommContext:
 
     `share_comm_ctx` makes several roots share one context.
 
-    Note [Released memory]: a group that is resharded when its forward or backward ends is *released*: its modules hold
-    the sharded parameters, but its memory is kept and still valid. A gather that would exceed `slots` groups, or its
-    root's prefetch budget, frees the memory that was released first. On streams it then waits for the events
-    recorded at that release, and not for current computation. A group that is used again before that takes its memory
-    back without a gather; backward, for example, begins with the last group of forward. At the end of forward only the
-    group that backward needs first stays released (with a budget all do), and at the end of backward none does.
-
     Attributes:
-        slots: number of groups that may hold unsharded memory that forward frees: `prefetch_depth + 1`.
-        unsharded: number of those that are in use or being gathered.
         finalization: the owner of a step's reductions in flight that the user must wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.slots = DEFAULT_PREFETCH_DEPTH + 1
-        self.unsharded = 0
         self.finalization: object | None = None
-        self._released_bytes = 0
-        self._released: dict[weakref.ReferenceType[MemoryOwner], tuple[tuple[Any, ...], int]] = {}
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
         self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
@@ -75,46 +51,7 @@ class CommContext:
         """Runs reductions; owns no memory."""
         return make_lane(self.device, "reduce-scatter", priority=-1)
 
-    # -- unsharded memory ----------------------------------------------------------------------------------------------
-
-    def release(self, group: MemoryOwner, readers: tuple[Any, ...], nbytes: int) -> None:
-        """Notes that `group` is no longer in use; its `nbytes` of memory may be reused after the events `readers`."""
-        self._released[weakref.ref(group)] = readers, nbytes
-        self._released_bytes += nbytes
-
-    def take_back(self, group: MemoryOwner) -> None:
-        """Notes that the group uses its memory again, unchanged."""
-        self._forget(weakref.ref(group))
-
-    def make_room(self) -> None:
-        """Frees the memory that was released first, so that one more group may be gathered."""
-        self.free_released(but=max(0, self.slots - self.unsharded - 1))
-
-    def make_room_within(self, nbytes: int) -> None:
-        """Frees the memory that was released first, until what stays released takes at most `nbytes`."""
-        while self._released_bytes > nbytes and self._released:
-            self._free(next(iter(self._released)))
-
-    def free_released(self, *, but: int = 0) -> None:
-        """Frees the memory of all released groups except the last `but`."""
-        while len(self._released) > but:
-            self._free(next(iter(self._released)))
-
-    def free(self, group: MemoryOwner) -> None:
-        """Frees the memory of one released group."""
-        self._free(weakref.ref(group))
-
-    def _forget(self, reference: weakref.ReferenceType[MemoryOwner]) -> tuple[Any, ...]:
-        readers, nbytes = self._released.pop(reference)
-        self._released_bytes -= nbytes
-        return readers
-
-    def _free(self, reference: weakref.ReferenceType[MemoryOwner]) -> None:
-        readers, group = self._forget(reference), reference()
-        for event in readers:
-            self.gathers.wait_event(event)
-        if group is not None:
-            group.free_memory()
+    # -- what a gather reads -------------------------------------------------------------------------------------------
 
     def on_device(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`sources` on the device, in their own dtype; the gather lane waits for copies from the host.

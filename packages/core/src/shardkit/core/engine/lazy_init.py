@@ -59,7 +59,6 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
     with events.Waiting(root.fqn, "set-up"):
         groups = list(dict.fromkeys(group for state in states for group in state.groups))
         _check_agreement(groups, root, same_names)
-    root.schedule.set_states(states)
     live_roots.add(root)
     check = OrderCheck() if order_check_wanted() else None
     for state in states:
@@ -68,10 +67,11 @@ def initialise_root(root: RootedState, *, same_names: bool = True) -> None:
         for group in state.groups:
             group.context = root.schedule.context
             group.order_check = check
-            group.bounded = group.bounded and state is not root
+            group.counts_toward_depth = group.counts_toward_depth and state is not root
     if root.auto_reshard:
         for group in root.groups:
             group.change(reshard_after_forward=False)
+    root.schedule.set_states(states)
     if events.hub.active:
         events.emit(events.RootReady(module))
 

@@ -14,17 +14,17 @@ come later, drop no pass of another forward.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
 
 from shardkit.core.engine.param_group import FSDPParamGroup
+from shardkit.core.engine.timetable import Timetable
 from shardkit.core.torch_compat import current_backward, runs_in_this_backward
 
 __all__ = ["Order", "Pass", "ScheduledState", "no_state"]
@@ -89,15 +89,15 @@ class Pass:
 
 
 class Order:
-    """The recorded order, and a cursor in it. Weak references, see `schedule.py`, Note [Who owns whom].
+    """The recorded order, and the iteration's place in it. Weak references, see `schedule.py`, Note [Who owns whom].
 
     Attributes:
+        forward: the order of the last complete forward of the root.
+        backward: that of the running backward, or of the last one.
         in_backward: whether a backward of these states is running; forwards within it are recomputations.
         is_steady: whether the last two forwards ran in the same order.
         passes: the forwards that backward will visit, in the order in which they ended. During a backward, those that
             another backward will visit are set aside.
-        changes: number of changes of the order of forward, and of that of backward.
-        dropped: number of passes that backward has visited, or never will.
     """
 
     def __init__(self) -> None:
@@ -111,14 +111,11 @@ class Order:
         self._staying: set[int] = set()  # states that the running backward has entered and will not be seen leaving
         self._around: set[int] = set()  # states that it has entered through a pass inside theirs, before their own hook
         self._forwards = 0
-        self.changes = {False: 0, True: 0}  # by whether it is backward's
-        self.dropped = 0
-        self._added = 0
-        self._numbered: defaultdict[int, deque[int]] | None = defaultdict(deque)  # None if to be counted anew
+        self._awaited = Counter[int]()  # number of passes of each state
         self._states: list[weakref.ReferenceType[ScheduledState]] = []
-        self._recorded: list[int] = []
+        self.forward = Timetable()
+        self.backward = Timetable()
         self._recording: list[int] = []
-        self._cursor = 0
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -145,23 +142,18 @@ class Order:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, root: ScheduledState) -> None:
-        """Resets the cursor."""
+        """The outermost forward begins, which `root` runs."""
         self._forward_root = weakref.ref(root)
-        self._cursor = 0
+        self.forward.restart()
         self._recording = []
         self._forwards += 1
-        self.changes[False] += 1
 
     def record(self, state: ScheduledState) -> bool:
-        """A state's forward begins: moves the cursor past it. False if the recorded order does not expect it."""
+        """A state's forward begins. False if the order of the last forward does not expect it."""
         if self.in_backward:
             return False
         self._recording.append(state.index)
-        try:  # found at once if this iteration runs like the last one
-            self._cursor = self._recorded.index(state.index, self._cursor) + 1
-        except ValueError:
-            return False
-        return True
+        return self.forward.follow(state.index)
 
     @property
     def running_forward(self) -> ScheduledState | None:
@@ -172,11 +164,10 @@ class Order:
         """The forward of all states has ended; if it is `complete`, the next one follows its order."""
         self._forward_root = no_state
         if complete:
-            self.is_steady = self._recording == self._recorded
+            self.is_steady = self.forward.states == tuple(self._recording)
             if not self.is_steady:
-                self._recorded = self._recording
+                self.forward = Timetable(self._recording)
         self._recording = []
-        self.changes[False] += 1
 
     def add_pass(self, ended: Pass) -> None:
         """A state's forward has ended and backward will visit it, in the reverse of this order."""
@@ -184,46 +175,19 @@ class Order:
             return
         ended.forward = 0 if self.in_backward else self._forwards
         self.passes.append(ended)
-        if self._numbered is not None:
-            self._numbered[ended.state].append(self._added)
-            self._added += 1
-        self.changes[True] += 1
+        self._awaited[ended.state] += 1
         if len(self.passes) > _LONGEST:
-            if self._numbered is not None:
-                self._numbered[self.passes[0].state].popleft()
-            del self.passes[0]
-            self.dropped += 1
-
-    @property
-    def _numbers(self) -> defaultdict[int, deque[int]]:
-        """The numbers of the passes of each state, in order; counted anew when passes were set aside or taken back."""
-        if self._numbered is None:
-            self._numbered, self._added = defaultdict(deque), len(self.passes)
-            for number, one in enumerate(self.passes):
-                self._numbered[one.state].append(number)
-        return self._numbered
+            self._awaited[self.passes.pop(0).state] -= 1
 
     def _drop_passes(self, first: int) -> None:
         """Forgets the pass at index `first`, and all later ones."""
-        for one in reversed(self.passes[first:]):
-            if self._numbered is not None:
-                self._numbered[one.state].pop()
-            self.dropped += 1
+        for one in self.passes[first:]:
+            self._awaited[one.state] -= 1
         del self.passes[first:]
 
     def awaits_backward(self, index: int) -> bool:
         """Whether backward will visit the state at this index."""
-        return bool(self._numbers[index])
-
-    def place_in_backward(self, group: FSDPParamGroup) -> tuple[int, int] | None:
-        """A sort key for groups that backward will use: the larger, the sooner. None for other groups."""
-        if not group.settings.unshard_in_backward:
-            return None
-        awaited = [(numbers[-1], user) for user in group.users if (numbers := self._numbers[user.index])]
-        if not awaited:
-            return None
-        number, user = max(awaited, key=operator.itemgetter(0))
-        return number, -user.groups.index(group)
+        return self._awaited[index] > 0
 
     def begin_backward(self, of: Pass | None = None) -> None:
         """Sets aside the passes that this backward will not visit: Note [Several forwards, one backward].
@@ -245,6 +209,7 @@ class Order:
             self._before = self.passes
             self._set_aside = [one for one in self.passes if id(one) in aside]
             self._replace_passes([one for one in self.passes if id(one) not in aside])
+        self.backward = Timetable([one.state for one in reversed(self.passes)])
 
     def _before_inner_backward(self, of: Pass | None) -> set[int]:
         """Identities of the passes of the running forward that a backward inside it will not visit.
@@ -282,6 +247,7 @@ class Order:
             else:
                 self._staying.add(one.state)
         self._drop_passes(last)
+        self.backward.move_to(len(self.backward.states) - 1 - last)  # nowhere if it has been added since
         return entered
 
     def _will_be_left(self, one: Pass) -> bool:
@@ -307,8 +273,8 @@ class Order:
             self._set_aside, self._before = [], []
 
     def _replace_passes(self, passes: list[Pass]) -> None:
-        self.passes, self._numbered = passes, None
-        self.changes[True] += 1
+        self.passes = passes
+        self._awaited = Counter(one.state for one in passes)
 
     def end_backward(self) -> None:
         """A backward has ended: what it did not visit waits for another one."""
@@ -321,48 +287,9 @@ class Order:
         """Forgets all passes: no backward will visit them."""
         self._set_aside = []
         self._drop_passes(0)
-        self.changes[True] += 1
 
     def reset(self) -> None:
         """Forgets a failed iteration, but keeps the order learned from earlier ones."""
         self.end_backward()
         self.end_forward(complete=False)
         self.forget_passes()
-
-    # -- following -----------------------------------------------------------------------------------------------------
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is running that is not a recomputation."""
-        return self.running_forward is not None and not self.in_backward
-
-    def expected(self, *, in_backward: bool) -> list[int]:
-        """Indices of the states that a phase will use, soonest first; for forward, from its beginning."""
-        return [one.state for one in reversed(self.passes)] if in_backward else self._recorded
-
-    @property
-    def cursor(self) -> int:
-        """The position reached in forward's order."""
-        return self._cursor
-
-    def next_states(self, count: int, *, in_backward: bool) -> list[ScheduledState]:
-        """The next `count` states of the current phase."""
-        if in_backward:
-            places = [one.state for one in self.passes[: -count - 1 : -1]] if count else []
-        else:
-            places = self._recorded[self._cursor : self._cursor + count]
-        return [state for place in places if (state := self.state_at(place)) is not None]
-
-    def upcoming(self) -> Iterator[tuple[FSDPParamGroup, bool]]:
-        """The groups that will be used, soonest first, and whether backward uses them."""
-        if self.in_forward:
-            for place in itertools.islice(self._recorded, self._cursor, None):
-                if (state := self.state_at(place)) is not None:
-                    yield from ((group, False) for group in state.groups)
-        yield from ((group, True) for group in self.awaited_by_backward())
-
-    def awaited_by_backward(self) -> Iterator[FSDPParamGroup]:
-        """The groups that backward will use, soonest first."""
-        for one in reversed(self.passes):
-            if (state := self.state_at(one.state)) is not None:
-                yield from (group for group in state.groups if group.settings.unshard_in_backward)

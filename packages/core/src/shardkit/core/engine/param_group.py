@@ -8,7 +8,7 @@
        |  '------------- reshard -------------------' KEPT    (this rank's part for a smaller group)
 
 `unshard` starts a gather and returns; `wait_for_unshard` finishes it and registers the unsharded parameters on the
-modules; `reshard` registers the sharded ones and frees the memory, or releases it: context.py, Note [Released memory].
+modules; `reshard` registers the sharded ones and frees the memory, or releases it: room.py, Note [Room].
 All three do nothing when there is nothing to do.
 """
 
@@ -28,13 +28,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core import events
-from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.group_gather import GroupGather
 from shardkit.core.engine.order_check import OrderCheck
 from shardkit.core.engine.ranges import ungraphed
 from shardkit.core.engine.reduction import GradientReduction
-from shardkit.core.engine.residency import Ledger
+from shardkit.core.engine.room import Room
 from shardkit.core.engine.settings import GroupSettings
+from shardkit.core.engine.timetable import Prefetch
 from shardkit.core.mesh import DataParallelMesh, PostForwardMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.parameters.slot import Slot
@@ -115,23 +115,23 @@ class FSDPParamGroup(GroupGather):
         self.settings = GroupSettings(reshard_after_forward)
         self.users: WeakSet[GroupUser] = WeakSet()
         self.order_check: OrderCheck | None = None
-        self.reference = weakref.ref(self)
-        self.ledger: Ledger[weakref.ReferenceType[FSDPParamGroup]] | None = None  # of the root's prefetch budget
+        self.room = Room(Prefetch())
+        self.taken = 0
         self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
         # Bookkeeping of states and of the iteration: several states use a group when it holds a tied parameter.
-        self.bounded = mesh.shard_size > 1
+        self.counts_toward_depth = mesh.shard_size > 1
         self.prefetched = False
         self.forward_users = 0
         self.backward_users: set[int] = set()
         self.held_by_user = False  # since an explicit unshard
-        self._counted_in: CommContext | None = None
         self._accumulating = False
         self._loads = TieLoads()
         self._loaded_whole: list[str] | None = None  # during a load of its state's module: the load's missing keys
         self._reduction = GradientReduction(mesh, self.params)
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
+        self._readers: tuple[Any, ...] = ()  # events of the readers of released memory
 
     @staticmethod
     def of(param: FSDPParam) -> FSDPParamGroup:
@@ -172,16 +172,6 @@ class FSDPParamGroup(GroupGather):
             param.set_mixed_precision(policy)
         self.forget_params()
 
-    def _move_to(self, residence: Residence) -> None:
-        """Notes where the parameters are now, and tells a prefetch budget."""
-        self.residence = residence
-        if self.ledger is None:
-            return
-        if self.is_unsharded:
-            self.ledger.put(self.reference, self.held_bytes)
-        else:
-            self.ledger.drop(self.reference)
-
     # -- how much memory it takes --------------------------------------------------------------------------------------
 
     @property
@@ -189,20 +179,12 @@ class FSDPParamGroup(GroupGather):
         """Whether a forward, a backward or the user requires it to stay as it is."""
         return bool(self.forward_users or self.backward_users or self.held_by_user)
 
-    @property
-    def held_bytes(self) -> int:
-        """Unsharded bytes, plus those of the packed buffer during a gather; 0 if it is not unsharded."""
-        if self.residence is Residence.UNSHARDED:
-            return self.unsharded_bytes
-        return self._gather_bytes if self.residence is Residence.GATHERING else 0
-
     def bytes_when_used(self, *, in_backward: bool) -> int:
-        """Bytes that it holds, or will take during the gather that its next use needs.
+        """Bytes that the gather takes that its next use needs.
 
         The size that a tensor subclass sends is known after its first gather; until then the parameter's size counts.
         """
-        if self.is_unsharded and (in_backward or not self.is_stale):
-            return self.held_bytes
+        self.refresh()
         if self.residence is Residence.KEPT and in_backward:
             self._plan_kept()
         return self._gather_bytes
@@ -225,52 +207,47 @@ class FSDPParamGroup(GroupGather):
         return self.is_unsharded or self.residence is Residence.RELEASED
 
     @outside_transforms
-    def unshard(self, *, in_backward: bool = False) -> None:
+    def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool:
         """Starts gathering the parameters (collective over the shard group). No-op if the gather has started.
 
         In forward the gather starts from the sharded parameters, which an optimizer or a load may have changed; only
         backward uses the parts kept after forward. For the same reason forward gathers again if they have changed since
         the last gather began, for example by a step after a forward without a backward. Released memory is taken back.
+
+        Returns:
+            False if it was to be gathered `ahead` of use, and there is no room.
         """
         if self.is_unsharded:
             if in_backward or not self.is_stale:
-                return
+                self.room.take_back(self)
+                return True
             self.reshard()
         if self.residence is Residence.RELEASED:
             if self._take_back():
-                return
+                return True
             self.reshard()
-        counted = self.bounded and self.settings.reshard_after_forward
+        if not self.room.take(self, in_backward=in_backward, ahead=ahead):
+            return False
         with ungraphed("unshard", self.label):
             from_kept = in_backward and self.residence is Residence.KEPT
             if self.order_check is not None:
                 self.context.catch_up()
                 self.order_check.record("all-gather", self.label, self.mesh.shard_group, self.device)
-            if self.ledger is not None:
-                self.context.make_room_within(self.ledger.room - self.bytes_when_used(in_backward=in_backward))
-            elif counted:
-                self.context.make_room()
             try:
                 self._ticket = self._gather_kept() if from_kept else self._gather_sharded()
             except BaseException:
                 self._free()
                 raise
-        self._move_to(Residence.GATHERING)
-        if counted:
-            self._count()
+        self.residence = Residence.GATHERING
+        return True
 
     def _take_back(self) -> bool:
         """Takes released memory back into use, unless the shards have changed since it was gathered."""
         if self.is_stale:
             return False
-        self.context.take_back(self)
-        self._move_to(Residence.GATHERING)
-        self._count()
+        self.room.take_back(self)
+        self.residence = Residence.GATHERING
         return True
-
-    def _count(self) -> None:
-        self._counted_in = self.context
-        self.context.unsharded += 1
 
     @property
     def is_stale(self) -> bool:
@@ -344,27 +321,27 @@ class FSDPParamGroup(GroupGather):
             self._register_unsharded()
             if self._has_subclass:
                 self._parameter_bytes = None
-        self._move_to(Residence.UNSHARDED)
+        self.residence = Residence.UNSHARDED
+        self.room.note_gathered(self)
 
     @outside_transforms
-    def reshard(self, *, keep: bool = False, release: bool = False) -> None:
+    def reshard(self, *, keep: bool = False, release: bool = False, awaited: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded ones.
 
         With `keep`, and a smaller group to reshard to, this rank's part for that group is kept. With `release` the
-        memory is kept until another gather needs it, if prefetching counts this group.
+        memory is kept until another gather needs it, if that is possible; `awaited` if backward will use it.
         """
         if self.residence is Residence.SHARDED:
             return
         if self.residence is Residence.RELEASED:
             if release:
                 return
-            self.context.free(self)
+            self.free_idle()
         self.prefetched = self.held_by_user = False
-        release = release and self.can_be_released
-        self._uncount()
+        release = release and self.room.may_release(self) and not self._has_subclass
         self._end_gather()
         was_unsharded = self.residence is Residence.UNSHARDED
-        self._move_to(Residence.SHARDED)
+        self.residence = Residence.SHARDED
         if was_unsharded:
             self._register_sharded()
         if was_unsharded and keep and self.post_forward_mesh is not None:
@@ -372,27 +349,24 @@ class FSDPParamGroup(GroupGather):
             with torch.no_grad():
                 for param in self.params:
                     param.keep_part(smaller.size, smaller.rank)
-            self._move_to(Residence.KEPT)
+            self.residence = Residence.KEPT
         else:
             self._drop_kept()
         if release and was_unsharded:
-            self._move_to(Residence.RELEASED)
-            self.context.release(self, self._reader_events(), self.unsharded_bytes)
+            self.residence = Residence.RELEASED
+            self._readers = self._reader_events()
+            self.room.release(self, awaited=awaited)
             return
         self._free()
 
-    @property
-    def can_be_released(self) -> bool:
-        """Whether `reshard` may keep the memory until another gather needs it."""
-        prefetches = self.ledger is not None or self.context.slots > 1
-        return self._counted_in is not None and prefetches and not self._has_subclass
-
-    def free_memory(self) -> None:
-        """Frees released memory after the gather lane has waited for its readers."""
+    def free_idle(self) -> None:
+        """Frees the memory of a group that is not in use; what is kept for a smaller group stays."""
+        if self.residence is not Residence.RELEASED:
+            self.reshard()
+            return
         keeps = self.post_forward_mesh is not None and any(param.kept for param in self.params)
-        self._move_to(Residence.KEPT if keeps else Residence.SHARDED)
-        self._gathered = None
-        self._free_storage()
+        self.residence = Residence.KEPT if keeps else Residence.SHARDED
+        self._free_after(self._readers)
 
     def _free_storage(self) -> None:
         if not self.settings.keep_unsharded_storage:
@@ -408,7 +382,7 @@ class FSDPParamGroup(GroupGather):
             ticket.wait()
         except BaseException:
             ticket.abandon()  # after Ctrl-C transfers may still write to memory that is freed here
-            self._move_to(Residence.SHARDED)
+            self.residence = Residence.SHARDED
             self._free()
             raise
         self._gathered = ticket
@@ -417,16 +391,14 @@ class FSDPParamGroup(GroupGather):
         return () if self._gathered is None else self._gathered.reader_events()
 
     def _free(self) -> None:
-        self._uncount()
-        for event in self._reader_events():
-            self.context.gathers.wait_event(event)
-        self._gathered = None
-        self._free_storage()
+        self._free_after(self._reader_events())
 
-    def _uncount(self) -> None:
-        if self._counted_in is not None:
-            self._counted_in.unsharded -= 1
-            self._counted_in = None
+    def _free_after(self, readers: tuple[Any, ...]) -> None:
+        for event in readers:
+            self.context.gathers.wait_event(event)
+        self._gathered, self._readers = None, ()
+        self._free_storage()
+        self.room.give_back(self)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -482,7 +454,7 @@ class FSDPParamGroup(GroupGather):
 
     def reshard_after_use(self, *, keep: bool) -> None:
         """Reshards when backward no longer needs the parameters."""
-        if self.settings.reshard_after_backward and not self.forward_users and not keep:
+        if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or keep):
             self.reshard(release=True)
 
     @property

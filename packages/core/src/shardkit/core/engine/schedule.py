@@ -1,6 +1,7 @@
 """One object per root: coordination between the hooks of states: order, prefetching, end of backward, recovery.
 
-`order.py` records the order in which states run; `prefetch.py` decides how far ahead to gather.
+`order.py` records the order in which states run, `timetable.py` follows it, and `room.py` decides whether there is room
+to gather ahead.
 
 Note [Who owns whom]
 A module owns its state (through its hooks), and a state owns its groups and this object. All references back are weak,
@@ -28,7 +29,8 @@ from shardkit.core import events
 from shardkit.core.engine.context import CommContext
 from shardkit.core.engine.order import Order, Pass, ScheduledState
 from shardkit.core.engine.param_group import FSDPParamGroup
-from shardkit.core.engine.prefetch import Prefetch, PrefetchPolicy
+from shardkit.core.engine.room import Room
+from shardkit.core.engine.timetable import Prefetch, Timetable
 from shardkit.core.torch_compat import (
     has_gradient_hooks,
     in_backward,
@@ -46,6 +48,7 @@ class Schedule:
     Attributes:
         context: the lanes, and reductions in flight.
         order: the recorded order of the states, and the iteration's position in it.
+        room: how much unsharded memory the groups may take.
         innermost: the innermost state whose forward is running.
         is_last_backward: whether the end of backward waits for reductions on streams, and forgets the order of forward.
         manual_finalization: whether `finalize_backward` does that instead.
@@ -64,8 +67,7 @@ class Schedule:
         self.builds_graph = False
         self.backwards = 0
         self._prefetch = Prefetch()
-        self._policy: PrefetchPolicy | None = None
-        self._prefetched: dict[bool, list[FSDPParamGroup]] = {False: [], True: []}  # by whether for backward
+        self.room = Room(self._prefetch)
         self._thread = 0  # of the running forward
         self._raised = False  # that forward
         self._leaving = 0  # states that backward has left, whose predecessors have yet to begin
@@ -74,7 +76,7 @@ class Schedule:
     def set_states(self, states: Sequence[ScheduledState]) -> None:
         """All states below the root, root first, in the order of `named_modules`."""
         self.order.set_states(states)
-        self._policy = None
+        self.room.admit(self.order.groups)
 
     @property
     def all_states(self) -> list[ScheduledState]:
@@ -88,14 +90,9 @@ class Schedule:
 
     @prefetch.setter
     def prefetch(self, prefetch: Prefetch) -> None:
-        self._prefetch, self._policy = prefetch, None
-
-    @property
-    def policy(self) -> PrefetchPolicy:
-        """Decides which groups are gathered ahead, kept or freed."""
-        if self._policy is None:
-            self._policy = self._prefetch.policy(self.order)
-        return self._policy
+        self.room.clear()
+        self._prefetch, self.room = prefetch, Room(prefetch)
+        self.room.admit(self.order.groups)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -118,8 +115,8 @@ class Schedule:
         order.begin_forward(state)
         self.innermost = None
         self._thread = threading.get_ident()
-        self.context.slots = self.policy.slots
-        self.context.free_released()  # later writes to a local shard are not always noticed
+        self.room.free_released()  # later writes to a local shard are not always noticed
+        self.room.recount()
         if state.is_root:
             self._free_stale()
             self._settle_shards()
@@ -184,9 +181,7 @@ class Schedule:
         if listed is not None:
             self.gather_listed(listed, in_backward=False)
         elif expected and (self.order.is_steady or not self.context.gathers.has_streams):
-            self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=False), in_backward=False)
-        elif self.context.gathers.has_streams and not self.order.in_backward:
-            self.policy.release_ahead(state.groups)
+            self._gather_ahead(self.order.forward, in_backward=False)
 
     def note_raised(self) -> None:
         """The outermost forward has raised: all else is left to `reset`, because it may have to wait for peers."""
@@ -197,9 +192,8 @@ class Schedule:
         """The outermost forward has ended: learns its order, and frees groups that were prefetched but not used."""
         self.innermost = None
         self.order.end_forward(complete=bool(state.is_root))
-        self._free_unused(in_backward=False)
-        follows = self.order.passes and torch.is_grad_enabled()
-        self.context.free_released(but=self.policy.released_for_backward if follows else 0)
+        self.room.free_unused(in_backward=False)
+        self.room.free_released(but_for_backward=bool(self.order.passes) and torch.is_grad_enabled())
         self.context.settle_gathers()
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -234,7 +228,7 @@ class Schedule:
                 if one.index not in in_order:
                     one.wait_for_unshard()  # no hook reports when backward gets there
         else:
-            self._note_prefetched(self.policy.gather_ahead(self.context, in_backward=True), in_backward=True)
+            self._gather_ahead(self.order.backward, in_backward=True)
         if passes and (passes[-1].began >= entered.began or self.order.stays_in(state)):
             self.leave_backward()
         return entered
@@ -276,21 +270,18 @@ class Schedule:
         self.backwards += 1
         for state in reversed(self.all_states):
             state.end_backward()
+        self.room.free_unused(in_backward=True)
         is_last = self.is_last_backward and not self.manual_finalization
         if is_last:
             if order.running_forward is None:  # else it ran within a forward, whose passes others will visit
                 order.forget_passes()
-            self._free_unneeded()
+            self.room.free_released()
         if is_last or not self.context.reductions.has_streams:
             # On a CPU the last reductions go on only if somebody waits: their gradients would come after `zero_grad()`.
             self.finish_reductions()
         self.context.settle_gathers()
         if events.hub.active:
             events.emit(events.BackwardEnded(is_last))
-
-    def _free_unneeded(self) -> None:
-        self._free_unused(in_backward=True)
-        self.context.free_released()
 
     def finish_reductions(self) -> None:
         """Waits for all reductions; afterwards gradients may be read, including on the host if they are offloaded."""
@@ -325,7 +316,7 @@ class Schedule:
                 group.finalize_backward()
         self._unfinalized = False
         self.order.forget_passes()
-        self._free_unneeded()
+        self.room.free_released()
         return Finalization(self)
 
     def refuse_in_backward(self, method: str) -> None:
@@ -350,27 +341,25 @@ class Schedule:
         if any(param.pinned for group in self.order.groups for param in group.params):
             torch.get_device_module(device).current_stream().synchronize()
 
-    # -- prefetched groups ---------------------------------------------------------------------------------------------
+    # -- gathers ahead of use ------------------------------------------------------------------------------------------
+
+    def _gather_ahead(self, timetable: Timetable, *, in_backward: bool) -> None:
+        """Starts the gathers that are due, as far as there is room."""
+        for index in timetable.due(self.room.states_ahead):
+            state = self.order.state_at(index)
+            for group in () if state is None else state.groups:
+                if in_backward and not group.settings.unshard_in_backward:
+                    continue
+                if not self.room.gather_ahead(group, in_backward=in_backward):
+                    return
 
     def gather_listed(self, listed: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
-        """Gathers the groups in the user's explicit list: all of them, or as many as fit the budget."""
-        self._note_prefetched(self.policy.gather_listed(listed, in_backward=in_backward), in_backward=in_backward)
-
-    def _note_prefetched(self, groups: Sequence[FSDPParamGroup], *, in_backward: bool) -> None:
-        for group in groups:
-            group.prefetched = True
-            self._prefetched[in_backward].append(group)
-
-    def _free_unused(self, *, in_backward: bool) -> None:
-        """Frees groups that were prefetched but not used: for skipped modules, or for a forward that was dropped.
-
-        If a forward has used a group and backward will visit it, does the same as the end of a forward.
-        """
-        for group in self._prefetched[in_backward]:
-            if group.prefetched and not group.held_by_user:
-                keep = not in_backward and any(self.order.awaits_backward(user.index) for user in group.users)
-                group.reshard(keep=keep)
-        self._prefetched[in_backward].clear()
+        """Gathers the groups in the user's explicit list: all of them, or as many as a budget has room for."""
+        for group in listed:
+            if self._prefetch.budget is None or group.room is not self.room:
+                group.unshard(in_backward=in_backward)
+            elif not self.room.gather_ahead(group, in_backward=in_backward):
+                return
 
     # -- recovery ------------------------------------------------------------------------------------------------------
 
@@ -384,11 +373,11 @@ class Schedule:
         self.context.settle_after_failure()
         self.innermost = None
         self.order.reset()
-        self._prefetched = {False: [], True: []}
         for state in self.all_states:
             for group in state.groups:
                 group.abandon()
             state.reset()
+        self.room.clear()
 
 
 class Finalization:

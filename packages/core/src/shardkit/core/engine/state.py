@@ -115,7 +115,7 @@ class FSDPState:
         """Makes this state gather and reshard `group` as well."""
         if group not in self.groups:
             # Prefetching counts a state once: its 0-dim and tied parameters are gathered and freed with the others.
-            group.bounded = group.bounded and not self.groups
+            group.counts_toward_depth = group.counts_toward_depth and not self.groups
             self.groups.append(group)
             group.users.add(self)
 
@@ -186,7 +186,6 @@ class FSDPState:
         return "recompute" if self.schedule.in_backward else "forward"
 
     def _unshard(self, *, in_backward: bool) -> None:
-        self.schedule.policy.make_room(self.groups, in_backward=in_backward)
         for group in self.groups:
             group.unshard(in_backward=in_backward)
         for group in self.groups:
@@ -305,20 +304,22 @@ class FSDPState:
         self.phase = Phase.IDLE
         for group in self.groups:
             group.forward_users -= 1
-        if with_grad and self._pass.has_backward:
+        awaited = with_grad and self._pass.has_backward
+        if awaited:
             self.schedule.order.add_pass(self._pass)
             if self.schedule.in_backward:
                 return  # recomputed: the backward that requested it continues with it
         if not reshards:
             return
-        kept = self.schedule.policy.worth_keeping(self.groups)
         # Without a following backward, a root that keeps its parameters for backward frees them.
         frees = self.auto_reshard and self.is_root and not (with_grad and next_autograd_node() > self._pass.began)
         for group in self.groups:
-            if group.forward_users or group.backward_users or group.prefetched or group in kept:
+            if group.forward_users or group.backward_users or group.prefetched:
                 continue
             if group.settings.reshard_after_forward or frees:
-                group.reshard(keep=with_grad, release=with_grad)
+                group.reshard(keep=with_grad, release=True, awaited=awaited and group.settings.unshard_in_backward)
+            else:
+                group.room.release(group, awaited=awaited)
 
     def _take_handed(self, handed: HandedContainers) -> None:
         """Writes forward's additions back to the caller's lists and dicts; backward may enter through them."""
@@ -448,7 +449,6 @@ class FSDPState:
             group.prefetched = False
             group.backward_users.add(self.index)
         needed = [group for group in self.groups if group.settings.unshard_in_backward]
-        self.schedule.policy.make_room(needed, in_backward=True)
         for group in needed:
             group.report_use()
             group.unshard(in_backward=True)

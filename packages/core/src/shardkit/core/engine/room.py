@@ -1,0 +1,235 @@
+"""How much unsharded memory the groups of one root may take, and what is freed to make room for a gather.
+
+Note [Room]
+A root has room for a number of groups (a prefetch depth) or for a number of bytes (a budget). A depth counts a state as
+one group, and only the groups that forward frees: not the root's, and not those that are set to stay. A budget counts
+the bytes of all groups, and the packed buffer of each gather under way. Otherwise both follow the same rules.
+
+When its forward or backward ends, a group is *released*: its modules hold the sharded parameters, but its memory is
+kept and still valid. A group that is used again takes its memory back without a gather; backward, for example, begins
+with the last group of forward. A gather that finds no room frees released groups, the oldest first. Those that backward
+has yet to use come last, and of these the oldest is the one that backward uses last. So a chain of groups takes the
+smallest number of gathers that the room allows, without any knowledge of the order. On streams a gather waits for the
+events that were recorded when the memory was released, and not for the current computation.
+
+A module that begins needs its groups at once. If room is still lacking, a budget frees what is not in use (groups that
+were gathered ahead, the last first), or raises. A depth lets modules that nest deeper take more. A gather ahead starts
+only if there is room beside the groups in use and those gathered ahead; in backward, a budget does not free groups for
+it that backward has yet to use.
+
+At the end of forward, a depth keeps only the group that backward needs first; a budget keeps all. At the end of
+backward none stays released. A group is in use from the beginning of its module's forward, or backward, to the end, and
+while the user holds it (`module.unshard()`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
+
+from shardkit.core.engine.settings import GroupSettings
+from shardkit.core.engine.timetable import Prefetch
+
+__all__ = ["Room"]
+
+
+class _Group(Protocol):
+    """A parameter group as the owner of its memory; `param_group.py` documents what it has.
+
+    Attributes:
+        taken: what it takes of the room: 1 or 0, or bytes.
+        counts_toward_depth: whether a depth counts it, if forward frees it.
+    """
+
+    room: Room
+    taken: int
+    counts_toward_depth: bool
+    label: str
+    settings: GroupSettings
+    prefetched: bool
+
+    @property
+    def in_use(self) -> bool: ...
+    @property
+    def is_unsharded(self) -> bool: ...
+    @property
+    def unsharded_bytes(self) -> int: ...
+    def bytes_when_used(self, *, in_backward: bool) -> int: ...
+    def unshard(self, *, in_backward: bool = False, ahead: bool = False) -> bool: ...
+    def reshard(self) -> None: ...
+    def free_idle(self) -> None: ...
+
+
+_Reference: TypeAlias = weakref.ReferenceType[_Group]
+
+
+class Room:
+    """See Note [Room].
+
+    Attributes:
+        states_ahead: number of states whose gathers may start before they begin.
+    """
+
+    def __init__(self, prefetch: Prefetch) -> None:
+        self.states_ahead = prefetch.states_ahead
+        self._by_bytes = prefetch.budget is not None
+        self._limit = prefetch.states_ahead + 1 if prefetch.budget is None else prefetch.budget
+        self._taken = 0
+        self._groups: list[_Reference] = []
+        # Groups whose memory a gather may free, oldest first: those without a later use, and those for backward.
+        self._over: dict[_Reference, int] = {}
+        self._awaited: dict[_Reference, int] = {}
+        self._ahead: dict[_Reference, bool] = {}  # gathered ahead; True if for backward
+
+    def admit(self, groups: Iterable[_Group]) -> None:
+        """Makes this the room of `groups`, none of which is released."""
+        for group in groups:
+            self._groups.append(weakref.ref(group))
+            group.room, group.taken = self, 0
+            if group.is_unsharded:
+                self._hold(group, group.unsharded_bytes if self._by_bytes else self._needs(group, in_backward=False))
+                if not group.in_use:
+                    self.release(group, awaited=True)
+
+    def recount(self) -> None:
+        """Forgets groups that were deleted with their memory."""
+        alive = [group for reference in self._groups if (group := reference()) is not None]
+        self._groups = [weakref.ref(group) for group in alive]
+        self._taken = sum([group.taken for group in alive])
+
+    def _hold(self, group: _Group, taken: int) -> None:
+        self._taken += taken - group.taken
+        group.taken = taken
+
+    # -- what a group takes --------------------------------------------------------------------------------------------
+
+    def take(self, group: _Group, *, in_backward: bool, ahead: bool) -> bool:
+        """Takes room for the gather of `group`, and frees memory for it if necessary.
+
+        Returns:
+            False if there is no room for a gather `ahead` of use.
+
+        Raises:
+            ValueError: if a budget does not hold the group beside those in use.
+        """
+        needs = self._needs(group, in_backward=in_backward)
+        if self._taken + needs > self._limit and needs:
+            if ahead:
+                if not self._frees(needs, but_for_backward=in_backward and self._by_bytes):
+                    return False
+            elif not self._frees(needs) and self._by_bytes:
+                self._free_idle(group, needs)
+        self._hold(group, needs)
+        return True
+
+    def note_gathered(self, group: _Group) -> None:
+        """Notes that the gather has ended, and with it the packed buffer has gone."""
+        if self._by_bytes:
+            self._hold(group, group.unsharded_bytes)
+
+    def give_back(self, group: _Group) -> None:
+        """Notes that the group has no memory any more."""
+        self.take_back(group)
+        self._taken -= group.taken
+        group.taken = 0
+
+    def _needs(self, group: _Group, *, in_backward: bool) -> int:
+        if self._by_bytes:
+            return group.bytes_when_used(in_backward=in_backward)
+        return int(group.counts_toward_depth and group.settings.reshard_after_forward)
+
+    def _frees(self, needs: int, *, but_for_backward: bool = False) -> bool:
+        """Frees released memory until there is room; whether there is."""
+        while self._taken + needs > self._limit:
+            queue = self._over or self._awaited
+            if not queue or (queue is self._awaited and but_for_backward):
+                return False
+            self._free(next(iter(queue)))
+        return True
+
+    def _free(self, reference: _Reference) -> None:
+        group = reference()
+        if group is not None:
+            group.free_idle()
+            return
+        for queue in (self._over, self._awaited):  # deleted, with its memory
+            self._taken -= queue.pop(reference, 0)
+
+    def _free_idle(self, group: _Group, needs: int) -> None:
+        """Frees unsharded groups that are not in use, those that are used soonest last, until there is room."""
+        groups = [one for reference in self._groups if (one := reference()) is not None]
+        ahead = [one for reference in reversed(self._ahead) if (one := reference()) is not None and one.prefetched]
+        for idle in (*(one for one in groups if not one.prefetched), *ahead):
+            if idle.is_unsharded and not idle.in_use:
+                idle.reshard()
+                if self._taken + needs <= self._limit:
+                    return
+        beside = [one for one in groups if one.taken]
+        in_use = sum(one.taken for one in beside)
+        names = ", ".join(sorted(f"'{one.label}'" for one in beside))
+        taken = f" beside the {in_use} bytes of groups that are in use with it ({names})" if beside else ""
+        raise ValueError(
+            f"the prefetch budget of {self._limit} bytes does not hold group '{group.label}', which takes {needs} "
+            f"bytes unsharded{taken}. Give set_prefetch_budget at least {in_use + needs} bytes, or shard the module "
+            "in smaller groups"
+        )
+
+    # -- when a group is no longer in use ------------------------------------------------------------------------------
+
+    def may_release(self, group: _Group) -> bool:
+        """Whether the memory of `group` is kept when its use ends."""
+        return self.states_ahead > 0 and group.taken > 0
+
+    def release(self, group: _Group, *, awaited: bool) -> None:
+        """Notes that a gather may free the memory of `group`, which backward will use if it is `awaited`.
+
+        The group may be one that is set to stay unsharded: a budget frees it if it must.
+        """
+        if group.taken:
+            (self._awaited if awaited else self._over)[weakref.ref(group)] = group.taken
+
+    def take_back(self, group: _Group) -> bool:
+        """Notes that no gather may free the memory of `group` any more; whether one might."""
+        reference = weakref.ref(group)
+        return self._over.pop(reference, None) is not None or self._awaited.pop(reference, None) is not None
+
+    def free_released(self, *, but_for_backward: bool = False) -> None:
+        """Frees the memory of released groups, except what is kept `but_for_backward`. Unsharded groups stay."""
+        kept = 0 if not but_for_backward else len(self._awaited) if self._by_bytes else 1
+        awaited = [*self._awaited]
+        for reference in (*self._over, *awaited[: len(awaited) - kept]):
+            group = reference()
+            if group is None or not group.is_unsharded:
+                self._free(reference)
+
+    # -- gathers ahead of use ------------------------------------------------------------------------------------------
+
+    def gather_ahead(self, group: _Group, *, in_backward: bool) -> bool:
+        """Starts the gather of a group that will be used soon, or keeps what it has. False if there is no room."""
+        if group.is_unsharded:
+            stays = not group.settings.reshard_after_forward
+            if not self.take_back(group) and (stays or not group.in_use):
+                return True
+        elif not group.unshard(in_backward=in_backward, ahead=True):
+            return False
+        group.prefetched = True  # so that the end of another use does not free it
+        self._ahead.pop(weakref.ref(group), None)
+        self._ahead[weakref.ref(group)] = in_backward
+        return True
+
+    def free_unused(self, *, in_backward: bool) -> None:
+        """At the end of a phase: frees groups that were gathered ahead for it in vain, as for skipped modules."""
+        for reference in [reference for reference, backward in self._ahead.items() if backward == in_backward]:
+            del self._ahead[reference]
+            group = reference()
+            if group is not None and group.prefetched:
+                group.prefetched = False
+                if not group.in_use:
+                    group.reshard()
+
+    def clear(self) -> None:
+        """Frees what was gathered ahead, and released memory."""
+        for backward in (False, True):
+            self.free_unused(in_backward=backward)
+        self.free_released()

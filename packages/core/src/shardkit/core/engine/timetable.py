@@ -1,0 +1,72 @@
+"""The order in which a phase uses the states of a root, and how far along it groups are gathered ahead.
+
+Note [Prefetching]
+Forward records the order in which states run, and the next one follows it: a state that begins has the gathers of the
+next states started, so that they run while it computes. Backward follows this iteration's forward from its end. How far
+ahead is a depth, a number of states, or as far as a budget of bytes has room; `room.py` decides whether there is room
+for one more. A user's explicit lists take the place of the order.
+
+A state that the order does not expect is gathered when it begins, and nothing is gathered ahead for it; the order that
+this forward takes is the next one's. On streams gathers overlap with computation anyway, because the host runs ahead,
+so forward follows an order only if two forwards had it in common: a wrong guess would cost link time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT_PREFETCH_DEPTH", "Prefetch", "Timetable"]
+
+DEFAULT_PREFETCH_DEPTH = 1
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """The user's setting: a depth, a budget in bytes, or neither, which means a depth of one."""
+
+    depth: int | None = None
+    budget: int | None = None
+
+    @property
+    def states_ahead(self) -> int:
+        """Number of states whose gathers may start before they begin, if there is room."""
+        if self.budget is not None:
+            return sys.maxsize
+        return DEFAULT_PREFETCH_DEPTH if self.depth is None else self.depth
+
+
+class Timetable:
+    """The states that a phase is expected to use, by index, soonest first; followed by a cursor."""
+
+    def __init__(self, states: Sequence[int] = ()) -> None:
+        self.states = tuple(states)
+        self._next = 0  # place of the first state that has not begun
+        self._due = 0  # place of the first state whose gather has not started
+
+    def restart(self) -> None:
+        """The phase begins."""
+        self._next = self._due = 0
+
+    def follow(self, state: int) -> bool:
+        """A state begins: moves to its next place. False if there is none."""
+        try:  # found at once if the phase goes as expected
+            self.move_to(self.states.index(state, self._next))
+        except ValueError:
+            return False
+        return True
+
+    def move_to(self, place: int) -> None:
+        """The state at this place begins, unless the phase has been there."""
+        self._next = max(self._next, place + 1)
+        self._due = max(self._due, self._next)
+
+    def due(self, ahead: int) -> Iterator[int]:
+        """The states, among the `ahead` next ones, whose gathers have not started.
+
+        The reader stops at a state for which there is no room; it comes first the next time.
+        """
+        while self._due < min(len(self.states), self._next + ahead):
+            yield self.states[self._due]
+            self._due += 1
