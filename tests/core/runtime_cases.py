@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardkit.core.runtime.choice import transport_for
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.custom import CustomTransport
-from shardkit.core.runtime.lanes import make_lane
+from shardkit.core.runtime.lanes import Program, make_lane
 from shardkit.core.runtime.pairwise import PairwiseTransport
 from shardkit.core.runtime.plan import (
     GatherItem,
@@ -158,10 +158,13 @@ def run_reduce(
     postdivide: float | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
-    output = torch.full((plan.output_numel,), torch.nan, dtype=plan.reduce_dtype)
-    program = plan.transport.reduce(plan, list(grads), output, Mean(op, predivide, postdivide))
-    make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
-    return plan.output_views(output)
+    outputs: list[torch.Tensor] = []
+
+    def program() -> Program:
+        outputs.append((yield from plan.transport.reduce(plan, list(grads), Mean(op, predivide, postdivide))))
+
+    make_lane(CPU, "reduce-scatter").start(program(), plan.label).wait()
+    return plan.output_views(outputs[0])
 
 
 def summed(

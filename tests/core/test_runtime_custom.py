@@ -80,7 +80,7 @@ def _uses_custom_comms(rank: int, world_size: int) -> None:
     for i, seen in enumerate(run_reduce(reduction, terms[rank])):
         expected = chunk_of(summed([t[i] for t in terms], F32, None, None), plan.items[i].layout, rank)
         assert torch.equal(seen, expected)
-    assert users[1].allocated == [((row * world_size,), F32)]
+    assert users[1].allocated == [((row * world_size,), F32), ((row,), F32)]
     assert users[1].called == [(row, row * world_size, F32)]
 
 

@@ -126,8 +126,7 @@ def _runs_over_the_fake_backend(rank: int, world_size: int) -> None:
         make_lane(CPU, "all-gather").start(plan.transport.gather(plan, sources, flats_for(plan)), plan.label).wait()
         reduction = reduce_plan(case, over, F32, F32)
         grads = [torch.ones(shape) for shape in case.shapes]
-        output = torch.empty(reduction.output_numel)
-        program = reduction.transport.reduce(reduction, grads, output, Mean(dist.ReduceOp.AVG))
+        program = reduction.transport.reduce(reduction, grads, Mean(dist.ReduceOp.AVG))
         make_lane(CPU, "reduce-scatter").start(program, plan.label).wait()
 
 
@@ -171,8 +170,7 @@ def _held(rank: int, world_size: int) -> None:
     row = sum(item.layout.padded_local_numel for item in plan.items)
     sources = [torch.ones(item.layout.local_shape(rank)) for item in plan.items]
     grads = [torch.ones(item.layout.shape) for item in plan.items]
-    output = torch.empty(reduction.output_numel)
-    reduce = reduction.transport.reduce(reduction, grads, output, Mean())
+    reduce = reduction.transport.reduce(reduction, grads, Mean())
     # A gather's packed buffer belongs to its lane, and nothing else could take its memory.
     for program, expected in (
         (plan.transport.gather(plan, sources, flats_for(plan)), []),

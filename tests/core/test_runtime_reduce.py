@@ -168,7 +168,7 @@ def _events_of_a_reduction(
     assert isinstance(finished, events.ReduceFinished)
     alive = 0
     for event in heard:
-        if isinstance(event, events.StorageAllocated):
+        if isinstance(event, events.StorageAllocated) and event.kind != "reduce_output":  # which the program returns
             alive += event.bytes
         if isinstance(event, events.StorageFreed):
             alive -= event.bytes

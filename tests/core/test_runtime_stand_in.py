@@ -9,7 +9,7 @@ from torch import nn
 
 from shardkit.core import fully_shard
 from shardkit.core.runtime.choice import stand_ins, transport_for
-from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.plan import Transport
 from tests.support import run_ranks
 
@@ -34,9 +34,9 @@ class Constant(Transport):
             flat.fill_(1)
         yield ()
 
-    def reduce(self, plan: Any, grads: list[torch.Tensor], output: torch.Tensor, mean: Any) -> Program:
-        output.fill_(1)
+    def reduce(self, plan: Any, grads: list[torch.Tensor], mean: Any) -> Reduction:
         yield ()
+        return plan.allocate_output().fill_(1)
 
 
 def train_with_stand_ins(rank: int, world_size: int) -> tuple[list[str], float, float, bool]:

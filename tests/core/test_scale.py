@@ -103,14 +103,13 @@ def _programs(over: Transport, one: Case) -> tuple[Counter[str], int]:
     sources = [torch.ones(item.layout.local_shape(0)).to(item.dtype) for item in gathers.items]
     flats = flats_for(gathers)
     grads = [torch.ones(shape, dtype=BF16) for shape in one.shapes]
-    output = torch.empty(reduction.output_numel)
     lane = make_lane(CPU, "communication")
 
     def work() -> None:
         lane.start(gathers.transport.gather(gathers, sources, flats), "g").wait()
         if isinstance(over, CompressedTransport):
             return  # its owners add up the ranks' terms, in rank order
-        program = reduction.transport.reduce(reduction, list(grads), output, Mean(dist.ReduceOp.AVG))
+        program = reduction.transport.reduce(reduction, list(grads), Mean(dist.ReduceOp.AVG))
         lane.start(program, "g").wait()
 
     return _counted(work)

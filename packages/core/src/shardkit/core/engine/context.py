@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,9 +14,6 @@ from shardkit.core.runtime.lanes import Lane, Program, Ticket, make_lane
 from shardkit.core.runtime.plan import Transport
 
 __all__ = ["CommContext"]
-
-# Number of gathers whose shards, copied from the host, are on the device at a time: one gathers, one arrives.
-_MOST_STAGED = 2
 
 
 class CommContext:
@@ -32,7 +29,6 @@ class CommContext:
         self.device = device
         self.finalization: object | None = None
         self._read_by_peers: list[tuple[Ticket, Transport]] = []
-        self._staged: deque[tuple[Ticket, Sequence[torch.Tensor]]] = deque()
         self._in_flight: deque[Ticket] = deque()
         self._with_inputs: deque[Ticket] = deque()  # those of them that `wait_for_stage` has more to do for
 
@@ -48,33 +44,29 @@ class CommContext:
 
     @functools.cached_property
     def reductions(self) -> Lane:
-        """Runs reductions; owns no memory."""
+        """Runs reductions; owns the memory of their sums."""
         return make_lane(self.device, "reduce-scatter", priority=-1)
 
     # -- what a gather reads -------------------------------------------------------------------------------------------
 
-    def on_device(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`sources` on the device, in their own dtype; the gather lane waits for copies from the host.
+    def on_device(self, sources: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> list[torch.Tensor]:
+        """`sources` on the device, each in its dtype; the gather lane waits for copies from the host.
 
-        Copies overlap with the previous gather. `note_staged` is called with the gather that reads them.
+        Copies overlap with the previous gather: they wait until it has read its own sources, whose memory is dropped
+        when it is queued.
         """
         if self.device.type == "cpu" or all(source.device.type != "cpu" for source in sources):
             return list(sources)
-        self._free_staged(but=_MOST_STAGED - 1)
+        if self.gathers.sources_read is not None:
+            self.transfers.wait_event(self.gathers.sources_read)
         with self.transfers.owning_memory():
-            staged = [source.to(self.device, non_blocking=True) for source in sources]
+            # Cast there one after the other: only one at a time is there in both dtypes.
+            staged = [
+                source.to(self.device, non_blocking=True).to(dtype)
+                for source, dtype in zip(sources, dtypes, strict=True)
+            ]
             self.gathers.wait_event(self.transfers.current_event())
         return staged
-
-    def note_staged(self, ticket: Ticket, staged: Sequence[torch.Tensor]) -> None:
-        """Keeps the copies of `on_device` until `ticket` has read them: a later copy may then reuse their memory."""
-        if self.device.type != "cpu":
-            self._staged.append((ticket, staged))
-
-    def _free_staged(self, *, but: int = 0) -> None:
-        """Drops the copies of `on_device` that all but the last `but` gathers read, when these have read them."""
-        while len(self._staged) > but:
-            self.transfers.wait_event(self._staged.popleft()[0].finished)
 
     def wait_for_writers(self) -> None:
         """Makes the gather lane wait for running reductions: an optimizer may step on the shards when they end.
@@ -86,23 +78,25 @@ class CommContext:
 
     # -- communication in flight ---------------------------------------------------------------------------------------
 
-    def reduce(self, program: Program, label: str, max_inputs: int) -> None:
-        """Starts a reduction after all but the newest `max_inputs - 1` earlier ones have freed their inputs.
+    def free_inputs(self, *, but: int) -> None:
+        """Waits until all but the newest `but` reductions have freed their inputs: gradients, or packed buffers.
 
-        So at most `max_inputs` groups' unsharded gradients are alive for communication. On streams the part of an
-        earlier reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of backward; on a CPU
-        a later call waits for it.
+        On streams the part of a reduction after its reduce-scatter (the all-reduce of HSDP) overlaps with the rest of
+        backward; on a CPU a later call waits for it.
         """
-        earlier = max(0, len(self._with_inputs) - max_inputs + 1)
-        for ticket in list(itertools.islice(self._with_inputs, earlier)):
+        for ticket in list(itertools.islice(self._with_inputs, max(0, len(self._with_inputs) - but))):
             ticket.wait_for_stage()
         while self._with_inputs and not self._with_inputs[0].has_stages:
             self._with_inputs.popleft()
+
+    def reduce(self, program: Program, label: str) -> Ticket:
+        """Starts a reduction."""
         ticket = self.reductions.start(program, label)
         self._with_inputs.append(ticket)
         self._in_flight.append(ticket)
         while self._in_flight and self._in_flight[0].done:
             self._in_flight.popleft()
+        return ticket
 
     @property
     def is_reducing(self) -> bool:
@@ -114,7 +108,7 @@ class CommContext:
         self._read_by_peers.append((ticket, transport))
 
     def settle_gathers(self) -> None:
-        """Waits until no peer reads this rank's shards any more, so that they may be written; keeps no copies of them.
+        """Waits until no peer reads this rank's shards any more, so that they may be written.
 
         Waits first for gathers in flight, because peers read a shard only when they need it.
 
@@ -122,7 +116,6 @@ class CommContext:
         unshard. An optimizer that steps in backward needs no such call: a gradient is delivered only after every peer
         has sent its part, which it computed from shards it had read.
         """
-        self._free_staged()
         gathers, self._read_by_peers = self._read_by_peers, []
         try:
             for ticket, _ in gathers:

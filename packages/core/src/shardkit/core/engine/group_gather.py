@@ -231,8 +231,9 @@ class GroupGather:
             return None
         lane = self.context.gathers
         flat_sources = [source for each in sources for source in each]
+        read = flat_sources
         if self._offloaded:
-            flat_sources = self.context.on_device(flat_sources)
+            read = self.context.on_device(flat_sources, (item.dtype for each in self._items for item in each))
         with lane.owning_memory():
             with contextlib.nullcontext() if transport is None else transport.registered_memory():
                 for param, items_of in zip(self.params, self._items, strict=True):
@@ -241,9 +242,9 @@ class GroupGather:
             if transport is not None and self._plan is None:
                 self._plan = self._plan_sharded(transport)
             if self._plan is not None:
-                program = self._plan.transport.gather(self._plan, flat_sources, targets)
+                program = self._plan.transport.gather(self._plan, read, targets)
             else:
-                program = gather_alone(flat_sources, targets)
+                program = gather_alone(read, targets)
         if self._plan is None and not lane.has_streams:
             next(program, None)
             return None
@@ -253,8 +254,6 @@ class GroupGather:
             self.settle_shards()
         # The inputs of fsdp_pre_all_gather are made on the current stream just before this.
         ticket = lane.start(program, self.label, flat_sources, after_current=written or self._has_subclass)
-        if self._offloaded:
-            self.context.note_staged(ticket, flat_sources)
         if transport is not None and transport.peers_read_shards:
             self.context.note_read_by_peers(ticket, transport)
         return ticket

@@ -129,6 +129,7 @@ class FSDPParamGroup(GroupGather):
         self._loads = TieLoads()
         self._loaded_whole: list[str] | None = None  # during a load of its state's module: the load's missing keys
         self._reduction = GradientReduction(mesh, self.params)
+        self._reducing: list[Ticket] = []
         self._ticket: Ticket | None = None  # of the gather under way
         self._gathered: Ticket | None = None  # of the gather that filled the memory
         self._readers: tuple[Any, ...] = ()  # events of the readers of released memory
@@ -408,10 +409,11 @@ class FSDPParamGroup(GroupGather):
             param.defer_cast(will_reduce=self.settings.reduce_grads)
 
     @outside_transforms
-    def post_backward(self, *, keep: bool = False) -> None:
+    def post_backward(self, *, keep: bool = False, release: bool = False) -> None:
         """Reshards, and starts reducing the gradients that backward left (collective over the shard group). Idempotent.
 
-        With `keep` the parameters stay unsharded: another backward will read them through this one's graph.
+        With `keep` the parameters stay unsharded: another backward will read them through this one's graph. With
+        `release` their memory is kept until another gather, or the reduction, needs it.
         """
         self.phase = Phase.POST_BACKWARD
         with ungraphed("post_backward", self.label):
@@ -420,11 +422,11 @@ class FSDPParamGroup(GroupGather):
                 for param in self.params:
                     param.accumulate_unsharded()
                 self._end_deferring()
-                self.reshard_after_use(keep=keep)
+                self.reshard_after_use(keep=keep, release=release)
                 return
             params, gradients = self._take_gradients(self.settings)
             self._end_deferring()
-            self.reshard_after_use(keep=keep)
+            self.reshard_after_use(keep=keep, release=release)
             self._reduce(params, gradients, self.settings)
 
     @outside_transforms
@@ -452,10 +454,10 @@ class FSDPParamGroup(GroupGather):
         else:
             self.reshard_after_use(keep=False)
 
-    def reshard_after_use(self, *, keep: bool) -> None:
+    def reshard_after_use(self, *, keep: bool, release: bool = False) -> None:
         """Reshards when backward no longer needs the parameters."""
         if self.settings.reshard_after_backward and not (self.forward_users or self.prefetched or keep):
-            self.reshard(release=True)
+            self.reshard(release=release)
 
     @property
     def has_gradients(self) -> bool:
@@ -510,8 +512,15 @@ class FSDPParamGroup(GroupGather):
             self.order_check.record("reduce-scatter", label, self.mesh.shard_group, self.device)
         assert self._transports is not None, self.label  # a gather came before
         transport = self._transports.reduce
-        for program in self._reduction.programs(params, gradients, self.label, transport, settings):
-            self.context.reduce(program, self.label, settings.max_reduce_inputs)
+        self.room.make_room()  # as the next gather would; the reduction takes memory before it
+        earlier, self._reducing = self._reducing, []
+        for ticket in earlier:
+            if not ticket.done:  # its backward was not the last: as in stock, sums do not pile up
+                ticket.wait()
+        for bucket in self._reduction.buckets(params, gradients, transport, settings):
+            self.context.free_inputs(but=settings.max_reduce_inputs - 1)  # before memory for others is allocated
+            program = self._reduction.program(bucket, self.label, transport, settings)
+            self._reducing.append(self.context.reduce(program, self.label))
 
     def abandon(self) -> None:
         """Recovery: abandons a gather in flight, reshards, and drops unsharded gradients and partial sums."""

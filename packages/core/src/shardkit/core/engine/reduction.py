@@ -16,12 +16,12 @@ from shardkit.core.engine.settings import GroupSettings
 from shardkit.core.mesh import DataParallelMesh
 from shardkit.core.parameters.param import FSDPParam
 from shardkit.core.runtime.collective import all_reduce
-from shardkit.core.runtime.lanes import NEXT_STAGE, Program, hold
+from shardkit.core.runtime.lanes import NEXT_STAGE, Program, Reduction, hold
 from shardkit.core.runtime.plan import Mean, ReduceItem, ReducePlan, Transport, plan_reduce
 from shardkit.core.runtime.storage import note_allocated, note_freed
 from shardkit.core.torch_compat import GRAD_DTYPE_DECIDES
 
-__all__ = ["Division", "GradientReduction", "division_for"]
+__all__ = ["Bucket", "Division", "GradientReduction", "division_for"]
 
 
 _dtype_of = attrgetter("dtype")
@@ -110,35 +110,36 @@ class GradientReduction:
             gradients = [one.to(param.sums_dtype or one.dtype) for param, one in zip(params, gradients, strict=True)]
         return params, gradients
 
-    def programs(
+    def buckets(
         self,
         params: Sequence[FSDPParam],
         gradients: list[torch.Tensor],
-        label: str,
         transport: Transport | None,
         settings: GroupSettings,
-    ) -> list[Program]:
-        """One program for each dtype among the gradients, in an order that is the same on all ranks.
+    ) -> list[Bucket]:
+        """The gradients of each dtype, in an order that is the same on all ranks.
 
-        Takes the gradients out of their list. Those of a single rank are delivered at once, without a program.
+        Takes the gradients out of their list. Those of a single rank are delivered at once, without a bucket.
         """
         common = self._common_dtype(params, gradients) if GRAD_DTYPE_DECIDES else None
         dtypes = [*map(_dtype_of, gradients)]
         sums = [common or param.sums_dtype or dtype for param, dtype in zip(params, dtypes, strict=True)]
         kinds = [*zip(dtypes, sums, strict=True)]
-        buckets = {kind: _Bucket(params, gradients, kinds, kind) for kind in dict.fromkeys(kinds)}
-        gradients.clear()
-        programs = []
-        for (grad_dtype, dtype), bucket in buckets.items():
-            division = division_for(
-                self.mesh.size, dtype, settings.gradient_divide_factor, settings.force_sum_reduction
+        buckets = [
+            Bucket(
+                [*compress(params, map(eq, kinds, repeat(kind)))],
+                [*compress(gradients, map(eq, kinds, repeat(kind)))],
+                *kind,
+                division_for(self.mesh.size, kind[1], settings.gradient_divide_factor, settings.force_sum_reduction),
             )
-            if transport is None and not self.mesh.replicate_groups and settings.all_reduce_hook is None:
-                _deliver_unreduced(bucket, dtype, division)
-                continue
-            scatter = self._scatter(bucket, label, transport, grad_dtype, dtype, division)
-            programs.append(self._finish(scatter, label, division, settings))
-        return programs
+            for kind in dict.fromkeys(kinds)
+        ]
+        gradients.clear()
+        if transport is None and not self.mesh.replicate_groups and settings.all_reduce_hook is None:
+            for bucket in buckets:
+                _deliver_unreduced(bucket)
+            return []
+        return buckets
 
     def _common_dtype(self, params: Sequence[FSDPParam], gradients: list[torch.Tensor]) -> torch.dtype:
         """The dtype that holds the sums of all `gradients` of a group, and partial sums that wait for an all-reduce."""
@@ -146,129 +147,111 @@ class GradientReduction:
         dtypes.update(param.partial.dtype for param in params if param.partial is not None)
         return functools.reduce(torch.promote_types, dtypes)
 
-    def _scatter(
-        self,
-        bucket: _Bucket,
-        label: str,
-        transport: Transport | None,
-        grad_dtype: torch.dtype,
-        dtype: torch.dtype,
-        division: Division,
-    ) -> _Scattered:
-        params, gradients = bucket.params, bucket.gradients
-        device = gradients[0].device
+    def program(self, bucket: Bucket, label: str, transport: Transport | None, settings: GroupSettings) -> Program:
+        """The program that reduces `bucket` and delivers its sums. Packs its gradients now, on the current stream."""
+        division = bucket.division
         if transport is None:
-            output = torch.empty(sum(gradient.numel() for gradient in gradients), dtype=dtype, device=device)
-            note_allocated(output, label, "reduce_output")
-            views = list(output.split([gradient.numel() for gradient in gradients]))
-            program = _copy_all(views, gradients, division)
-            target = _target(params, output)
-            targets = views if target is None else list(target.split([view.numel() for view in views]))
-            return _Scattered(params, gradients, output, views, target, targets, program)
-        key = (grad_dtype, dtype, transport, *map(id, params))
+            sizes = [gradient.numel() for gradient in bucket.gradients]
+            scatter = _copy_all(bucket.gradients, bucket.dtype, division, label)
+            return self._reduced(bucket, scatter, lambda output: output.split(sizes), label, settings)
+        plan = self._plan_for(bucket, label, transport)
+        mean = Mean(division.op, division.before, division.after_scatter)
+        scatter = plan.transport.reduce(plan, bucket.gradients, mean)
+        return self._reduced(bucket, scatter, plan.output_views, label, settings)
+
+    def _plan_for(self, bucket: Bucket, label: str, transport: Transport) -> ReducePlan:
+        key = (bucket.grad_dtype, bucket.dtype, transport, *map(id, bucket.params))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            items = [ReduceItem(param.fqn, param.layout) for param in params]
+            items = [ReduceItem(param.fqn, param.layout) for param in bucket.params]
             places = {param: place for place, param in enumerate(self._params)}
-            members = [places[param] for param in params]
-            rank = self.mesh.shard_rank
-            plan = self._plans[key] = plan_reduce(items, transport, label, rank, grad_dtype, dtype, members)
-        output = plan.allocate_output()
-        note_allocated(output, label, "reduce_output")
-        mean = Mean(division.op, division.before, division.after_scatter)
-        program = plan.transport.reduce(plan, gradients, output, mean)
-        views, target = plan.output_views(output), _target(params, output)
-        targets = views if target is None else plan.output_views(target)
-        return _Scattered(params, gradients, output, views, target, targets, program)
+            members = [places[param] for param in bucket.params]
+            dtypes = bucket.grad_dtype, bucket.dtype
+            plan = self._plans[key] = plan_reduce(items, transport, label, self.mesh.shard_rank, *dtypes, members)
+        return plan
 
-    def _finish(self, scattered: _Scattered, label: str, division: Division, settings: GroupSettings) -> Program:
+    def _reduced(
+        self,
+        bucket: Bucket,
+        scatter: Reduction,
+        views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        label: str,
+        settings: GroupSettings,
+    ) -> Program:
+        """Reduces over the shard group by `scatter`, which returns a flat tensor with a view for each parameter."""
+        output = yield from scatter
+        del scatter
         try:
-            yield from self._reduced(scattered, label, division, settings)
+            yield from self._all_reduced(bucket, output, views_of, label, settings)
         finally:
-            note_freed(scattered.output, label, "reduce_output")
+            note_freed(output, label, "reduce_output")
 
-    def _reduced(self, scattered: _Scattered, label: str, division: Division, settings: GroupSettings) -> Program:
+    def _all_reduced(
+        self,
+        bucket: Bucket,
+        output: torch.Tensor,
+        views_of: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        label: str,
+        settings: GroupSettings,
+    ) -> Program:
+        division, params, views = bucket.division, bucket.params, views_of(output)
         groups = self.mesh.replicate_groups if settings.native_all_reduce else ()
         hook = settings.all_reduce_hook
-        hold(*scattered.gradients, scattered.output)
-        if scattered.target is not None:
-            hold(scattered.target)
-        yield from scattered.program
-        del scattered.program, scattered.gradients
         if groups and not settings.all_reduce_grads:
-            for param, view in zip(scattered.params, scattered.views, strict=True):
+            for param, view in zip(params, views, strict=True):
                 if param.partial is None:
                     param.partial = view
                 else:
-                    hold(param.partial)
                     param.partial.add_(view)
             return
-        for param, view in zip(scattered.params, scattered.views, strict=True) if self.has_partial else ():
+        for param, view in zip(params, views, strict=True) if self.has_partial else ():
             if param.partial is not None:
-                hold(param.partial)
                 view.add_(param.partial)
                 param.partial = None
         if groups or hook is not None:
             # The next stage needs none of the gradients, and the next group's reduce-scatter need not wait for it.
             yield NEXT_STAGE
-            hold(scattered.output)
-            if scattered.target is not None:
-                hold(scattered.target)
+            hold(output)
         for group in groups:
-            yield from all_reduce(scattered.output, group, division.op, label)
+            yield from all_reduce(output, group, division.op, label)
         if hook is not None:
-            _run_hook(hook, scattered.output, settings.all_reduce_hook_stream)
+            _run_hook(hook, output, settings.all_reduce_hook_stream)
         if division.after_all is not None and division.after_all != 1:
-            scattered.output.div_(division.after_all)
-        _deliver(scattered)
-
-
-class _Bucket:
-    """The parameters and gradients of one of the `kinds`, that is dtypes of the gradient and of the sum."""
-
-    def __init__(
-        self, params: Sequence[FSDPParam], gradients: Sequence[torch.Tensor], kinds: Sequence[Any], kind: Any
-    ) -> None:
-        self.params = [*compress(params, map(eq, kinds, repeat(kind)))]
-        self.gradients = [*compress(gradients, map(eq, kinds, repeat(kind)))]
+            output.div_(division.after_all)
+        dtypes = {param.delivered_dtype or output.dtype for param in params}
+        if len(dtypes) == 1 and output.dtype not in dtypes:
+            views = views_of(output.to(dtypes.pop()))
+        for param, view in zip(params, views, strict=True):
+            param.deliver(view)
 
 
 @dataclass
-class _Scattered:
-    """A bucket in flight: `output` is flat with a view for each parameter; `target` holds its cast, if it is cast.
-
-    `targets` are views of the delivered gradients.
-    """
+class Bucket:
+    """Gradients of one dtype whose sums have one dtype, `dtype`, and their parameters."""
 
     params: list[FSDPParam]
     gradients: list[torch.Tensor]
-    output: torch.Tensor
-    views: list[torch.Tensor]
-    target: torch.Tensor | None
-    targets: list[torch.Tensor]
-    program: Program
+    grad_dtype: torch.dtype
+    dtype: torch.dtype
+    division: Division
 
 
-def _target(params: list[FSDPParam], output: torch.Tensor) -> torch.Tensor | None:
-    """Memory for the cast to the delivered dtype, allocated before the program runs: see runtime/lanes.py."""
-    dtypes = {param.delivered_dtype or output.dtype for param in params}
-    if len(dtypes) > 1 or output.dtype in dtypes:
-        return None
-    return torch.empty_like(output, dtype=dtypes.pop())
-
-
-def _copy_all(views: list[torch.Tensor], gradients: list[torch.Tensor], division: Division) -> Program:
+@torch.no_grad()
+def _copy_all(gradients: list[torch.Tensor], dtype: torch.dtype, division: Division, label: str) -> Reduction:
     """The reduce-scatter of a single rank, which sends nothing."""
-    for view, gradient in zip(views, gradients, strict=True):
-        view.copy_(gradient.reshape(-1))
-        if division.before is not None and division.before != 1:
-            view.div_(division.before)
-        if division.after_scatter is not None:
-            view.div_(division.after_scatter)
+    hold(*gradients)
+    sizes = [gradient.numel() for gradient in gradients]
+    output = torch.empty(sum(sizes), dtype=dtype, device=gradients[0].device)
+    note_allocated(output, label, "reduce_output")
+    for part, gradient in zip(output.split(sizes), gradients, strict=True):
+        part.copy_(gradient.reshape(-1))
     gradients.clear()
-    return
+    for divisor in (division.before, division.after_scatter):
+        if divisor not in (None, 1):
+            output.div_(divisor)
+    return output
     yield
 
 
@@ -284,18 +267,12 @@ def _run_hook(hook: Callable[[torch.Tensor], None], output: torch.Tensor, stream
     lane.wait_stream(stream)
 
 
-def _deliver(scattered: _Scattered) -> None:
-    if scattered.target is not None:
-        scattered.target.copy_(scattered.output)
-    for param, view in zip(scattered.params, scattered.targets, strict=True):
-        param.deliver(view)
-
-
-def _deliver_unreduced(bucket: _Bucket, dtype: torch.dtype, division: Division) -> None:
+def _deliver_unreduced(bucket: Bucket) -> None:
     """A single rank, nothing to reduce: autograd's gradient becomes the sharded one without a copy."""
+    division = bucket.division
     factors = [one for one in (division.before, division.after_scatter, division.after_all) if one not in (None, 1)]
     for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
-        reduced = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        reduced = gradient if gradient.dtype == bucket.dtype else gradient.to(bucket.dtype)
         for factor in factors:
             reduced = reduced / factor
         param.deliver(reduced)

@@ -123,6 +123,11 @@ class Room:
         self._hold(group, needs)
         return True
 
+    def make_room(self) -> None:
+        """Frees released memory where the next gather would: before a reduction takes memory. A budget keeps it."""
+        if not self._by_bytes:
+            self._frees(1)
+
     def note_gathered(self, group: _Group) -> None:
         """Notes that the gather has ended, and with it the packed buffer has gone."""
         if self._by_bytes:

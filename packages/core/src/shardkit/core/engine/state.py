@@ -481,7 +481,8 @@ class FSDPState:
         for group in self.groups:
             group.backward_users.discard(self.index)
             if not group.backward_users:
-                group.post_backward(keep=builds_graph)
+                # This group may be the next one. When backward is at its end, nothing else needs the memory.
+                group.post_backward(keep=builds_graph, release=bool(self.schedule.order.passes))
         if builds_graph:  # a backward through this one enters here
             for gradient in gradients:
                 if gradient is not None and gradient.grad_fn is not None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardkit.core import events, torch_compat
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.transport import CompressedTransport
-from shardkit.core.runtime.lanes import Program, hold
+from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.memory import RegisteredMemory
 from shardkit.core.runtime.packing import Slots, as_dtype, strided
 from shardkit.core.runtime.plan import GatherPlan, Mean, NetworkTransport, ReducePlan, Transport
@@ -52,6 +52,7 @@ class FlatTransport(NetworkTransport):
         if packed is not None:
             buffers.append(packed)
         _write_own_chunks(plan, sources, flats, packed)
+        note_sources_read()
         with plan.reported(launched):
             try:
                 if buffers:
@@ -123,35 +124,24 @@ class C10dTransport(FlatTransport):
         if not self.direct:
             raise NotImplementedError(f"{self.group.name()} cannot run {count} buffers in one launch; pack them")
 
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        note_acquired(plan.nbytes, plan.label)
-        packed = None
-        if plan.packing is not None:
-            packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
-            note_allocated(packed, plan.label, "packed")
+    @torch.no_grad()
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         if not self._averages:
             mean = mean.as_sum(self.world_size)
-        with torch.no_grad():
-            rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
-        return self._reduce(plan, grads, output, rows, packed, mean)
+        packed = plan.pack(grads)
+        rows = [flat_gradient(plan, grads[i], mean.before) for i in plan.direct]
+        grads.clear()
+        note_acquired(plan.direct_nbytes, plan.label)
+        return self._reduce(plan, rows, packed, mean)
 
     @torch.no_grad()
-    def _reduce(
-        self,
-        plan: ReducePlan,
-        grads: Sequence[torch.Tensor],
-        output: torch.Tensor,
-        rows: list[torch.Tensor],
-        packed: torch.Tensor | None,
-        mean: Mean,
-    ) -> Program:
+    def _reduce(self, plan: ReducePlan, rows: list[torch.Tensor], packed: torch.Tensor | None, mean: Mean) -> Reduction:
         """One reduce-scatter for each direct gradient, in place, and one for the packed buffer."""
         launched = time.perf_counter()
+        output = plan.allocate_output()
         inputs = rows if packed is None else [*rows, packed]
         hold(*inputs)
         if packed is not None:
-            assert plan.packing is not None
-            plan.packing.fill(packed, grads)
             divide(packed, mean.before)
         sizes = [row.numel() // self.world_size for row in inputs]
         with plan.reported(launched):
@@ -162,7 +152,8 @@ class C10dTransport(FlatTransport):
             finally:
                 if packed is not None:
                     note_freed(packed, plan.label, "packed")
-                note_released(plan.nbytes, plan.label)
+                note_released(plan.direct_nbytes, plan.label)
+        return output
 
 
 def has_average(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -227,6 +218,7 @@ def gather_alone(sources: Sequence[torch.Tensor], flats: Sequence[torch.Tensor])
     """The gather of a single rank, whose chunk is the tensor: casts and moves it. Arguments as `Transport.gather`."""
     shaped = [flat[: source.numel()].view(source.shape) for source, flat in zip(sources, flats, strict=True)]
     foreach_copy_(shaped, list(sources), non_blocking=True)
+    note_sources_read()
     return
     yield  # a program, though nothing is waited for
 

@@ -20,7 +20,19 @@ import torch
 
 from shardkit.core import events
 
-__all__ = ["NEXT_STAGE", "CpuLane", "Holder", "Lane", "Program", "StreamLane", "Ticket", "hold", "make_lane"]
+__all__ = [
+    "NEXT_STAGE",
+    "CpuLane",
+    "Holder",
+    "Lane",
+    "Program",
+    "Reduction",
+    "StreamLane",
+    "Ticket",
+    "hold",
+    "make_lane",
+    "note_sources_read",
+]
 
 
 class Waitable(Protocol):
@@ -33,6 +45,9 @@ class Waitable(Protocol):
 Program: TypeAlias = Generator[Sequence[Waitable], None, None]
 """Launches communication, yields the works it waits on, continues with local work once they are done, may launch and
 yield again, then returns. Programs compose with `yield from`."""
+
+Reduction: TypeAlias = Generator[Sequence[Waitable], None, torch.Tensor]
+"""A program that returns its output, which it has allocated on its lane."""
 
 
 class _NextStage(tuple[Waitable, ...]):
@@ -47,9 +62,10 @@ such as the all-reduce of a reduced shard."""
 
 
 class _Holding(threading.local):
-    """The list that keeps tensors alive for the program running on this thread, if its lane needs one."""
+    """The list that keeps tensors alive for the program running on this thread, if its lane needs one, and the lane."""
 
     tensors: list[torch.Tensor] | None = None
+    lane: StreamLane | None = None
 
 
 _holding = _Holding()
@@ -66,18 +82,25 @@ def hold(*tensors: torch.Tensor) -> None:
         _holding.tensors.extend(tensors)
 
 
-class Holder:
-    """Collects in `tensors` what programs `hold` inside the `with` block."""
+def note_sources_read() -> None:
+    """Called by a gather that has read its sources: see `Lane.sources_read`."""
+    if _holding.lane is not None:
+        _holding.lane.sources_read = _holding.lane.stream.record_event()
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._outer: list[torch.Tensor] | None = None
+
+class Holder:
+    """Collects in `tensors` what programs `hold` inside the `with` block; they run on `lane`."""
+
+    def __init__(self, tensors: list[torch.Tensor], lane: StreamLane | None = None) -> None:
+        self._inner = tensors, lane
+        self._outer: tuple[list[torch.Tensor] | None, StreamLane | None] = None, None
 
     def __enter__(self) -> None:
-        self._outer, _holding.tensors = _holding.tensors, self._tensors
+        self._outer = _holding.tensors, _holding.lane
+        _holding.tensors, _holding.lane = self._inner
 
     def __exit__(self, *exc_info: object) -> None:
-        _holding.tensors = self._outer
+        _holding.tensors, _holding.lane = self._outer
 
 
 class Ticket(Protocol):
@@ -118,10 +141,12 @@ class Lane(Protocol):
     Attributes:
         name: the purpose of its programs, for messages.
         has_streams: whether programs run on a separate stream, so that memory has to be ordered by events.
+        sources_read: an event where the program started last has read its sources. None on CPU.
     """
 
     name: str
     has_streams: bool
+    sources_read: Any
 
     def start(
         self, program: Program, label: str, keep_alive: Sequence[torch.Tensor] = (), *, after_current: bool = True
@@ -165,6 +190,7 @@ class CpuLane:
     """Programs whose works make progress on the backend's thread."""
 
     has_streams: bool = False
+    sources_read: Any = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -288,8 +314,10 @@ class StreamLane:
         packed gather buffers    an event on each stream that read them; the lane waits for these events before the
                                  memory is freed. So a gather waits for the readers of the memory that it takes over,
                                  and for nothing else that computes.
-        gradients, reduced       the compute stream's. A reduction starts behind an event of the compute stream, and the
-        gradients, their casts   compute stream waits for the reduction before it drops them (`StreamTicket`).
+        gradients, the buffers   the compute stream's, which packs them. A reduction starts behind an event of the
+        they are packed into     compute stream, which waits for the reduction before it drops them (`StreamTicket`).
+        reduced gradients,       the reduction lane's, that of a cast after an all-reduce its second stage's. Whoever
+        their casts              drops them does so on the compute stream, and the next reduction starts behind that.
         shards                   the compute stream's, and written there. A gather waits for the compute stream when
                                  they were written since it last did (`GroupGather`).
 
@@ -310,6 +338,7 @@ class StreamLane:
         self.name = name
         self.device = device
         self._priority = priority
+        self.sources_read: Any = None
         self._module: Any = torch.get_device_module(device)
         self.is_captured: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
 
@@ -355,7 +384,7 @@ class StreamLane:
 
     def _run_stage(self, program: Program, held: list[torch.Tensor]) -> bool:
         """Queues `program` on this lane's stream up to `NEXT_STAGE`; True if it has ended."""
-        with self._module.stream(self.stream), Holder(held):
+        with self._module.stream(self.stream), Holder(held, self):
             for works in program:
                 if works is NEXT_STAGE:
                     return False

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core.runtime.collective import FlatTransport, divide, flat_gradient
-from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.lanes import Reduction
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import Mean, ReducePlan
 from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
@@ -78,27 +78,21 @@ class PairwiseTransport(FlatTransport):
             raise
         return works
 
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        mean = mean.as_sum(self.world_size)
-        note_acquired(plan.nbytes, plan.label)
-        packed = None
-        if plan.packing is not None:
-            packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
-            note_allocated(packed, plan.label, "packed")
-        return self._reduce(plan, grads, output, packed, mean)
+    @torch.no_grad()
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
+        packed = plan.pack(grads)
+        outgoing = _rows_by_rank(plan, grads, packed)
+        grads.clear()
+        note_acquired(plan.direct_nbytes, plan.label)
+        return self._reduce(plan, outgoing, packed, mean.as_sum(self.world_size))
 
     @torch.no_grad()
     def _reduce(
-        self,
-        plan: ReducePlan,
-        grads: Sequence[torch.Tensor],
-        output: torch.Tensor,
-        packed: torch.Tensor | None,
-        mean: Mean,
-    ) -> Program:
+        self, plan: ReducePlan, outgoing: list[list[torch.Tensor]], packed: torch.Tensor | None, mean: Mean
+    ) -> Reduction:
         """Sends every row to its owner, receives the peers' terms of this rank's rows, and sums them in rank order."""
         launched = time.perf_counter()
-        outgoing = _rows_by_rank(plan, grads, packed)
+        output = plan.allocate_output()
         landing, staging = _landing_rows(plan, output)
         incoming = [() if row is None else row.split_with_sizes(plan.row_sizes) for row in landing]
         with plan.reported(launched):
@@ -111,7 +105,8 @@ class PairwiseTransport(FlatTransport):
                     note_freed(packed, plan.label, "packed")
                 if staging is not None:
                     note_freed(staging, plan.label, "reduce_input")
-                note_released(plan.nbytes, plan.label)
+                note_released(plan.direct_nbytes, plan.label)
+        return output
 
 
 def _parts(buffer: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -131,7 +126,6 @@ def _rows_by_rank(
                 rows[rank].append(piece)
     if packed is not None:
         assert plan.packing is not None
-        plan.packing.fill(packed, grads)
         for rank, piece in enumerate(packed.split_with_sizes(plan.packing.slots.sizes())):
             if piece.numel():
                 rows[rank].append(piece)

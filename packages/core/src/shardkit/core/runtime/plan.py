@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 from shardkit.core import events
 from shardkit.core.policies import CompressionPolicy
-from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.packing import Packing, Place, Slots, pack
 from shardkit.core.runtime.sharding import ChunkLayout, runs_together
+from shardkit.core.runtime.storage import note_allocated
 
 SMALL_BYTES = 32 * 1024
 """Chunks below this many bytes are packed. A message between two processes costs some tens of microseconds whatever its
@@ -119,16 +120,16 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         """The program that reduces `plan`'s gradients. Collective over the group, in launch order.
 
         `grads[i]` is the full gradient, of shape `items[i].layout.shape` and of `grad_dtype`, of any strides; it is
-        read until the program is done, or has emptied the list, and never written. `output` is a 1-D tensor of
-        `reduce_dtype` with `output_numel` elements; afterwards `plan.output_views(output)` are the reduced chunks: the
-        sum over ranks in `reduce_dtype`, divided as `mean` says.
+        never written. Gradients that have to be packed are packed now, on the current stream, and dropped from the
+        list, as stock does: they would take memory while the next ones are computed.
 
-        Buffers are allocated now, on the current stream. Raises `ValueError` when custom communication allocates a
-        wrong one.
+        The program returns `plan.allocate_output()`, filled: `plan.output_views(output)` are the reduced chunks, the
+        sum over ranks in `reduce_dtype`, divided as `mean` says. Raises `ValueError` when custom communication
+        allocates a wrong buffer.
         """
 
     def registered_memory(self) -> contextlib.AbstractContextManager[Any]:
@@ -371,6 +372,11 @@ class ReducePlan:
         return sum(item.layout.numel for item in self.items) * self.grad_dtype.itemsize
 
     @cached_property
+    def direct_nbytes(self) -> int:
+        """Bytes of the gradients that are sent in place."""
+        return sum(self.items[i].layout.numel for i in self.direct) * self.grad_dtype.itemsize
+
+    @cached_property
     def wire_nbytes(self) -> int:
         """Bytes that this rank sends in one reduction: to each peer, the peer's chunks."""
         layouts = [self.items[i].layout for i in self.direct]
@@ -393,8 +399,19 @@ class ReducePlan:
         return [pieces[index].view(shape) for index, shape in self.places]
 
     def allocate_output(self) -> torch.Tensor:
-        """A 1-D output from the transport's allocator; the contents are undefined."""
-        return self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
+        """A 1-D output of `output_numel` elements from the transport's allocator; the contents are undefined."""
+        output = self.transport.reduce_buffer(self.output_numel, self.reduce_dtype, self.label)
+        note_allocated(output, self.label, "reduce_output")
+        return output
+
+    def pack(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The packed buffer, filled; None if all gradients are sent in place."""
+        if self.packing is None:
+            return None
+        packed = self.transport.reduce_buffer(self.packing.numel, self.wire_dtype, self.label)
+        note_allocated(packed, self.label, "packed")
+        self.packing.fill(packed, grads)
+        return packed
 
     def reported(
         self, launched: float, wire_nbytes: int | None = None, dtype: torch.dtype | None = None

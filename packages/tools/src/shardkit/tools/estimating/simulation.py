@@ -21,7 +21,7 @@ from shardkit.core.parameters.ownership import newton_schulz_flops
 from shardkit.core.parameters.placements import is_ours, layout_for
 from shardkit.core.runtime.choice import stand_ins
 from shardkit.core.runtime.collective import FlatTransport
-from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.packing import Slots
 from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
 from shardkit.core.runtime.shared.segment import ALIGNMENT, aligned
@@ -130,23 +130,23 @@ class SimulatedTransport(Transport):
                 note_freed(packed, plan.label, "packed")
             del packed
 
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        packed = None
-        if plan.packing is not None:
-            packed = self.reduce_buffer(plan.packing.numel, plan.wire_dtype, plan.label)
-            note_allocated(packed, plan.label, "packed")
-        return self._run_reduction(plan, grads, output, packed)
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
+        packed, rows = None, []
+        if self.kind != "shared":
+            packed = plan.pack(grads)
+            rows = [grads[i].to(plan.wire_dtype).contiguous() for i in plan.direct]
+            grads.clear()
+        return self._run_reduction(plan, grads, rows, packed)
 
     def _run_reduction(
-        self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, packed: torch.Tensor | None
-    ) -> Program:
+        self, plan: ReducePlan, grads: list[torch.Tensor], rows: list[torch.Tensor], packed: torch.Tensor | None
+    ) -> Reduction:
+        output = plan.allocate_output()
         itemsize, peers = plan.wire_dtype.itemsize, self.world_size - 1 - plan.lands_in_output
-        rows, staging = [], None
+        staging = None
         if self.kind == "shared":
             self._post([numel * itemsize for place, numel in enumerate(plan.row_numels) if place != self.rank], plan)
             grads.clear()
-        else:
-            rows = [grads[i].to(plan.wire_dtype).contiguous() for i in plan.direct]
         if self.kind == "pairwise" and peers > 0 and plan.output_numel:
             staging = torch.empty(peers * plan.output_numel, dtype=plan.wire_dtype, device=self.device)
             note_allocated(staging, plan.label, "reduce_input")
@@ -161,6 +161,7 @@ class SimulatedTransport(Transport):
             del rows, packed, staging
             if self.kind == "shared" and plan.wire_dtype != plan.reduce_dtype and output.numel():
                 torch.empty_like(output)  # each peer's terms are cast before they are added
+        return output
 
     def _post(self, sizes: Sequence[int], plan: ReducePlan) -> None:
         """Fills a parcel with rows. Ranks are never in step: one parcel is in use while the next is filled."""

@@ -24,7 +24,7 @@ import torch
 
 from shardkit.core.policies import CompressionPolicy
 from shardkit.core.runtime.compressed.wire import Row, RowRun, WireFormat, chunks_of, format_of, rows_of
-from shardkit.core.runtime.lanes import Program, hold
+from shardkit.core.runtime.lanes import Program, Reduction, hold, note_sources_read
 from shardkit.core.runtime.packing import Slots, strided
 from shardkit.core.runtime.plan import (
     GatherItem,
@@ -35,7 +35,7 @@ from shardkit.core.runtime.plan import (
     ReducePlan,
     Transport,
 )
-from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed, note_released
+from shardkit.core.runtime.storage import note_acquired, note_allocated, note_freed
 
 __all__ = ["CompressedTransport"]
 
@@ -160,6 +160,7 @@ class CompressedTransport(Transport):
         own = buffer.narrow(0, rows.slots.start(plan.rank), rows.slots.slot_numel(plan.rank)).zero_()
         for item, start, nbytes, _ in rows.own.chunks:
             rows.formats[item].write(sources[item].to(buffer.device).reshape(-1), own[start : start + nbytes])
+        note_sources_read()
         with plan.reported(launched, rows.wire_nbytes, torch.uint8):
             try:
                 if rows.nbytes:
@@ -170,41 +171,31 @@ class CompressedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        """As `Transport.reduce` says; empties `grads`."""
+    @torch.no_grad()
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
         rows = self._reductions.get(plan)
         if rows is None:
             rows = self._reductions[plan] = ReduceRows(plan, self)
-        note_acquired(plan.nbytes, plan.label)
         outgoing = self.reduce_buffer(rows.sent.numel, torch.uint8, plan.label)
-        incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
-        # Holds this rank's terms and the sum, in fp32 whatever the reduce dtype is.
-        wide = output.dtype.itemsize >= torch.float32.itemsize
-        total = output if wide else torch.empty_like(output, dtype=torch.float32)
-        for buffer in (outgoing, incoming):
+        # Holds this rank's terms and the sum, in fp32 even if the reduce dtype is narrower.
+        wide = torch.promote_types(plan.reduce_dtype, torch.float32)
+        total = torch.empty(plan.output_numel, dtype=wide, device=self.device)
+        for buffer in (outgoing, total):
             note_allocated(buffer, plan.label, "reduce_input")
-        mean = mean.as_sum(self.world_size)
-        return self._reduce(plan, rows, grads, output, total, outgoing, incoming, mean)
+        self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
+        grads.clear()
+        note_acquired(0, plan.label)
+        return self._reduce(plan, rows, outgoing, total, mean.as_sum(self.world_size))
 
     @torch.no_grad()
     def _reduce(
-        self,
-        plan: ReducePlan,
-        rows: ReduceRows,
-        grads: list[torch.Tensor],
-        output: torch.Tensor,
-        total: torch.Tensor,
-        outgoing: torch.Tensor,
-        incoming: torch.Tensor,
-        mean: Mean,
-    ) -> Program:
+        self, plan: ReducePlan, rows: ReduceRows, outgoing: torch.Tensor, total: torch.Tensor, mean: Mean
+    ) -> Reduction:
         launched = time.perf_counter()
-        hold(outgoing, incoming)
-        if total is not output:
-            hold(total)
-        self._pack(plan, rows, grads, outgoing.zero_(), plan.output_views(total))
-        grads.clear()
-        note_released(plan.nbytes, plan.label)
+        hold(outgoing, total)
+        output = plan.allocate_output()
+        incoming = self.reduce_buffer(rows.received.numel, torch.uint8, plan.label)
+        note_allocated(incoming, plan.label, "reduce_input")
         with plan.reported(launched, rows.sent.numel, torch.uint8):
             try:
                 if rows.anything:
@@ -213,11 +204,11 @@ class CompressedTransport(Transport):
                 _sum(plan, rows, incoming, total, mean.before)
                 if mean.after is not None:
                     total.div_(mean.after)
-                if total is not output:
-                    output.copy_(total)
+                output.copy_(total)
             finally:
-                for buffer in (outgoing, incoming):
+                for buffer in (outgoing, total, incoming):
                     note_freed(buffer, plan.label, "reduce_input")
+        return output
 
     def _pack(
         self,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.core import events
-from shardkit.core.runtime.lanes import Program
+from shardkit.core.runtime.lanes import Program, Reduction
 from shardkit.core.runtime.plan import GatherPlan, Mean, ReducePlan, Transport
 from shardkit.core.runtime.shared.connection import MOST_DESCRIPTORS
 from shardkit.core.runtime.shared.neighbours import Channel, Neighbours, Operation
@@ -279,12 +279,10 @@ class SharedTransport(Transport):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        return self._reduce(plan, grads, output, mean.as_sum(self.world_size))
-
     @torch.no_grad()
-    def _reduce(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor, mean: Mean) -> Program:
-        launched = time.perf_counter()
+    def reduce(self, plan: ReducePlan, grads: list[torch.Tensor], mean: Mean) -> Reduction:
+        launched, mean = time.perf_counter(), mean.as_sum(self.world_size)
+        output = plan.allocate_output()
         note_acquired(plan.nbytes, plan.label)
         posting = self._post_rows(plan, grads, output)
         grads.clear()
@@ -298,6 +296,7 @@ class SharedTransport(Transport):
                     output.div_(mean.after)
         finally:
             posting.release()
+        return output
 
     def _post_rows(self, plan: ReducePlan, grads: list[torch.Tensor], output: torch.Tensor) -> Posting:
         """Copies the peers' rows to the outbox, in `wire_dtype`, and this rank's own to the output."""
