@@ -24,7 +24,7 @@ def _first_and_later(measured: Measured) -> str:
 
 def _timeline(pattern: str, path: Path | None) -> None:
     print(
-        f"{'scenario':<50} {'stock: first':>15} {'later':>15} {'ours: first':>15} {'later':>15}   peak KiB: stock  ours"
+        f"{'scenario':<50} {'stock: first':>15} {'later':>15} {'ours: first':>15} {'later':>15}  peak KiB: stock   ours"
     )
     rows = []
     for comparison in COMPARISONS:
@@ -32,9 +32,9 @@ def _timeline(pattern: str, path: Path | None) -> None:
             continue
         measured = {engine: measure(comparison, engine) for engine in ENGINES}
         rows.append({"scenario": comparison.name, **{engine: asdict(one) for engine, one in measured.items()}})
-        peaks = "".join(f"{one.peak_unsharded_bytes / 1024:8.1f}" for one in measured.values())
+        peaks = "".join(f"{one.peak_bytes / 1024:10.1f}" for one in measured.values())
         times = " ".join(_first_and_later(one) for one in measured.values())
-        print(f"{comparison.name:<50} {times}   {peaks:>16}", flush=True)
+        print(f"{comparison.name:<50} {times}  {peaks}", flush=True)
     if path is not None:
         path.write_text(json.dumps(rows, indent=2) + "\n")
 

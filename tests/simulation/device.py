@@ -150,12 +150,17 @@ class Memory:
             return None
         return Access(allocation, at - allocation.at, at - allocation.at + nbytes, write)
 
-    def peak(self, counted: Callable[[Allocation], bool]) -> int:
-        """The most bytes that allocations which satisfy `counted` held at once, in the host's order."""
+    def peak(self, counted: Callable[[Allocation], bool], since: int = 0) -> int:
+        """The most bytes that allocations which satisfy `counted` held at once, in the host's order.
+
+        `since`: a value of `clock`, before which nothing counts.
+        """
         changes: list[tuple[int, int]] = []
         for allocation in filter(counted, self.all):
-            changes.append((allocation.born, allocation.nbytes))
-            changes.append((allocation.died or self.clock + 1, -allocation.nbytes))
+            died = allocation.died or self.clock + 1
+            if died > since:
+                changes.append((max(allocation.born, since), allocation.nbytes))
+                changes.append((died, -allocation.nbytes))
         total = most = 0
         for _, change in sorted(changes):
             total += change

@@ -11,7 +11,7 @@ import torch
 
 from shardkit.core import CompressionPolicy
 from tests.simulation.model import BlockSpec, Checkpointed
-from tests.simulation.timeline import Costs, Timeline, holds_gathered
+from tests.simulation.timeline import Costs, Timeline, holds_gathered, on_device
 from tests.simulation.training import (
     BLOCK,
     SHARDS,
@@ -68,11 +68,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of the reported steps, and the most bytes of gathered memory that were held at once."""
+    """Times of the reported steps; the most bytes of device memory, and of gathered memory, from the first step on."""
 
     forward: list[float]
     backward: list[float]
-    peak_unsharded_bytes: int
+    peak_bytes: int
+    peak_gathered_bytes: int
 
 
 def measure(comparison: Comparison, engine: str) -> Measured:
@@ -80,6 +81,8 @@ def measure(comparison: Comparison, engine: str) -> Measured:
     timeline = Timeline(comparison.costs)
     forward, backward = [], []
     with started(comparison.scenario, engine, timeline, timeline.clock) as run:
+        memory = run.simulation.memory
+        sharded = memory.clock
         for step in take_steps(run):
             rest = -timeline.clock()
             rest += timeline.settle()  # the next step begins on an idle device
@@ -87,8 +90,7 @@ def measure(comparison: Comparison, engine: str) -> Measured:
             if comparison.reported(step):
                 forward.append(round(run.forward_time, 3))
                 backward.append(round(run.backward_time + rest, 3))
-        peak = run.simulation.memory.peak(holds_gathered)
-    return Measured(forward, backward, peak)
+        return Measured(forward, backward, memory.peak(on_device, sharded), memory.peak(holds_gathered, sharded))
 
 
 def _shuffled(step: int, count: int) -> list[int]:
@@ -181,6 +183,7 @@ COMPARISONS: list[Comparison] = [
     *_both("prefetch budget, 3 blocks, gradient accumulation", step=accumulating, **_budget(3)),
     *_both("prefetch budget, 3 blocks, order changes every step", order=_shuffled, **_budget(3)),
     *_both("bf16, fp32 reduction", mixed=True),
+    *_both("bf16, fp32 reduction, everything packed", mixed=True, coalescing=False),
     # A card of 400 Gbit/s for each device, and memory of 3 TB/s.
     Comparison(_BETWEEN_HOSTS, _NETWORK, lambda step: True),
     Comparison(

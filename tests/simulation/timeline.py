@@ -116,6 +116,11 @@ def _pass_on(accesses: Sequence[Access]) -> None:
                 access.allocation.notes["gathered"] = True
 
 
+def on_device(allocation: Allocation) -> bool:
+    """Whether an allocation is of device memory: shards, gathered parameters, gradients, buffers, sums."""
+    return not allocation.pinned
+
+
 def holds_gathered(allocation: Allocation) -> bool:
     """Whether an allocation ever held gathered values."""
     return bool(allocation.notes.get("gathered"))

@@ -131,6 +131,7 @@ class Scenario:
     replicas: int = 1
     stages: int = 1
     in_root: tuple[int, ...] = ()
+    shards: int = SHARDS
     mixed: bool = False
     offload: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -146,10 +147,10 @@ class Scenario:
 @contextlib.contextmanager
 def started(scenario: Scenario, engine: str, observer: Observer, clock: Callable[[], float]) -> Iterator[Run]:
     """The model of `scenario`, sharded by "stock" or "ours", watched by `observer` until the block ends."""
-    world = SHARDS * scenario.replicas
+    world = scenario.shards * scenario.replicas
     with simulate(observer, world, coalescing=scenario.coalescing) as simulation:
         run = Run(ENGINES[engine], scenario, simulation, clock)
-        mesh = _mesh(scenario.replicas)
+        mesh = _mesh(scenario.shards, scenario.replicas)
         size = len(scenario.blocks) // scenario.stages
         starts = range(0, len(scenario.blocks), size)
         stages = [Chain(scenario.blocks[start : start + size], start) for start in starts]
@@ -161,11 +162,11 @@ def started(scenario: Scenario, engine: str, observer: Observer, clock: Callable
         yield run
 
 
-def _mesh(replicas: int) -> DeviceMesh:
-    """A mesh to shard over `SHARDS` ranks, and to replicate over `replicas` if that is more than one."""
+def _mesh(shards: int, replicas: int) -> DeviceMesh:
+    """A mesh to shard over `shards` ranks, and to replicate over `replicas` if that is more than one."""
     if replicas == 1:
-        return init_device_mesh("sim", (SHARDS,))
-    return init_device_mesh("sim", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh("sim", (shards,))
+    return init_device_mesh("sim", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(run: Run, model: Any, mesh: DeviceMesh) -> None:
