@@ -8,12 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.core import CompressionPolicy, MixedPrecisionPolicy, events, fully_shard
 from shardkit.core.runtime.collective import C10dTransport
 from shardkit.core.runtime.compressed import wire
 from shardkit.core.runtime.compressed.wire import format_of
 from shardkit.core.runtime.pairwise import PairwiseTransport
+from shardkit.core.runtime.plan import Mean
 from shardkit.core.runtime.sharding import ChunkLayout
 from tests.core.runtime_cases import (
     CASES,
@@ -187,6 +190,45 @@ def _in_small_parts(rank: int, world_size: int) -> None:
 
 def test_chunks_are_rounded_in_parts() -> None:
     run_ranks(4, _in_small_parts, isolated=True)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts operators that a device would run a kernel for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += not (func.is_view or name.startswith("c10d") or "empty" in name)
+        return func(*args, **(kwargs or {}))
+
+
+def _kernels_of_a_block(rank: int, world_size: int) -> tuple[int, int]:
+    """The gather and the reduction of a transformer block on 64 ranks, on a device that computes nothing."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    over = C10dTransport(dist.group.WORLD, torch.device("meta"), direct=False).compressing(POLICIES["int8"])
+    shapes = ((4096, 4096),) * 4 + ((14336, 4096),) * 2 + ((4096, 14336), (4096,))
+    gather = gather_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over)
+    reduction = reduce_plan(Case(shapes, (0,) * 8, (BF16,) * 8), over, BF16, F32)
+    sources = [torch.empty(item.layout.local_shape(rank), device="meta") for item in gather.items]
+    flats = [torch.empty(item.layout.flat_numel, dtype=BF16, device="meta") for item in gather.items]
+    grads = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
+    output = torch.empty(reduction.output_numel, device="meta")
+    programs = gather.transport.gather(gather, sources, flats), over.reduce(reduction, grads, output, Mean())
+    counts = []
+    for program in programs:
+        with _Kernels() as kernels:
+            for _ in program:
+                pass
+        counts.append(kernels.count)
+    return counts[0], counts[1]
+
+
+def test_a_device_rounds_much_at_once() -> None:
+    ((gather, reduction),) = run_ranks(1, _kernels_of_a_block, isolated=True)
+    assert gather < 100
+    assert reduction < 700  # two for each rank and matrix would be 882
 
 
 def _wire_bytes(rank: int, world_size: int, kind: str) -> None:

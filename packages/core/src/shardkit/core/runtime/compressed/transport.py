@@ -225,7 +225,7 @@ class CompressedTransport(Transport):
         for run in rows.peers:
             for item, start, nbytes, numel in run.row.chunks:
                 form, layout = rows.formats[item], plan.items[item].layout
-                for first, ranks in run.batches(numel):
+                for first, ranks in run.batches(numel, outgoing.device):
                     at = rows.sent.start(first) + start
                     target = strided(outgoing, (ranks, nbytes), (run.row.nbytes, 1), at)
                     values = chunks_of(grads[item], layout, first, ranks).reshape(ranks, numel)
@@ -250,7 +250,7 @@ def _unpack(plan: GatherPlan, rows: GatherRows, flats: Sequence[torch.Tensor], b
         for item, start, nbytes, numel in run.row.chunks:
             layout, flat, form = plan.items[item].layout, flats[item], rows.formats[item]
             whole = flat[: layout.numel].view(layout.shape)
-            for first, ranks in run.batches(numel):
+            for first, ranks in run.batches(numel, buffer.device):
                 wire = strided(buffer, (ranks, nbytes), (room, 1), rows.slots.start(first) + start)
                 places = chunks_of(whole, layout, first, ranks)
                 if layout.dim == 0:  # the chunks are dense in the target
@@ -290,7 +290,7 @@ def _terms(
     rows: ReduceRows, incoming: torch.Tensor, total: torch.Tensor, before: float | None, run: RowRun
 ) -> Iterator[torch.Tensor]:
     """The terms that each rank of `run` has sent, like `total`."""
-    for first, ranks in run.batches(total.numel()):
+    for first, ranks in run.batches(total.numel(), total.device):
         terms, end = total.new_empty(ranks, total.numel()), 0
         for item, start, nbytes, numel in run.row.chunks:
             wire = strided(incoming, (ranks, nbytes), (run.row.nbytes, 1), rows.received.start(first) + start)
