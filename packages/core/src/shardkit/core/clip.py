@@ -98,8 +98,7 @@ def grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is not a p-norm: expected a number above 0, or inf")
     distinct = _distinct(_named(parameters))
-    for group in _groups_of(distinct):
-        group.refuse_unended("the norm of gradients is taken")
+    _refuse_unreduced(distinct)
     plan = _Plan.of(distinct)
     with torch.no_grad():
         parts = [_measure(bucket, norm_type, plan, foreach) for bucket in plan.buckets]
@@ -246,23 +245,22 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _distinct(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient.
-
-    Raises:
-        RuntimeError: if a gradient has yet to be reduced.
-    """
+    """Drops repeated parameters, and replaces an unsharded parameter by its sharded one, which has the gradient."""
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in parameters:
         if (param := sharded_counterpart(parameter)) is not None:
-            param.refuse_pending("the norm of gradients is taken")
             parameter = param.sharded_param
         seen.setdefault(id(parameter), (name, parameter))
     return list(seen.values())
 
 
-def _groups_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> set[FSDPParamGroup]:
-    counterparts = (sharded_counterpart(parameter) for _, parameter in parameters)
-    return {FSDPParamGroup.of(param) for param in counterparts if param is not None}
+def _refuse_unreduced(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError if an iteration has not ended, or a gradient has yet to be reduced."""
+    params = [param for _, one in parameters if (param := sharded_counterpart(one)) is not None]
+    for group in {FSDPParamGroup.of(param) for param in params}:
+        group.refuse_unended("the norm of gradients is taken")
+    for param in params:
+        param.refuse_pending("the norm of gradients is taken")
 
 
 def _sharded_axes(name: str, placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[int, ...]:
