@@ -124,9 +124,12 @@ class Room:
         return True
 
     def make_room(self) -> None:
-        """Frees released memory where the next gather would: before a reduction takes memory. A budget keeps it."""
+        """Frees released memory before a reduction takes memory: as the next gather would, or what has no later use."""
         if not self._by_bytes:
             self._frees(1)
+            return
+        while self._over:
+            self._free(next(iter(self._over)))
 
     def note_gathered(self, group: _Group) -> None:
         """Notes that the gather has ended, and with it the packed buffer has gone."""
