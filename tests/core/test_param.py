@@ -113,6 +113,7 @@ def _moved_model(rank: int, world_size: int) -> None:
         model.out.weight = nn.Parameter(new_dtensor(moved, old.device_mesh, old.placements, old.shape))
     with pytest.raises(RuntimeError, match=r"'out\.weight' is on cuda:0, expected a cpu device.*move the model"):
         model(x)
+    model.reset_iter_state()
     model.out.weight = old
     model(x).sum().backward()
     assert model.out.weight.grad is not None

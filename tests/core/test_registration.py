@@ -108,7 +108,7 @@ def _steps_in_backward(rank: int, world_size: int) -> None:
             optimizer = torch.optim.SGD([parameter], lr=0.1)
 
             def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer, model: Any = twins.sharded) -> None:
-                during.append(state_of(model).in_backward)
+                during.append(state_of(model).schedule.in_backward)
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -58,7 +58,7 @@ def assigned_data(rank: int, world_size: int, what: str) -> None:
         else:
             uses = [optimizer.step] if what == "gradient" else [functools.partial(model, torch.ones(1, 8))]
             if what != "gradient":
-                uses += [model.state_dict, api(OURS).FSDP.summon_full_params(model).__enter__]
+                uses = [model.state_dict, api(OURS).FSDP.summon_full_params(model).__enter__, *uses]
             for use in uses:
                 with pytest.raises(RuntimeError, match=r"data of (the gradient of )?parameter 'weight' was replaced"):
                     use()

@@ -66,16 +66,6 @@ def optimize(run: Run) -> None:
 # -- ways to step ------------------------------------------------------------------------------------------------------
 
 
-def _cast_between(run: Run) -> None:
-    """The partial sums of the first micro-batch wait in another dtype than the gradients of the second have."""
-    cast = run.kept["cast"] = not run.kept.get("cast", False)
-    for last in (False, True):
-        run.model.set_requires_all_reduce(last)
-        whole_step(run)
-        if not last:
-            run.model.to(torch.bfloat16 if cast else torch.float32)
-
-
 def _gradients_add_up(run: Run) -> None:
     whole_step(run)
     whole_step(run)
@@ -301,7 +291,6 @@ CONFIGURATIONS: list[Configuration] = [
     configuration("HSDP, bf16, packed", replicas=2, mixed=True, coalescing=False),
     configuration("HSDP, all-reduce of the last micro-batch", replicas=2, step=all_reduce_once),
     configuration("HSDP, partial sums are dropped", replicas=2, step=_drops_partial_sums, on_stock=False),
-    configuration("HSDP, cast between micro-batches", replicas=2, step=_cast_between, on_stock=False),
     configuration("HSDP, 3 input buffers", replicas=2, prepare=three_buffers),
     configuration("accumulation", step=accumulating),
     configuration("accumulation, bf16", step=accumulating, mixed=True),

@@ -71,7 +71,7 @@ def hidden_losses_in_a_global_list(session: Session) -> None:
 
 @recipe
 def everything_is_an_attribute(session: Session) -> None:
-    """Among them views of parameters, which nobody reads while they have no memory."""
+    """Among them a copy of a parameter; views of one are refused."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -79,9 +79,9 @@ def everything_is_an_attribute(session: Session) -> None:
             self.linear, self.flat = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH * WIDTH) / 6)
 
         def forward(self, x: Tensor) -> Tensor:
-            self.x, self.kernel, self.turned = x, self.flat.view(WIDTH, WIDTH), self.linear.weight.t()
+            self.x, self.kernel = x, self.flat.view(WIDTH, WIDTH).clone()
             self.hidden = self.linear(self.x) @ self.kernel
-            return torch.tanh(self.hidden) @ self.turned
+            return torch.tanh(self.hidden) @ self.linear.weight.t()
 
     model = net_of([Block() for _ in range(3)])
     train(session, model, *model.blocks)

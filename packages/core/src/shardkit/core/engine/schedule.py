@@ -126,7 +126,7 @@ class Schedule:
         return True
 
     def unended(self, *, inside: bool) -> str | None:
-        """What has not ended: a forward or a backward that raised, or was interrupted; None if nothing.
+        """Names a forward or a backward that raised, or was interrupted; None if there is none.
 
         Nothing may wait for a peer then, because it may never come. A forward that runs is no such thing if the caller
         may be `inside` it: torch calls no hook when Ctrl-C ends a forward, so one that runs looks the same.
@@ -141,7 +141,7 @@ class Schedule:
         return None
 
     def refuse_unended(self, what: str, *, inside: bool = False) -> None:
-        """Raises RuntimeError if something has not ended. `what` is what the user does now."""
+        """Raises RuntimeError if an iteration has not ended. `what` names the call that the user makes now."""
         unended = self.unended(inside=inside)
         if unended is not None:
             raise RuntimeError(

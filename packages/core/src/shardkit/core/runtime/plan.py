@@ -388,10 +388,9 @@ class ReducePlan:
     @cached_property
     def padding_nbytes(self) -> int:
         """Bytes of the packed buffer that hold no element."""
-        if self.packing is None:
-            return 0
-        packed = sum(self.items[i].layout.numel for i in self.packing.items)
-        return (self.packing.numel - packed) * self.wire_dtype.itemsize
+        packing = self.packing
+        unused = 0 if packing is None else packing.numel - sum(self.items[i].layout.numel for i in packing.items)
+        return unused * self.wire_dtype.itemsize
 
     def output_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk of each item's reduced gradient: dense views of `flat`, of `local_shape(rank)`."""
